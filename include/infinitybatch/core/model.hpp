@@ -1,0 +1,36 @@
+#pragma once
+
+#include <infinitybatch/core/batch.hpp>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace infinitybatch {
+
+/// A parameter as the model names it.
+struct NamedParameter {
+  std::string name;
+  at::Tensor tensor;
+};
+
+/// A place that holds a buffer. Models may write the buffer in place or put another tensor there.
+struct BufferSlot {
+  std::string name;
+  std::function<at::Tensor()> get;
+  std::function<void(const at::Tensor&)> set;
+};
+
+/// What the step needs to know of a model: how to run it and what it owns.
+/// `step/module.hpp` makes one from any `torch::nn` module; Python makes one from `torch.nn.Module`.
+struct Model {
+  /// Runs the model on one micro-batch, in the caller's grad mode.
+  std::function<Batch(const Batch& inputs)> forward;
+  /// Asked once per step, so that parameters may be rebuilt between steps.
+  std::function<std::vector<NamedParameter>()> parameters;
+  std::function<std::vector<BufferSlot>()> buffers;
+  /// True in training mode: plans are kept apart for train and eval.
+  std::function<bool()> is_training;
+};
+
+}  // namespace infinitybatch

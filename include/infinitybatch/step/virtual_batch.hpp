@@ -1,0 +1,90 @@
+#pragma once
+
+#include <infinitybatch/core/batch.hpp>
+#include <infinitybatch/core/batch_source.hpp>
+#include <infinitybatch/core/model.hpp>
+#include <infinitybatch/loss/loss.hpp>
+#include <infinitybatch/memory/budget.hpp>
+#include <infinitybatch/plan/plan.hpp>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace infinitybatch {
+
+/// What to do where a layer mixes the samples of a batch (BatchNorm in training).
+enum class BatchCoupling {
+  exact,            ///< the exact gradient or a typed error
+  per_micro_batch,  ///< let each micro-batch be a batch of its own, as gradient accumulation does
+};
+
+/// One micro-batch as the callback sees it; tensors are detached and on the model's device.
+struct MicroBatch {
+  int64_t begin = 0;
+  int64_t end = 0;
+  Batch outputs;
+  Batch targets;
+};
+
+struct Options {
+  /// Bytes that tensors may occupy on the device during `backward`; see `memory::Budget`.
+  std::optional<memory::Budget> memory_budget;
+  /// Fixes the micro-batch size and skips planning.
+  std::optional<int64_t> micro_batch_size;
+  BatchCoupling batch_coupling = BatchCoupling::exact;
+  /// Keep the outputs of all micro-batches and return them, detached, in the report.
+  bool keep_outputs = false;
+  /// Called after each micro-batch's loss, for metrics that need outputs.
+  std::function<void(const MicroBatch&)> on_micro_batch;
+  /// Multiplies the gradients, not the reported loss: a gradient scaler's scale. A 0-dimensional
+  /// tensor on the model's device, asked once per step.
+  std::function<at::Tensor()> loss_scale;
+  /// Called between micro-batches; may throw to abandon the step (Ctrl-C in bindings).
+  std::function<void()> interrupt;
+};
+
+/// What one step did.
+struct StepReport {
+  at::Tensor loss;                          ///< detached, 0-dimensional, on the model's device
+  std::optional<Batch> outputs;             ///< with `keep_outputs`
+  int64_t peak_bytes = 0;                   ///< the most that tensors occupied on the device
+  std::optional<int64_t> memory_budget;     ///< in bytes, where one was given
+  std::optional<int64_t> predicted_peak_bytes;
+  std::vector<int64_t> micro_batch_sizes;   ///< in the order they ran
+  double seconds = 0;
+  int64_t restarts = 0;                     ///< begun again with a smaller plan after running out of memory
+  std::string strategy;                     ///< "stream"
+};
+
+/// A training step over a logical batch of any size.
+///
+///     VirtualBatch batch(model, losses::cross_entropy(), {.memory_budget = "512MiB"});
+///     StepReport report = batch.backward(images, labels);   // exact gradients now in .grad()
+///
+/// Not for use by two threads at once; two objects with different models may run in two threads.
+class VirtualBatch {
+ public:
+  VirtualBatch(Model model, SeparableLoss loss, Options options = {});
+  ~VirtualBatch();
+  VirtualBatch(VirtualBatch&&) noexcept;
+  VirtualBatch& operator=(VirtualBatch&&) noexcept;
+
+  /// Adds the gradient of the loss over the whole logical batch to `.grad` of every parameter.
+  /// On any failure parameters, `.grad`, buffers and random state are as they were.
+  StepReport backward(const Batch& inputs, const Batch& targets);
+  StepReport backward(const BatchSource& inputs, const BatchSource& targets);
+
+  /// The plan that `backward` would follow for such a batch. Runs probes where none is known yet;
+  /// leaves gradients, buffers and random state as they were.
+  Plan plan(const Batch& inputs, const Batch& targets);
+  Plan plan(const BatchSource& inputs, const BatchSource& targets);
+
+ private:
+  class State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace infinitybatch

@@ -1,0 +1,26 @@
+#include <infinitybatch/core/errors.hpp>
+
+#include <infinitybatch/core/bytes.hpp>
+
+namespace infinitybatch {
+namespace {
+
+std::string budget_message(int64_t needed, int64_t limit, std::optional<int64_t> smallest,
+                           const std::string& what) {
+  std::string message = what + " needs " + (smallest ? "" : "at least ") + format_bytes(needed) +
+                        ", the budget is " + format_bytes(limit) + "; ";
+  if (smallest) return message + "the smallest budget that works is " + format_bytes(*smallest);
+  return message + "raise memory_budget, or make the model or a single sample smaller";
+}
+
+}  // namespace
+
+BudgetExceeded::BudgetExceeded(int64_t needed, int64_t limit,
+                               std::optional<int64_t> smallest_feasible,
+                               const std::string& what_needs_it)
+    : Error(budget_message(needed, limit, smallest_feasible, what_needs_it)),
+      needed_(needed),
+      limit_(limit),
+      smallest_feasible_(smallest_feasible) {}
+
+}  // namespace infinitybatch
