@@ -1,0 +1,37 @@
+# The extension module _C and, beside it, the package's Python files as symbolic links, so that
+# PYTHONPATH=<build>/python imports what is in the working tree.
+
+set(INFINITYBATCH_PYTHON_DIR "${PROJECT_BINARY_DIR}/python/infinitybatch")
+
+file(GLOB_RECURSE package_files CONFIGURE_DEPENDS
+     RELATIVE "${PROJECT_SOURCE_DIR}/python"
+     "${PROJECT_SOURCE_DIR}/python/infinitybatch/*.py" "${PROJECT_SOURCE_DIR}/python/infinitybatch/*.pyi"
+     "${PROJECT_SOURCE_DIR}/python/infinitybatch/py.typed")
+# Links to files that are gone would still be importable as names: make the folder anew.
+file(GLOB_RECURSE stale_links LIST_DIRECTORIES false "${INFINITYBATCH_PYTHON_DIR}/*.py"
+     "${INFINITYBATCH_PYTHON_DIR}/*.pyi")
+foreach(link IN LISTS stale_links)
+  file(REMOVE "${link}")
+endforeach()
+foreach(file IN LISTS package_files)
+  get_filename_component(folder "${PROJECT_BINARY_DIR}/python/${file}" DIRECTORY)
+  file(MAKE_DIRECTORY "${folder}")
+  file(CREATE_LINK "${PROJECT_SOURCE_DIR}/python/${file}" "${PROJECT_BINARY_DIR}/python/${file}"
+       SYMBOLIC)
+endforeach()
+
+file(GLOB bind_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/python/src/*.cpp")
+if(bind_sources)
+  if(NOT TARGET TorchWheel::torch_python)
+    message(FATAL_ERROR "infinitybatch: ${TORCH_WHEEL_LIB} has no libtorch_python.so. Use a torch "
+                        "wheel, or switch the bindings off with -DINFINITYBATCH_BUILD_PYTHON=OFF.")
+  endif()
+  # The module is called _C in every build and ABI tag aside: torch ties it to one Python anyway.
+  Python_add_library(_C MODULE WITH_SOABI ${bind_sources})
+  infinitybatch_target(_C)
+  set_source_files_properties(${bind_sources} PROPERTIES COMPILE_DEFINITIONS
+                                                         "TORCH_EXTENSION_NAME=_C")
+  target_link_libraries(_C PRIVATE infinitybatch TorchWheel::torch_python)
+  set_target_properties(_C PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${INFINITYBATCH_PYTHON_DIR}"
+                                      BUILD_RPATH "${TORCH_WHEEL_LIB}")
+endif()
