@@ -1,30 +1,19 @@
 #pragma once
 
+// Ready-made losses for every separable criterion of torch::nn. A function is named as the one in
+// torch::nn::functional, without "_loss"; its options have torch's names and defaults.
+//
+// A criterion is called as criterion(*outputs, *targets): the tensors of the outputs, then those of
+// the targets, in order. All of them
+// - compute float16 and bfloat16 outputs in float32, because a sum over many samples leaves
+//   float16's range where native's mean does not; float32 and float64 stay as they are;
+// - move their own weight tensors to the outputs' device;
+// - throw InvalidArgument where the arguments are too many or too few, where broadcasting would
+//   couple samples, and for a Reduction that the criterion doesn't know. Values and shapes that the
+//   criterion itself refuses raise torch's own error.
+#include <infinitybatch/loss/classification.hpp>
+#include <infinitybatch/loss/distance.hpp>
 #include <infinitybatch/loss/loss.hpp>
-
-#include <optional>
-
-namespace infinitybatch {
-
-/// How a criterion turns the samples' losses into one number.
-enum class Reduction { mean, sum, batchmean };
-
-namespace losses {
-
-struct CrossEntropyOptions {
-  at::Tensor weight;             ///< per class, or undefined
-  int64_t ignore_index = -100;
-  double label_smoothing = 0.0;
-  Reduction reduction = Reduction::mean;
-};
-
-/// `torch::nn::functional::cross_entropy` with class indices or class probabilities.
-/// Denominator of `mean`: the sum of weight[target] over targets that are not ignored; for class
-/// probabilities the number of targets, weights or not.
-SeparableLoss cross_entropy(CrossEntropyOptions options = {});
-
-/// Squared error; targets have the outputs' shape. Denominator of `mean`: the number of elements.
-SeparableLoss mse(Reduction reduction = Reduction::mean);
-
-}  // namespace losses
-}  // namespace infinitybatch
+#include <infinitybatch/loss/reduction.hpp>
+#include <infinitybatch/loss/regression.hpp>
+#include <infinitybatch/loss/sequence.hpp>
