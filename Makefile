@@ -1,0 +1,41 @@
+# The commands of daily work. Each sets up what it needs first (scripts/setup.sh) and can be
+# repeated. Settings: PYTHON, TORCH, TORCH_ROOT, PIP_ARGS, PIP_* (see scripts/setup.sh) and JOBS.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build train test test-long bench check format asan clean distclean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## install what is missing: system packages, .venv with torch and tools
+	@bash scripts/setup.sh
+
+build: setup ## compile library, command line, Python package and tests into build/release
+	@bash scripts/build.sh
+
+train: setup ## the main job: train on digits inside a memory budget that kills native training
+	@bash scripts/train.sh
+
+test: setup ## every test: C++, Python, command line, packaging
+	@bash scripts/test.sh
+
+test-long: setup ## every test with the long variants (full fault tables and sweeps)
+	@INFINITYBATCH_LONG_TESTS=1 bash scripts/test.sh
+
+bench: setup ## benchmarks against native training; results under benchmarks/results
+	@bash scripts/bench.sh
+
+check: setup ## formatters and linters; changes nothing
+	@bash scripts/check.sh
+
+format: setup ## reformat C++ and Python in place
+	@bash scripts/check.sh --fix
+
+asan: setup ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@bash scripts/asan.sh
+
+clean: ## remove build and dist, keep .venv and data
+	rm -rf build dist
+
+distclean: clean ## remove .venv and data too
+	rm -rf .venv data
