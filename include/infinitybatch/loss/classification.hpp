@@ -18,10 +18,9 @@ struct CrossEntropyLossOptions {
 /// 0, the loss is NaN as native's is); for probabilities N·d1·..., weights or not.
 SeparableLoss cross_entropy(CrossEntropyLossOptions options = {});
 
-/// Cross entropy of logits that a linear layer of the loss's own makes of the outputs (N, features),
-/// as torch.nn.functional.linear_cross_entropy does.
-/// \param linear_weight (C, d1, ..., features), may require grad
-/// \param linear_bias   (C, d1, ...) or undefined, may require grad
+/// Cross entropy of logits that a linear layer of the loss's own makes of the outputs (N,
+/// features), as torch.nn.functional.linear_cross_entropy does. \param linear_weight (C, d1, ...,
+/// features), may require grad \param linear_bias   (C, d1, ...) or undefined, may require grad
 SeparableLoss linear_cross_entropy(at::Tensor linear_weight, at::Tensor linear_bias = {},
                                    CrossEntropyLossOptions options = {});
 
@@ -35,27 +34,6 @@ struct NLLLossOptions {
 /// Denominator of `mean`: as in `cross_entropy`.
 SeparableLoss nll(NLLLossOptions options = {});
 
-struct BCELossOptions {
-  at::Tensor weight;  ///< broadcast against one sample, or undefined
-  Reduction reduction = Reduction::mean;
-};
-
-/// Outputs probabilities; targets in [0, 1], of the outputs' shape. Targets (target, weight) give
-/// each sample weights of its own. Denominator of `mean`: the number of elements, weights or not.
-SeparableLoss binary_cross_entropy(BCELossOptions options = {});
-
-struct BCEWithLogitsLossOptions {
-  at::Tensor weight;      ///< broadcast against one sample, or undefined
-  at::Tensor pos_weight;  ///< broadcast against one sample, or undefined
-  Reduction reduction = Reduction::mean;
-};
-
-/// As `binary_cross_entropy`, with logits.
-SeparableLoss binary_cross_entropy_with_logits(BCEWithLogitsLossOptions options = {});
-
-/// Outputs of any shape; targets -1 or 1. Denominator of `mean`: the number of elements.
-SeparableLoss soft_margin(Reduction reduction = Reduction::mean);
-
 struct MultiMarginLossOptions {
   int64_t p = 1;  ///< 1 or 2
   double margin = 1.0;
@@ -65,17 +43,5 @@ struct MultiMarginLossOptions {
 
 /// Outputs (N, C); targets class indices (N). Denominator of `mean`: N, weights or not.
 SeparableLoss multi_margin(MultiMarginLossOptions options = {});
-
-/// Outputs (N, C); targets class indices (N, C), ended by -1. Denominator of `mean`: N.
-SeparableLoss multilabel_margin(Reduction reduction = Reduction::mean);
-
-struct MultiLabelSoftMarginLossOptions {
-  at::Tensor weight;  ///< broadcast against one sample, or undefined
-  Reduction reduction = Reduction::mean;
-};
-
-/// Outputs (N, ..., C) logits; targets 0 or 1, of the same shape.
-/// Denominator of `mean`: the number of elements divided by C, weights or not.
-SeparableLoss multilabel_soft_margin(MultiLabelSoftMarginLossOptions options = {});
 
 }  // namespace infinitybatch::losses

@@ -11,6 +11,7 @@
 // - throw InvalidArgument where the arguments are too many or too few, where broadcasting would
 //   couple samples, and for a Reduction that the criterion doesn't know. Values and shapes that the
 //   criterion itself refuses raise torch's own error.
+#include <infinitybatch/loss/binary.hpp>
 #include <infinitybatch/loss/classification.hpp>
 #include <infinitybatch/loss/distance.hpp>
 #include <infinitybatch/loss/loss.hpp>

@@ -8,8 +8,8 @@
 namespace infinitybatch::losses {
 
 // Criteria that compare embeddings within one sample. Those that compare samples with each other
-// (contrastive, batch-hard) are coupled and not here. An embedding may come from the outputs or from
-// the targets: only the order of all tensors counts.
+// (contrastive, batch-hard) are coupled and not here. An embedding may come from the outputs or
+// from the targets: only the order of all tensors counts.
 
 struct HingeEmbeddingLossOptions {
   double margin = 1.0;
@@ -44,8 +44,8 @@ struct TripletMarginLossOptions {
 SeparableLoss triplet_margin(TripletMarginLossOptions options = {});
 
 struct TripletMarginWithDistanceLossOptions {
-  /// Of two tensors (n, ...), pair by pair: (n), or leading dimensions of theirs, followed by any of
-  /// size 1. Nothing: torch.pairwise_distance. It sees the outputs in their own precision.
+  /// Of two tensors (n, ...), pair by pair: (n), or leading dimensions of theirs, followed by any
+  /// of size 1. Nothing: torch.pairwise_distance. It sees the outputs in their own precision.
   std::function<at::Tensor(const at::Tensor&, const at::Tensor&)> distance_function;
   double margin = 1.0;
   bool swap = false;

@@ -5,8 +5,8 @@
 
 namespace infinitybatch {
 
-/// How a criterion turns the samples' losses into one number. torch's 'none' is missing: it gives no
-/// one number, so nothing could be differentiated.
+/// How a criterion turns the samples' losses into one number. torch's 'none' is missing: it gives
+/// no one number, so nothing could be differentiated.
 enum class Reduction : uint8_t {
   mean,       ///< divided by the criterion's own denominator
   sum,        ///< not divided
