@@ -2,12 +2,13 @@
 
 #include <infinitybatch/core/errors.hpp>
 
+#include <algorithm>
 #include <array>
 #include <cctype>
+#include <charconv>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <limits>
+#include <system_error>
 
 namespace infinitybatch {
 namespace {
@@ -30,17 +31,18 @@ constexpr std::array<Unit, 10> kUnits{{{"", 1.0},
 
 }  // namespace
 
+// Numbers are read and written without the C library's locale, in which a point may be a comma.
 int64_t parse_bytes(const std::string& text) {
-  const char* start = text.c_str();
-  char* end = nullptr;
-  const double number = std::strtod(start, &end);
+  const auto is_space = [](unsigned char c) { return std::isspace(c) != 0; };
+  const char* const end = text.data() + text.size();
+  const char* const start = std::find_if_not(text.data(), end, is_space);
+  double number = 0.0;
+  const auto [behind, error] = std::from_chars(start, end, number);
   std::string unit;
-  for (const char* c = end; *c != '\0'; ++c) {
-    if (std::isspace(static_cast<unsigned char>(*c)) == 0) {
-      unit += static_cast<char>(std::tolower(static_cast<unsigned char>(*c)));
-    }
+  for (const char* c = behind; c != end; ++c) {
+    if (!is_space(*c)) unit += static_cast<char>(std::tolower(static_cast<unsigned char>(*c)));
   }
-  if (end != start && std::isfinite(number) && number >= 0) {
+  if (error == std::errc() && std::isfinite(number) && number >= 0) {
     for (const Unit& known : kUnits) {
       if (unit != known.name) continue;
       const double bytes = std::floor(number * known.bytes);
@@ -58,14 +60,17 @@ std::string format_bytes(int64_t bytes) {
   constexpr std::array<const char*, 5> names{"B", "KiB", "MiB", "GiB", "TiB"};
   double value = static_cast<double>(bytes);
   size_t unit = 0;
-  while (std::abs(value) >= 1024.0 && unit + 1 < names.size()) {
+  // 1023.5 KiB would be rounded to "1024 KiB".
+  while (std::abs(value) >= (unit == 0 ? 1024.0 : 1023.5) && unit + 1 < names.size()) {
     value /= 1024.0;
     ++unit;
   }
-  char text[64];
-  const bool whole = unit == 0 || std::abs(value) >= 100.0 || value == std::floor(value);
-  std::snprintf(text, sizeof text, whole ? "%.0f %s" : "%.1f %s", value, names[unit]);
-  return text;
+  const double tenths = std::round(value * 10.0) / 10.0;
+  const bool whole = std::abs(value) >= 100.0 || tenths == std::floor(tenths);
+  std::array<char, 32> digits{};
+  const auto written = std::to_chars(digits.data(), digits.data() + digits.size(), value,
+                                     std::chars_format::fixed, whole ? 0 : 1);
+  return std::string(digits.data(), written.ptr) + ' ' + names[unit];
 }
 
 }  // namespace infinitybatch

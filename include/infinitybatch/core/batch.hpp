@@ -109,7 +109,14 @@ int64_t batch_size(const Batch& batch, std::string_view name);
 /// Rows begin to end of every leaf that has a batch dimension, as views.
 Batch rows(const Batch& batch, int64_t begin, int64_t end);
 
-/// Every tensor on `device`; leaves that are there already are not copied.
+/// Tensors that live on the host brought to `device`; tensors on any accelerator stay where they are.
 Batch to_device(const Batch& batch, at::Device device);
+
+/// Joins what the model returned for consecutive micro-batches along the dimension whose size is the
+/// number of rows in every one of them; leaves that are no tensor are taken from the first.
+/// \param row_counts rows of each part
+/// \throws BatchError naming the leaf that has no such dimension
+Batch concatenate(std::vector<Batch> parts, const std::vector<int64_t>& row_counts,
+                  std::string_view name);
 
 }  // namespace infinitybatch

@@ -15,6 +15,9 @@ namespace infinitybatch {
 struct BatchSource {
   int64_t size = 0;
   std::function<Batch(int64_t begin, int64_t end)> rows;
+  /// What distinguishes this kind of batch from others for the planner: two sources with the same
+  /// signature have rows of the same shapes. Empty means that all sources of this object are alike.
+  std::string signature;
 
   /// \throws BatchError as `batch_size(batch, name)`
   static BatchSource from(const Batch& batch, std::string_view name);

@@ -21,9 +21,19 @@ struct BufferSlot {
   std::function<void(const at::Tensor&)> set;
 };
 
+/// How to make a Model of a T. `step/module.hpp` defines it for every `torch::nn` module.
+template <typename T>
+struct ModelOf;
+
 /// What the step needs to know of a model: how to run it and what it owns.
-/// `step/module.hpp` makes one from any `torch::nn` module; Python makes one from `torch.nn.Module`.
+/// Made from any `torch::nn` module by `step/module.hpp`, from `torch.nn.Module` by the bindings.
 struct Model {
+  Model() = default;
+  /// From anything that has a ModelOf: module holders, shared pointers to modules, AnyModule.
+  template <typename T>
+    requires requires(const T& module) { ModelOf<T>::make(module); }
+  Model(const T& module) : Model(ModelOf<T>::make(module)) {}  // NOLINT: reads as VirtualBatch(net, …)
+
   /// Runs the model on one micro-batch, in the caller's grad mode.
   std::function<Batch(const Batch& inputs)> forward;
   /// Asked once per step, so that parameters may be rebuilt between steps.

@@ -9,10 +9,17 @@ namespace infinitybatch::memory {
 /// though what they hold counts as live.
 class Limit {
  public:
+  /// \throws InvalidArgument where bytes < 1; StateError where torch does not use this library's
+  /// CPU
+  ///         allocator, so that nothing would be enforced
   explicit Limit(int64_t bytes);
   ~Limit();
   Limit(const Limit&) = delete;
   Limit& operator=(const Limit&) = delete;
+
+  /// What the last allocation that a limit of this thread refused would have made live; 0 where
+  /// nothing was refused since this object was made.
+  int64_t refused() const noexcept;
 
  private:
   int64_t outer_;

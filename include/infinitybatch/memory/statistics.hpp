@@ -9,24 +9,37 @@ namespace infinitybatch::memory {
 
 /// What tensors occupy on one device, in bytes.
 struct Statistics {
-  int64_t live = 0;                ///< occupied now
-  int64_t peak = 0;                ///< the most since `reset_peak`
-  std::optional<int64_t> reserved; ///< held by a caching allocator; empty on the CPU
-  std::optional<int64_t> limit;    ///< in force in this thread (CPU only)
-  int64_t total = 0;               ///< what the device has (CPU: physical memory or the cgroup's limit)
+  int64_t live = 0;                 ///< occupied now
+  int64_t peak = 0;                 ///< the most since `reset_peak`
+  std::optional<int64_t> reserved;  ///< held by a caching allocator; empty on the CPU
+  std::optional<int64_t> limit;     ///< in force in this thread (CPU only)
+  /// What the device has; on the CPU physical memory or the cgroup's limit, read once. 0 where an
+  /// accelerator does not say.
+  int64_t total = 0;
 };
 
 /// On the CPU this counts what torch's CPU allocator gave since this library was loaded. Not seen:
-/// memory that torch did not allocate (NumPy, mapped files), scratch of oneDNN and MKL, OpenMP.
-/// On accelerators it asks the device's caching allocator.
+/// memory that torch did not allocate (NumPy, mapped files), pinned memory, scratch of oneDNN and
+/// MKL, OpenMP. On accelerators it asks the device's caching allocator.
+/// \throws InvalidArgument where torch has no memory statistics for `device`
 Statistics stats(c10::Device device);
 
+/// On accelerators this is the peak that `torch.accelerator.max_memory_allocated()` shows.
 void reset_peak(c10::Device device);
 
-/// The peak of live bytes on `device` between construction and now, in this thread.
-/// Scopes may nest. On accelerators the outermost scope resets the device's peak.
+/// Bytes that tensors on `device` could still be given now: on the CPU available physical memory or
+/// the cgroup's headroom, on accelerators free memory and the caching allocator's unused blocks
+/// (which may be too fragmented for one tensor). 0 where an accelerator does not say.
+int64_t available(c10::Device device);
+
+/// The peak of live bytes on `device` between construction and now, which starts at what is live at
+/// construction. On the CPU what other threads hold counts, but only allocations of the thread that
+/// made the scope raise the peak. Scopes nest: what an inner one sees counts towards the outer. On
+/// accelerators each scope resets the device's own peak.
+/// Use it in one thread, and end inner scopes first.
 class PeakScope {
  public:
+  /// \throws StateError on the CPU where torch does not use this library's allocator
   explicit PeakScope(c10::Device device);
   ~PeakScope();
   PeakScope(const PeakScope&) = delete;
@@ -34,10 +47,11 @@ class PeakScope {
   int64_t peak() const;
 
  private:
-  c10::Device device_;
-  int64_t peak_ = 0;            // CPU: kept by the allocator while this scope is the thread's innermost
-  PeakScope* outer_ = nullptr;
   friend class CpuAccounting;
+
+  c10::Device device_;
+  int64_t peak_ = 0;            // CPU: kept by the allocator while this scope is the innermost
+  PeakScope* outer_ = nullptr;  // the next scope of this thread, on the CPU or on accelerators
 };
 
 }  // namespace infinitybatch::memory

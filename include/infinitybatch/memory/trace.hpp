@@ -14,22 +14,31 @@ struct AllocationEvent {
   int64_t bytes = 0;
 };
 
-/// Records every allocation and free on one device made by this thread, and by the autograd threads
-/// that work for it, while it lives. Any device; no vendor interface. torch's own profiler sees no
-/// memory events meanwhile.
+/// Records every allocation and free on one device made by this thread while it lives; on
+/// accelerators also those made by the autograd threads that work for it (CPU nodes run in this
+/// thread). No vendor interface. Traces nest. Use it in one thread, and end inner traces first.
+///
+/// On the CPU torch's own profiler may run at the same time. On accelerators a trace takes the
+/// profiler's place, which would break one that is running.
 class AllocationTrace {
  public:
+  /// \throws StateError on the CPU where torch does not use this library's allocator, on
+  ///         accelerators where torch's profiler (or a trace) runs in this thread
   explicit AllocationTrace(c10::Device device);
   ~AllocationTrace();
   AllocationTrace(const AllocationTrace&) = delete;
   AllocationTrace& operator=(const AllocationTrace&) = delete;
 
   /// The events so far; safe to call while the trace lives and no other thread allocates for it.
+  /// \throws c10::OutOfMemoryError where there was no memory to record an event
   const std::vector<AllocationEvent>& events() const;
 
  private:
   class Recorder;
+  class Guard;
+
   std::shared_ptr<Recorder> recorder_;
+  std::unique_ptr<Guard> guard_;  // accelerators: keeps the recorder in torch's thread-local state
 };
 
 }  // namespace infinitybatch::memory

@@ -3,9 +3,10 @@
 #include <infinitybatch/core/batch.hpp>
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/core/model.hpp>
+#include <infinitybatch/execute/job.hpp>
+#include <infinitybatch/execute/plan.hpp>
 #include <infinitybatch/loss/loss.hpp>
 #include <infinitybatch/memory/budget.hpp>
-#include <infinitybatch/plan/plan.hpp>
 
 #include <functional>
 #include <memory>
@@ -21,18 +22,12 @@ enum class BatchCoupling {
   per_micro_batch,  ///< let each micro-batch be a batch of its own, as gradient accumulation does
 };
 
-/// One micro-batch as the callback sees it; tensors are detached and on the model's device.
-struct MicroBatch {
-  int64_t begin = 0;
-  int64_t end = 0;
-  Batch outputs;
-  Batch targets;
-};
-
+/// How to run a step. Without a budget and without a size the budget is "auto".
 struct Options {
   /// Bytes that tensors may occupy on the device during `backward`; see `memory::Budget`.
   std::optional<memory::Budget> memory_budget;
-  /// Fixes the micro-batch size and skips planning.
+  /// Fixes the micro-batch size and skips planning; the last micro-batch may be smaller. A budget
+  /// given beside it is kept, or BudgetExceeded is thrown.
   std::optional<int64_t> micro_batch_size;
   BatchCoupling batch_coupling = BatchCoupling::exact;
   /// Keep the outputs of all micro-batches and return them, detached, in the report.
@@ -67,6 +62,7 @@ struct StepReport {
 /// Not for use by two threads at once; two objects with different models may run in two threads.
 class VirtualBatch {
  public:
+  /// \throws InvalidArgument for a micro_batch_size below 1
   VirtualBatch(Model model, SeparableLoss loss, Options options = {});
   ~VirtualBatch();
   VirtualBatch(VirtualBatch&&) noexcept;
@@ -74,6 +70,12 @@ class VirtualBatch {
 
   /// Adds the gradient of the loss over the whole logical batch to `.grad` of every parameter.
   /// On any failure parameters, `.grad`, buffers and random state are as they were.
+  /// \throws BatchError        inputs and targets that cannot be split alike
+  /// \throws CouplingError     a layer that mixes samples, or a buffer that depends on them
+  /// \throws BudgetExceeded    no plan stays inside the budget
+  /// \throws StateError        under no_grad; while another step runs on the same parameters
+  /// \throws Unsupported       tensor subclasses, inference tensors
+  /// and whatever the model, the loss or a hook throws.
   StepReport backward(const Batch& inputs, const Batch& targets);
   StepReport backward(const BatchSource& inputs, const BatchSource& targets);
 

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <infinitybatch/core/torch_compat.hpp>
+
+namespace infinitybatch::autograd {
+
+/// Runs the graph behind `root` backward and frees it. Gradients go wherever the graph's leaves send
+/// them. Autocast is off meanwhile, as it is when `backward()` is called outside the autocast region.
+/// After a failure the engine's queue of this thread holds nothing of the failed run.
+/// \param gradient the gradient of `root`, same shape and device
+void run_backward(const at::Tensor& root, const at::Tensor& gradient);
+
+/// Stands for the gradient of a root that needs none: the engine wants a defined tensor. It has no
+/// elements, so it can be made when memory has run out.
+at::Tensor no_gradient();
+
+/// Runs `node`, whose input is `no_gradient()`, as the only root.
+void run_root(const compat::NodePtr& node);
+
+}  // namespace infinitybatch::autograd

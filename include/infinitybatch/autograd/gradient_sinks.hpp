@@ -1,0 +1,64 @@
+#pragma once
+
+#include <infinitybatch/core/model.hpp>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace infinitybatch::autograd {
+
+/// What a sink did with one gradient; the planner reads it beside an allocation trace.
+struct SinkEvent {
+  const void* gradient = nullptr;  ///< address of the gradient that came in
+  const void* buffer = nullptr;    ///< address of the buffer after it: equal where it was taken over
+  int64_t buffer_bytes = 0;
+};
+
+/// Collects the gradients of many micro-batches, one buffer per parameter, and hands them out once.
+///
+/// While it lives, graphs that are built send the parameters' gradients here: they are added in
+/// place, no hook fires, and `.grad` is untouched, so that a failure leaves nothing behind.
+/// `hand_out` passes each sum through torch's own accumulator: hooks fire once, on the full gradient.
+/// Buffers of half precision parameters are fp32.
+class GradientSinks {
+ public:
+  /// \throws StateError where another step is running on one of `parameters`
+  explicit GradientSinks(const std::vector<NamedParameter>& parameters);
+  ~GradientSinks();
+  GradientSinks(const GradientSinks&) = delete;
+  GradientSinks& operator=(const GradientSinks&) = delete;
+
+  /// Gives a sink of its own to each leaf of the graph behind `root` that is no parameter (an own
+  /// tensor of the loss, an input that requires grad), so that its gradient waits for `hand_out` too.
+  void redirect_other_leaves(const at::Tensor& root);
+
+  /// Lets go of leaves that died with their micro-batch. Call it when the graph is gone.
+  void forget_dead_leaves();
+
+  /// Sends gradients back to where they went before; buffers stay.
+  void uninstall();
+
+  /// Adds every buffer to its tensor's `.grad`, hooks included, and empties the buffers.
+  /// `.grad` is as it was where a hook throws, whatever else the hooks did.
+  void hand_out();
+
+  /// Called for every gradient that comes in while set; for the planner's probes.
+  void watch(std::function<void(const SinkEvent&)> watcher);
+
+  /// Bytes of all buffers.
+  int64_t bytes() const;
+
+ private:
+  struct Slot;
+  class Sink;
+  class HandOut;
+  struct Entry;
+  Entry& add(const at::Tensor& variable, bool install);
+
+  std::vector<std::unique_ptr<Entry>> entries_;
+  std::shared_ptr<std::function<void(const SinkEvent&)>> watcher_;
+  size_t parameter_count_ = 0;
+};
+
+}  // namespace infinitybatch::autograd

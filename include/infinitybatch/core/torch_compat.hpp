@@ -1,0 +1,74 @@
+#pragma once
+
+// Everything that is no public promise of LibTorch stands in this file, so that a new release is
+// checked in one place. Checked by the test suite on: 2.13. Written for, by their headers: 2.11, 2.12.
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+#include <utility>
+
+namespace infinitybatch::compat {
+
+namespace detail {
+template <typename Pointer>
+struct Ownership;
+
+// Up to 2.12 a graph node is owned by std::shared_ptr.
+template <typename T>
+struct Ownership<std::shared_ptr<T>> {
+  template <typename N, typename... Args>
+  static std::shared_ptr<N> make(Args&&... args) {
+    return std::shared_ptr<N>(new N(std::forward<Args>(args)...),
+                              [](T* node) { deleteNode(node); });  // found in torch::autograd
+  }
+  static std::weak_ptr<T> weak(const std::shared_ptr<T>& node) { return node; }
+};
+
+// From 2.13 on by c10::intrusive_ptr.
+template <typename T>
+struct Ownership<c10::intrusive_ptr<T>> {
+  template <typename N, typename... Args>
+  static c10::intrusive_ptr<N> make(Args&&... args) {
+    return c10::make_intrusive<N>(std::forward<Args>(args)...);
+  }
+  static c10::weak_intrusive_ptr<T> weak(const c10::intrusive_ptr<T>& node) {
+    return c10::weak_intrusive_ptr<T>(node);
+  }
+};
+}  // namespace detail
+
+/// The owning pointer to a graph node.
+using NodePtr = decltype(torch::autograd::Edge::function);
+
+/// A new graph node, owned as this release of torch owns them.
+template <typename N, typename... Args>
+auto make_node(Args&&... args) {
+  return detail::Ownership<NodePtr>::template make<N>(std::forward<Args>(args)...);
+}
+
+/// Where gradients of the leaf `variable` go: its gradient accumulator, null where none lives.
+inline NodePtr accumulator_of(const at::Tensor& variable) {
+  return torch::autograd::impl::try_get_grad_accumulator(variable);
+}
+
+/// Sends gradients of the leaf `variable` to `node` in graphs that are built from now on. The slot is
+/// weak: the caller keeps `node` alive. A null node lets torch make a new accumulator.
+inline void set_accumulator(const at::Tensor& variable, const NodePtr& node) {
+  torch::autograd::impl::set_grad_accumulator(variable,
+                                              detail::Ownership<NodePtr>::weak(node));
+}
+
+/// Adds `gradient` to `buffer` as torch's own accumulator does: the first one is taken over without
+/// a copy where nobody else holds it, later ones are added in place.
+/// \param references how many references to `gradient` the caller itself holds
+inline void accumulate(const at::Tensor& variable, at::Tensor& buffer, const at::Tensor& gradient,
+                       size_t references) {
+  torch::autograd::AccumulateGrad::accumulateGrad(
+      variable, buffer, gradient, references,
+      [&buffer](at::Tensor&& sum) { buffer = std::move(sum); });
+}
+
+}  // namespace infinitybatch::compat

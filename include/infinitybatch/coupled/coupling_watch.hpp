@@ -1,0 +1,58 @@
+#pragma once
+
+#include <ATen/core/TensorBody.h>
+#include <ATen/record_function.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace infinitybatch::coupled {
+
+/// An op that mixes the samples of a batch, as it was seen running.
+struct CoupledOp {
+  std::string op;   ///< "aten::batch_norm"
+  std::string why;  ///< what it does to the samples, and the way out
+};
+
+/// Notices ops that couple samples: BatchNorm in training mode in any of its spellings, embeddings
+/// with `scale_grad_by_freq`, which couple in backward alone, and with `max_norm`, which rewrite
+/// their weight. `instance_norm`, which is computed by batch_norm over each sample, is not one of
+/// them. Ops inside a compiled region are not dispatched one by one and cannot be seen.
+class CouplingWatch {
+ public:
+  /// Watches the ops of this thread while it lives. Scopes may nest; the innermost sees.
+  class Scope {
+   public:
+    explicit Scope(CouplingWatch& watch);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    CouplingWatch* outer_;
+    at::CallbackHandle handle_;
+  };
+
+  /// The first coupled op so far.
+  const std::optional<CoupledOp>& found() const noexcept { return found_; }
+
+  /// Puts back weights that an embedding's `max_norm` rewrote, as they were before the first time.
+  void undo_writes() const;
+
+ private:
+  struct InstanceNorm;
+  struct Write {
+    at::Tensor weight;
+    at::Tensor before;
+  };
+  static std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& op);
+  static void after_op(const at::RecordFunction& op, at::ObserverContext* context);
+  void remember(const at::Tensor& weight);
+
+  std::optional<CoupledOp> found_;
+  std::vector<Write> writes_;
+  int instance_norm_depth_ = 0;
+};
+
+}  // namespace infinitybatch::coupled

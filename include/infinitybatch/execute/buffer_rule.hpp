@@ -1,0 +1,48 @@
+#pragma once
+
+#include <infinitybatch/core/model.hpp>
+
+#include <vector>
+
+namespace infinitybatch {
+
+/// Every micro-batch starts from the buffers that the step began with, and a buffer that all of them
+/// leave equal is written once: as in one native forward over the whole batch (spectral_norm's
+/// vectors, step counters). Buffers that they leave unequal couple the samples: a typed error.
+///
+/// Holds a copy of every buffer during the step. Parameters are not covered.
+class BufferRule {
+ public:
+  /// \param exact without it the buffers of one micro-batch carry on into the next
+  BufferRule(std::vector<BufferSlot> slots, bool exact);
+
+  /// Call it when a micro-batch is done and its graph is gone.
+  void end_micro_batch();
+
+  /// Writes what all micro-batches agreed on.
+  /// \throws CouplingError naming the buffer on which they did not agree
+  void commit();
+
+  /// Every buffer as the step found it.
+  void roll_back();
+
+ private:
+  struct Entry {
+    BufferSlot slot;
+    at::Tensor tensor;   // the tensor object that was there
+    at::Tensor initial;  // a copy of its values
+    uint32_t version = 0;
+    bool written = false;
+    bool rebound = false;  // another tensor was put into the slot
+    at::Tensor left;      // what the first micro-batch left; undefined before
+    at::Tensor disagree;  // 0-dimensional bool on the buffer's device
+  };
+  void compare(Entry& entry, const at::Tensor& now);
+  static void restore(Entry& entry);
+
+  std::vector<Entry> entries_;
+  bool exact_;
+  bool first_ = true;
+};
+
+}  // namespace infinitybatch

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <infinitybatch/execute/job.hpp>
+
+namespace infinitybatch {
+
+/// The denominator of the whole logical batch, summed over all targets before the first forward.
+class Denominator {
+ public:
+  explicit Denominator(const Job& job);
+
+  /// `sum` divided by the denominator, in the sum's own type; carries gradient.
+  at::Tensor divide(const at::Tensor& sum) const;
+
+ private:
+  double known_ = 0;     // what shapes alone decide
+  bool undivided_ = false;
+  at::Tensor computed_;  // what depends on values; stays on its device
+};
+
+}  // namespace infinitybatch

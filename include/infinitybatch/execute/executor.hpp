@@ -1,0 +1,71 @@
+#pragma once
+
+#include <infinitybatch/autograd/gradient_sinks.hpp>
+#include <infinitybatch/coupled/coupling_watch.hpp>
+#include <infinitybatch/execute/buffer_rule.hpp>
+#include <infinitybatch/execute/denominator.hpp>
+#include <infinitybatch/execute/job.hpp>
+#include <infinitybatch/execute/plan.hpp>
+
+#include <optional>
+#include <vector>
+
+namespace infinitybatch {
+
+/// Rows of the logical batch.
+struct Rows {
+  int64_t begin = 0;
+  int64_t end = 0;
+  int64_t size() const noexcept { return end - begin; }
+};
+
+/// Runs instructions over one logical batch. Until `hand_out` nothing outside of it has changed but
+/// random state and, between `load` and `free`, buffers; `roll_back` undoes these.
+class Executor {
+ public:
+  explicit Executor(const Job& job);
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  /// \param rows the micro-batch's rows; ignored by `penalty` and `hand_out`
+  /// \throws CouplingError from `forward` and `hand_out` where samples are coupled
+  void run(Operation operation, Rows rows);
+
+  /// Buffers and rewritten weights as the step found them.
+  void roll_back();
+
+  /// The whole batch's loss, detached, in the loss's own type.
+  at::Tensor loss() const;
+  /// All outputs in order, with `keep_outputs`.
+  std::optional<Batch> take_outputs();
+  autograd::GradientSinks& sinks() noexcept { return sinks_; }
+
+ private:
+  void load(Rows rows);
+  void forward();
+  void loss(Rows rows);
+  void backward();
+  void free();
+  void penalty();
+  void hand_out();
+  void check_coupling(Rows rows) const;
+  void differentiate(const at::Tensor& share);
+
+  const Job& job_;
+  autograd::GradientSinks sinks_;
+  BufferRule buffers_;
+  coupled::CouplingWatch watch_;
+  Denominator denominator_;
+
+  Batch inputs_;   // of the micro-batch at work
+  Batch targets_;
+  Batch outputs_;
+  at::Tensor share_;
+
+  at::Tensor total_;  // of the loss, in fp64 where the device has it
+  std::optional<at::ScalarType> loss_type_;
+  std::vector<Batch> kept_;  // outputs, with `keep_outputs`
+  std::vector<int64_t> kept_rows_;
+};
+
+}  // namespace infinitybatch

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <infinitybatch/core/batch_source.hpp>
+#include <infinitybatch/core/model.hpp>
+#include <infinitybatch/loss/loss.hpp>
+
+#include <functional>
+
+namespace infinitybatch {
+
+/// One micro-batch as the user's callback sees it; tensors are detached and on the model's device.
+struct MicroBatch {
+  int64_t begin = 0;
+  int64_t end = 0;
+  Batch outputs;
+  Batch targets;
+};
+
+/// Everything that stays the same while one logical batch is computed.
+struct Job {
+  const Model* model = nullptr;
+  const SeparableLoss* loss = nullptr;
+  const BatchSource* inputs = nullptr;
+  const BatchSource* targets = nullptr;
+  std::vector<NamedParameter> parameters;
+  std::vector<BufferSlot> buffers;
+  at::Device device = at::kCPU;
+  bool exact_coupling = true;
+  bool keep_outputs = false;
+  std::function<void(const MicroBatch&)> on_micro_batch;
+  at::Tensor loss_scale;  ///< undefined means 1
+  std::function<void()> interrupt;
+
+  int64_t batch_size() const noexcept { return inputs->size; }
+};
+
+}  // namespace infinitybatch

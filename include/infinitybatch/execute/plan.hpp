@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace infinitybatch {
+
+/// What one instruction of a plan does. A new strategy is new instructions, not a new loop.
+enum class Operation : uint8_t {
+  load,      ///< bring a micro-batch's rows to the device
+  forward,   ///< run the user's model on them, in grad mode
+  loss,      ///< their share of the loss: sum / global denominator
+  backward,  ///< add their gradients to the sinks
+  free,      ///< let go of what the micro-batch held; restore buffers
+  penalty,   ///< the loss's own term on parameters, once
+  hand_out,  ///< the sums become `.grad`
+};
+
+const char* name_of(Operation operation);
+
+struct Instruction {
+  Operation operation = Operation::load;
+  int64_t micro_batch = -1;  ///< index into `Plan::micro_batch_sizes`; -1 for the whole logical batch
+};
+
+/// One micro-batch size that the planner looked at.
+struct Candidate {
+  int64_t micro_batch_size = 0;
+  int64_t peak_bytes = 0;                    ///< predicted
+  std::optional<double> seconds_per_sample;  ///< measured, where it was
+  bool feasible = false;                     ///< the predicted peak is inside the budget
+};
+
+/// How a logical batch is computed, as data: the executor runs the instructions, the simulator
+/// predicts from the same ones, `explain` prints them.
+struct Plan {
+  std::string strategy;  ///< "stream"
+  int64_t batch_size = 0;
+  std::vector<int64_t> micro_batch_sizes;
+  std::vector<Instruction> instructions;
+
+  std::optional<int64_t> budget_bytes;
+  int64_t baseline_bytes = 0;  ///< live when the step starts: parameters, optimizer state, inputs there
+  std::optional<int64_t> predicted_peak_bytes;
+  std::optional<double> predicted_seconds;
+  std::vector<Candidate> candidates;
+  std::string reason;  ///< what decided the size
+
+  /// The size of the largest micro-batch.
+  int64_t micro_batch_size() const;
+  /// For people: what was chosen, what else was possible, what bounds it.
+  std::string explain() const;
+};
+
+/// Sizes of micro-batches of `size` samples; the last one is smaller where `size` does not divide.
+std::vector<int64_t> split_by(int64_t batch_size, int64_t size);
+
+/// As few micro-batches of at most `size` samples as possible, all equal to within one sample.
+std::vector<int64_t> split_evenly(int64_t batch_size, int64_t size);
+
+/// The streaming strategy: micro-batch after micro-batch, forward to backward, then one hand-out.
+Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty);
+
+/// The instructions of micro-batch `index` alone, in order.
+const std::vector<Operation>& stream_operations();
+
+}  // namespace infinitybatch

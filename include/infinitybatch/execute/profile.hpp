@@ -1,0 +1,69 @@
+#pragma once
+
+#include <infinitybatch/autograd/gradient_sinks.hpp>
+#include <infinitybatch/execute/plan.hpp>
+#include <infinitybatch/memory/trace.hpp>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace infinitybatch {
+
+/// What the allocator and the sinks saw while one micro-batch ran.
+struct MicroBatchTrace {
+  struct SinkMark {
+    size_t event = 0;  ///< comes before this allocation event
+    autograd::SinkEvent what;
+  };
+  int64_t size = 0;  ///< samples
+  std::vector<memory::AllocationEvent> events;
+  std::vector<size_t> operation_starts;  ///< first event of each of `stream_operations()`
+  std::vector<SinkMark> sinks;
+};
+
+/// Bytes as a function of the micro-batch size.
+struct AffineBytes {
+  double fixed = 0;
+  double per_sample = 0;
+  double at(int64_t samples) const { return fixed + per_sample * static_cast<double>(samples); }
+};
+
+/// One step of the memory story of a micro-batch of any size.
+struct ProfileEvent {
+  enum class Kind : uint8_t { allocate, free, gradient };
+  Kind kind = Kind::allocate;
+  uint32_t block = 0;         ///< index into MicroBatchProfile::blocks
+  int64_t buffer_bytes = 0;   ///< gradient: what its buffer occupies from the first micro-batch on
+  bool taken_over = false;    ///< gradient: the first one becomes the buffer
+};
+
+/// The memory story of one micro-batch as a function of its size. The peak is a maximum of affine
+/// functions, so a line through two measured peaks would be too low; here every single block is an
+/// affine function and the story is told again at the size asked for.
+class MicroBatchProfile {
+ public:
+  /// Fits the story to traces of two different sizes, neither of them 1 (one sample takes other
+  /// kernels). Empty where the two tell different stories (routing that depends on the data).
+  static std::optional<MicroBatchProfile> fit(const MicroBatchTrace& a, const MicroBatchTrace& b);
+
+  /// What one operation does to live memory at `samples`.
+  struct Effect {
+    int64_t rise = 0;  ///< highest point, above where it began
+    int64_t net = 0;   ///< where it ends, relative to where it began
+  };
+  /// \param first whether this is the first micro-batch, whose gradients become the buffers
+  Effect effect(Operation operation, int64_t samples, bool first) const;
+
+  /// Bytes of all gradient buffers.
+  int64_t buffer_bytes() const noexcept { return buffer_bytes_; }
+
+ private:
+  std::vector<AffineBytes> blocks_;
+  std::vector<ProfileEvent> events_;
+  std::vector<size_t> operation_starts_;
+  int64_t buffer_bytes_ = 0;
+};
+
+}  // namespace infinitybatch

@@ -1,0 +1,14 @@
+#pragma once
+
+// Everything that a program needs. Code that cares about compile times includes single headers.
+
+#include <infinitybatch/core/batch.hpp>
+#include <infinitybatch/core/batch_source.hpp>
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/loss/criteria.hpp>
+#include <infinitybatch/loss/loss.hpp>
+#include <infinitybatch/memory/budget.hpp>
+#include <infinitybatch/memory/limit.hpp>
+#include <infinitybatch/memory/statistics.hpp>
+#include <infinitybatch/step/module.hpp>
+#include <infinitybatch/step/virtual_batch.hpp>

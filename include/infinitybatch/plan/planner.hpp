@@ -1,0 +1,103 @@
+#pragma once
+
+#include <infinitybatch/execute/plan.hpp>
+#include <infinitybatch/execute/profile.hpp>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace infinitybatch {
+
+/// What is asked of the planner for one step.
+struct Request {
+  std::string signature;  ///< shapes and types of a sample, train or eval, autocast
+  int64_t batch_size = 0;
+  int64_t baseline_bytes = 0;  ///< live on the device when the first instruction starts
+  int64_t budget_bytes = 0;
+  bool penalty = false;
+};
+
+/// A stretch of a step: consecutive micro-batches, and what to measure while they run.
+struct Piece {
+  Plan plan;
+  bool trace = false;  ///< record allocations (a single micro-batch)
+  bool time = false;   ///< measure time; on accelerators this waits for the device
+  bool settled = false;  ///< a whole step of a plan that is settled
+};
+
+/// What was measured while a piece ran.
+struct Measurement {
+  std::optional<MicroBatchTrace> trace;
+  double seconds = 0;
+  int64_t peak_bytes = 0;
+};
+
+/// Chooses micro-batch sizes under a memory budget.
+///
+/// The first step with a new kind of sample is its own experiment: real micro-batches of 2 and 4
+/// samples are traced, every size's peak is predicted from them, and growing sizes that fit are timed
+/// while their gradients are kept. Once every promising size has been timed often enough the plan is
+/// settled: the fastest size whose predicted peak is inside the budget.
+class Planner {
+ public:
+  /// Begins a step. \throws BudgetExceeded where no size can fit
+  void begin(const Request& request);
+
+  /// The next stretch of the step; empty when all rows are done.
+  std::optional<Piece> next();
+  void observe(const Piece& piece, const Measurement& measurement);
+
+  /// Takes an out-of-memory error in the middle of a step into account: after it `begin` plans
+  /// smaller. \throws BudgetExceeded where nothing smaller is left
+  /// \param needed_bytes what would have been live
+  void ran_out_of_memory(int64_t needed_bytes);
+
+  /// Samples are coupled: only one micro-batch of the whole logical batch is exact.
+  /// False where that has been tried already or cannot fit.
+  bool try_whole_batch();
+
+  /// True once the plan will not change any more unless memory runs out.
+  bool settled() const;
+
+  /// The plan for the current request as far as it is known.
+  Plan plan() const;
+
+ private:
+  struct Timing {
+    double best_seconds_per_sample = 0;
+    int count = 0;
+  };
+  struct Knowledge {
+    std::vector<MicroBatchTrace> traces;
+    std::optional<MicroBatchProfile> profile;
+    bool irregular = false;             // traces of different sizes tell different stories
+    std::map<int64_t, int64_t> peaks;   // measured, above the baseline, by size
+    std::map<int64_t, Timing> timings;  // by size
+    int64_t largest = INT64_MAX;        // sizes above have run out of memory
+    double correction = 1.0;            // measured peak / predicted peak, where that was more
+    bool whole_batch_only = false;
+  };
+
+  std::vector<int64_t> candidate_sizes() const;
+  int64_t predicted_peak(int64_t size) const;
+  bool fits(int64_t size) const;
+  bool promising(int64_t size) const;
+  bool wants_timing(int64_t size) const;
+  int64_t fastest() const;
+  std::optional<int64_t> probe_size() const;
+  void learn(MicroBatchTrace trace);
+  Plan describe(Plan plan) const;
+  Candidate candidate_of(int64_t size) const;
+  std::string reason(int64_t size) const;
+
+  Request request_;
+  std::map<std::string, Knowledge> knowledge_;
+  Knowledge* known_ = nullptr;
+  int64_t row_ = 0;         // rows handed to the step so far
+  std::optional<Plan> settled_plan_;  // for the current request
+  int64_t attempted_ = 0;   // the largest micro-batch of the current attempt
+};
+
+}  // namespace infinitybatch

@@ -1,0 +1,24 @@
+#pragma once
+
+#include <infinitybatch/execute/job.hpp>
+
+#include <string>
+#include <vector>
+
+namespace infinitybatch {
+
+/// Reads from `model` what one step needs and refuses what no step can be exact on, before anything
+/// runs: `no_grad`, batches of different sizes, tensor subclasses, inference tensors.
+/// `job.model`, `job.loss`, `job.inputs` and `job.targets` are set already.
+void admit(Job& job);
+
+/// The devices whose random generators a step may draw from.
+std::vector<at::Device> devices_of(const Job& job);
+
+/// Every tensor that the step reaches from the start: parameters, their gradients and buffers.
+std::vector<at::Tensor> reachable_tensors(const Job& job);
+
+/// What decides which plan fits: shapes and types of a sample, train or eval, autocast, threads.
+std::string signature_of(const Job& job);
+
+}  // namespace infinitybatch

@@ -1,0 +1,72 @@
+#include <infinitybatch/autograd/engine.hpp>
+
+#include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <vector>
+
+namespace infinitybatch::autograd {
+namespace {
+
+using torch::autograd::Edge;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+/// Autocast for every device type is off while this lives.
+class AutocastOff {
+ public:
+  AutocastOff() {
+    for (const at::DeviceType type : {at::kCPU, at::kCUDA, at::kXPU, at::kMPS, at::kPrivateUse1}) {
+      if (at::autocast::is_autocast_enabled(type)) {
+        at::autocast::set_autocast_enabled(type, false);
+        enabled_.push_back(type);
+      }
+    }
+  }
+  ~AutocastOff() {
+    for (const at::DeviceType type : enabled_) at::autocast::set_autocast_enabled(type, true);
+  }
+  AutocastOff(const AutocastOff&) = delete;
+  AutocastOff& operator=(const AutocastOff&) = delete;
+
+ private:
+  std::vector<at::DeviceType> enabled_;
+};
+
+/// A node that does nothing. With the lowest priority of all it runs last, after whatever a failed
+/// run left in this thread's queue, which is dropped on the way: without it those tasks would hold
+/// their buffers and their graph until the next backward.
+struct DrainNode : Node {
+  DrainNode() : Node(/*sequence_nr=*/0) { add_input_metadata(no_gradient()); }
+  variable_list apply(variable_list&&) override { return {}; }
+};
+
+void execute(const Edge& root, const at::Tensor& gradient) {
+  torch::autograd::Engine::get_default_engine().execute(
+      {root}, {gradient}, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
+}
+
+void execute_or_drain(const Edge& root, const at::Tensor& gradient) {
+  const AutocastOff autocast_off;
+  try {
+    execute(root, gradient);
+  } catch (...) {
+    execute(Edge(compat::make_node<DrainNode>(), 0), no_gradient());
+    throw;
+  }
+}
+
+}  // namespace
+
+at::Tensor no_gradient() {
+  return at::empty({0}, at::TensorOptions().dtype(at::kFloat).device(at::kCPU));
+}
+
+void run_backward(const at::Tensor& root, const at::Tensor& gradient) {
+  execute_or_drain(torch::autograd::impl::gradient_edge(root), gradient);
+}
+
+void run_root(const compat::NodePtr& node) { execute_or_drain(Edge(node, 0), no_gradient()); }
+
+}  // namespace infinitybatch::autograd

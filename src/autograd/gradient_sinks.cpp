@@ -1,0 +1,275 @@
+#include <infinitybatch/autograd/gradient_sinks.hpp>
+
+#include <infinitybatch/autograd/engine.hpp>
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/torch_compat.hpp>
+
+#include <ATen/Functions.h>
+
+#include <mutex>
+#include <unordered_set>
+
+namespace infinitybatch::autograd {
+
+using compat::NodePtr;
+using torch::autograd::AccumulateGrad;
+using torch::autograd::Edge;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+using Watcher = std::function<void(const SinkEvent&)>;
+
+namespace {
+
+bool is_half(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
+const void* address(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.layout() != at::kStrided) return nullptr;
+  return tensor.unsafeGetTensorImpl()->has_storage() ? tensor.storage().data() : nullptr;
+}
+
+int64_t bytes_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return 0;
+  if (tensor.is_sparse()) return bytes_of(tensor._indices()) + bytes_of(tensor._values());
+  return tensor.unsafeGetTensorImpl()->has_storage()
+             ? static_cast<int64_t>(tensor.storage().nbytes())
+             : static_cast<int64_t>(tensor.nbytes());
+}
+
+}  // namespace
+
+/// A buffer and whose it is. Shared with the graph, which may outlive the step in user code's hands.
+struct GradientSinks::Slot {
+  explicit Slot(const at::Tensor& owner) : variable(owner.getIntrusivePtr()) {}
+
+  /// Undefined where the leaf is gone: then nobody can read its gradient either.
+  at::Tensor lock() const {
+    auto impl = variable.lock();
+    return impl ? at::Tensor(std::move(impl)) : at::Tensor();
+  }
+
+  std::mutex mutex;  // the engine may run several device threads
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> variable;
+  at::Tensor buffer;
+  std::shared_ptr<Watcher> watcher;
+  bool open = true;
+};
+
+/// The graph's end: stands where torch's AccumulateGrad would stand.
+class GradientSinks::Sink : public Node {
+ public:
+  Sink(const at::Tensor& variable, std::shared_ptr<Slot> slot)
+      : Node(/*sequence_nr=*/UINT64_MAX), slot_(std::move(slot)) {
+    add_input_metadata(variable);
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    if (!gradients[0].defined()) return {};
+    std::lock_guard<std::mutex> lock(slot_->mutex);
+    if (!slot_->open) {
+      throw StateError(
+          "backward through a graph of a finished VirtualBatch step; detach what you keep of a "
+          "step's outputs");
+    }
+    const at::Tensor variable = slot_->lock();
+    if (!variable.defined()) return {};
+    const void* incoming = address(gradients[0]);
+    if (is_half(gradients[0])) {
+      add_half(variable, gradients[0]);
+    } else {
+      compat::accumulate(variable, slot_->buffer, gradients[0], /*references=*/1);
+    }
+    if (*slot_->watcher) {
+      (*slot_->watcher)({incoming, address(slot_->buffer), bytes_of(slot_->buffer)});
+    }
+    return {};
+  }
+
+  std::string name() const override { return "infinitybatch::GradientSink"; }
+
+ private:
+  // Summed in fp32: many small addends would be lost in a half precision buffer.
+  void add_half(const at::Tensor& variable, at::Tensor& gradient) {
+    if (slot_->buffer.defined() && !slot_->buffer.is_sparse() && !gradient.is_sparse()) {
+      slot_->buffer.add_(gradient);
+      return;
+    }
+    gradient = gradient.to(at::kFloat);
+    compat::accumulate(variable, slot_->buffer, gradient, /*references=*/1);
+  }
+
+  std::shared_ptr<Slot> slot_;
+};
+
+struct GradientSinks::Entry {
+  std::shared_ptr<Slot> slot;
+  NodePtr sink;
+  at::Tensor parameter;  // held where the leaf is a parameter; other leaves are not kept alive
+  NodePtr previous;      // the accumulator that the parameter had
+  bool installed = false;
+  c10::TensorImpl* identity = nullptr;
+};
+
+GradientSinks::GradientSinks(const std::vector<NamedParameter>& parameters)
+    : watcher_(std::make_shared<Watcher>()) {
+  std::unordered_set<c10::TensorImpl*> seen;
+  for (const NamedParameter& parameter : parameters) {
+    if (!parameter.tensor.requires_grad()) continue;
+    if (!seen.insert(parameter.tensor.unsafeGetTensorImpl()).second) continue;  // tied weights
+    const NodePtr current = compat::accumulator_of(parameter.tensor);
+    if (current && dynamic_cast<Sink*>(current.get()) != nullptr) {
+      uninstall();
+      throw StateError("another step is running on parameter '" + parameter.name +
+                       "'; a model can take one VirtualBatch step at a time");
+    }
+    add(parameter.tensor, /*install=*/true).previous = current;
+  }
+  parameter_count_ = entries_.size();
+}
+
+GradientSinks::~GradientSinks() {
+  uninstall();
+  for (const auto& entry : entries_) {
+    std::lock_guard<std::mutex> lock(entry->slot->mutex);
+    entry->slot->open = false;
+    entry->slot->buffer.reset();
+  }
+}
+
+GradientSinks::Entry& GradientSinks::add(const at::Tensor& variable, bool install) {
+  auto entry = std::make_unique<Entry>();
+  entry->slot = std::make_shared<Slot>(variable);
+  entry->slot->watcher = watcher_;
+  entry->sink = compat::make_node<Sink>(variable, entry->slot);
+  entry->identity = variable.unsafeGetTensorImpl();
+  if (install) {
+    entry->parameter = variable;
+    compat::set_accumulator(variable, entry->sink);
+    entry->installed = true;
+  }
+  entries_.push_back(std::move(entry));
+  return *entries_.back();
+}
+
+void GradientSinks::uninstall() {
+  for (const auto& entry : entries_) {
+    if (!entry->installed) continue;
+    compat::set_accumulator(entry->parameter, entry->previous);
+    entry->installed = false;
+  }
+}
+
+void GradientSinks::redirect_other_leaves(const at::Tensor& root) {
+  Node* start = root.grad_fn().get();
+  if (start == nullptr) return;
+  std::unordered_set<Node*> seen{start};
+  std::vector<Node*> open{start};
+  while (!open.empty()) {
+    Node* node = open.back();
+    open.pop_back();
+    for (uint32_t i = 0; i < node->num_outputs(); ++i) {
+      Node* next = node->next_edge(i).function.get();
+      if (next == nullptr || dynamic_cast<Sink*>(next) != nullptr) continue;
+      if (auto* accumulator = dynamic_cast<AccumulateGrad*>(next)) {
+        // Not held: the edge keeps the accumulator, and with it the leaf, until it is replaced.
+        const at::Tensor variable = accumulator->variable;
+        c10::TensorImpl* identity = variable.unsafeGetTensorImpl();
+        Entry* entry = nullptr;
+        for (const auto& known : entries_) {
+          if (known->identity == identity && known->slot->lock().defined()) entry = known.get();
+        }
+        if (entry == nullptr) entry = &add(variable, /*install=*/false);
+        node->set_next_edge(i, Edge(entry->sink, 0));
+      } else if (seen.insert(next).second) {
+        open.push_back(next);
+      }
+    }
+  }
+}
+
+void GradientSinks::forget_dead_leaves() {
+  if (entries_.size() == parameter_count_) return;
+  std::erase_if(entries_, [](const std::unique_ptr<Entry>& entry) {
+    return !entry->parameter.defined() && !entry->slot->lock().defined();
+  });
+}
+
+/// A root that gives each sum away to torch's accumulators. A sum that only the engine holds is
+/// taken over as `.grad` without a copy.
+class GradientSinks::HandOut : public Node {
+ public:
+  HandOut() : Node(torch::autograd::edge_list()) { add_input_metadata(no_gradient()); }
+
+  void add(const at::Tensor& variable, at::Tensor sum) {
+    add_next_edge(torch::autograd::impl::gradient_edge(variable));
+    sums_.push_back(std::move(sum));
+  }
+  bool empty() const { return sums_.empty(); }
+  variable_list apply(variable_list&&) override { return std::move(sums_); }
+  std::string name() const override { return "infinitybatch::HandOut"; }
+
+ private:
+  variable_list sums_;
+};
+
+namespace {
+
+/// Whether handing out can run user code, or can fail half way for want of memory.
+bool can_fail(const at::Tensor& variable, const NodePtr& accumulator, const at::Tensor& sum) {
+  return !torch::autograd::impl::hooks(variable).empty() ||
+         torch::autograd::impl::post_acc_grad_hooks(variable) != nullptr || sum.is_sparse() ||
+         (accumulator && (!accumulator->pre_hooks().empty() || !accumulator->post_hooks().empty()));
+}
+
+/// `.grad` of one tensor as it was, so that a hook that throws cannot leave half a hand-out behind.
+struct GradBackup {
+  at::Tensor variable;
+  at::Tensor grad;    // the tensor object that was there
+  at::Tensor values;  // its values, where adding in place would lose them
+};
+
+}  // namespace
+
+void GradientSinks::hand_out() {
+  uninstall();
+  auto root = compat::make_node<HandOut>();
+  std::vector<GradBackup> backups;
+  bool back_up_values = false;
+  for (const auto& entry : entries_) {
+    const at::Tensor variable = entry->slot->lock();
+    if (!variable.defined() || !entry->slot->buffer.defined()) continue;
+    backups.push_back({variable, variable.grad(), {}});
+    back_up_values =
+        back_up_values || can_fail(variable, entry->previous, entry->slot->buffer);
+    at::Tensor sum = std::move(entry->slot->buffer);
+    if (sum.scalar_type() != variable.scalar_type()) sum = sum.to(variable.scalar_type());
+    root->add(variable, std::move(sum));
+  }
+  if (root->empty()) return;
+  if (back_up_values) {
+    for (GradBackup& backup : backups) {
+      if (backup.grad.defined()) backup.values = backup.grad.clone();
+    }
+  }
+  try {
+    run_root(root);
+  } catch (...) {
+    at::NoGradGuard no_grad;
+    for (const GradBackup& backup : backups) {
+      if (backup.values.defined()) backup.grad.copy_(backup.values);
+      backup.variable.mutable_grad() = backup.grad;
+    }
+    throw;
+  }
+}
+
+void GradientSinks::watch(Watcher watcher) { *watcher_ = std::move(watcher); }
+
+int64_t GradientSinks::bytes() const {
+  int64_t total = 0;
+  for (const auto& entry : entries_) total += bytes_of(entry->slot->buffer);
+  return total;
+}
+
+}  // namespace infinitybatch::autograd

@@ -1,0 +1,145 @@
+// Splitting and joining: sizes, rows and devices of a Batch.
+#include <infinitybatch/core/batch.hpp>
+#include <infinitybatch/core/batch_source.hpp>
+#include <infinitybatch/core/errors.hpp>
+
+#include <ATen/Functions.h>
+
+#include <sstream>
+
+namespace infinitybatch {
+namespace {
+
+std::string describe(std::string_view name, const Batch& batch, size_t leaf) {
+  return std::string(name) + batch.structure()->leaf_name(leaf);
+}
+
+std::string shape(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << tensor.sizes();
+  return text.str();
+}
+
+/// The size of one leaf along its batch dimension.
+int64_t leaf_size(const Batch& batch, size_t index, std::string_view name) {
+  const Leaf& leaf = batch.leaves()[index];
+  if (leaf.tensor.dim() == 0) {
+    throw BatchError(describe(name, batch, index) +
+                     " is a 0-dimensional tensor and has no batch dimension; mark it shared, so that "
+                     "every micro-batch sees it whole");
+  }
+  if (leaf.batch_dim >= leaf.tensor.dim()) {
+    throw BatchError(describe(name, batch, index) + " has shape " + shape(leaf.tensor) +
+                     ", which has no dimension " + std::to_string(leaf.batch_dim) +
+                     " to split; give this leaf another batch_dim");
+  }
+  return leaf.tensor.size(leaf.batch_dim);
+}
+
+template <typename Change>
+Batch with_tensors(const Batch& batch, Change change) {
+  std::vector<Leaf> leaves = batch.leaves();
+  for (Leaf& leaf : leaves) {
+    if (leaf.tensor.defined()) leaf.tensor = change(leaf);
+  }
+  return {std::move(leaves), batch.structure()};
+}
+
+}  // namespace
+
+int64_t batch_size(const Batch& batch, std::string_view name) {
+  int64_t size = -1;
+  size_t first = 0;
+  for (size_t i = 0; i < batch.leaves().size(); ++i) {
+    const Leaf& leaf = batch.leaves()[i];
+    if (!leaf.tensor.defined() || leaf.batch_dim == Leaf::kShared) continue;
+    const int64_t here = leaf_size(batch, i, name);
+    if (size < 0) {
+      size = here;
+      first = i;
+    } else if (here != size) {
+      throw BatchError(describe(name, batch, i) + " has " + std::to_string(here) + " samples, " +
+                       describe(name, batch, first) + " has " + std::to_string(size) +
+                       "; every leaf needs the same number, or mark it shared");
+    }
+  }
+  if (size < 0) {
+    throw BatchError(std::string(name) +
+                     " has no tensor with a batch dimension, so there is nothing to split");
+  }
+  if (size == 0) throw BatchError(describe(name, batch, first) + " is empty: it has 0 samples");
+  return size;
+}
+
+Batch rows(const Batch& batch, int64_t begin, int64_t end) {
+  return with_tensors(batch, [&](const Leaf& leaf) {
+    return leaf.batch_dim == Leaf::kShared
+               ? leaf.tensor
+               : leaf.tensor.narrow(leaf.batch_dim, begin, end - begin);
+  });
+}
+
+Batch to_device(const Batch& batch, at::Device device) {
+  if (device.is_cpu()) return batch;
+  return with_tensors(batch, [&](const Leaf& leaf) {
+    if (!leaf.tensor.device().is_cpu()) return leaf.tensor;
+    // Only pinned memory can be copied while the host goes on.
+    return leaf.tensor.to(device, /*non_blocking=*/leaf.tensor.is_pinned());
+  });
+}
+
+namespace {
+
+/// The one dimension along which every part has its number of rows.
+int64_t follows_rows(const std::vector<Batch>& parts, const std::vector<int64_t>& row_counts,
+                     size_t leaf, const std::string& name) {
+  const at::Tensor& first = parts.front().leaves()[leaf].tensor;
+  std::vector<int64_t> dims;
+  for (int64_t dim = 0; dim < first.dim(); ++dim) {
+    bool follows = true;
+    for (size_t i = 0; i < parts.size() && follows; ++i) {
+      const at::Tensor& part = parts[i].leaves()[leaf].tensor;
+      follows = part.dim() == first.dim() && part.size(dim) == row_counts[i];
+    }
+    if (follows) dims.push_back(dim);
+  }
+  // With all parts of one size a second dimension may match by chance: the first is the convention.
+  if (!dims.empty()) return dims.front();
+  throw BatchError(name + " has shape " + shape(first) + " for " +
+                   std::to_string(row_counts.front()) +
+                   " rows: no dimension follows the micro-batch, so the parts cannot be joined; "
+                   "leave keep_outputs off and use on_micro_batch");
+}
+
+}  // namespace
+
+Batch concatenate(std::vector<Batch> parts, const std::vector<int64_t>& row_counts,
+                  std::string_view name) {
+  Batch joined = std::move(parts.front());
+  for (size_t leaf = 0; leaf < joined.leaves().size(); ++leaf) {
+    if (!joined.leaves()[leaf].tensor.defined()) continue;
+    parts.front() = joined;
+    const int64_t dim = follows_rows(parts, row_counts, leaf, describe(name, joined, leaf));
+    std::vector<at::Tensor> tensors;
+    for (const Batch& part : parts) tensors.push_back(part.leaves()[leaf].tensor);
+    if (tensors.size() > 1) joined.leaves()[leaf].tensor = at::cat(tensors, dim);
+  }
+  return joined;
+}
+
+BatchSource BatchSource::from(const Batch& batch, std::string_view name) {
+  std::ostringstream signature;
+  for (const Leaf& leaf : batch.leaves()) {
+    if (!leaf.tensor.defined()) continue;
+    signature << leaf.tensor.scalar_type() << leaf.tensor.device() << leaf.batch_dim;
+    for (int64_t dim = 0; dim < leaf.tensor.dim(); ++dim) {
+      if (dim != leaf.batch_dim) signature << 'x' << leaf.tensor.size(dim);
+    }
+    signature << ';';
+  }
+  return {batch_size(batch, name),
+          [batch](int64_t begin, int64_t end) { return infinitybatch::rows(batch, begin, end); },
+          signature.str()};
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,129 @@
+#include <infinitybatch/coupled/coupling_watch.hpp>
+
+#include <ATen/Functions.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/GradMode.h>
+
+#include <array>
+#include <string_view>
+
+namespace infinitybatch::coupled {
+namespace {
+
+thread_local CouplingWatch* innermost = nullptr;
+
+enum class Kind { batch_norm, always, embedding, embedding_renorm };
+
+struct Watched {
+  std::string_view op;
+  Kind kind;
+  size_t argument;  // the place of `training` or `scale_grad_by_freq` in the schema
+};
+
+// Every spelling: the composite op that modules call, and the kernels that code may call directly.
+constexpr std::array<Watched, 16> kWatched{{
+    {"aten::batch_norm", Kind::batch_norm, 5},
+    {"aten::_batch_norm_impl_index", Kind::batch_norm, 5},
+    {"aten::native_batch_norm", Kind::batch_norm, 5},
+    {"aten::cudnn_batch_norm", Kind::batch_norm, 5},
+    {"aten::miopen_batch_norm", Kind::batch_norm, 5},
+    {"aten::_native_batch_norm_legit", Kind::batch_norm, 5},
+    {"aten::_batch_norm_with_update", Kind::always, 0},
+    {"aten::_batch_norm_no_update", Kind::always, 0},
+    {"aten::batch_norm_update_stats", Kind::always, 0},
+    {"aten::batch_norm_stats", Kind::always, 0},
+    {"aten::batch_norm_gather_stats", Kind::always, 0},
+    {"aten::batch_norm_gather_stats_with_counts", Kind::always, 0},
+    {"aten::embedding", Kind::embedding, 3},
+    {"aten::embedding_bag", Kind::embedding, 3},
+    {"aten::_embedding_bag", Kind::embedding, 3},
+    {"aten::embedding_renorm_", Kind::embedding_renorm, 0},
+}};
+
+bool is_true(const c10::ArrayRef<const c10::IValue>& inputs, size_t argument) {
+  return inputs.size() > argument && inputs[argument].isBool() && inputs[argument].toBool();
+}
+
+bool couples(const Watched& watched, const c10::ArrayRef<const c10::IValue>& inputs) {
+  switch (watched.kind) {
+    case Kind::batch_norm:
+      return is_true(inputs, watched.argument);
+    case Kind::embedding:
+      return is_true(inputs, watched.argument) && inputs[0].isTensor() &&
+             inputs[0].toTensor().requires_grad();
+    case Kind::always:
+    case Kind::embedding_renorm:
+      return true;
+  }
+  return false;
+}
+
+std::string reason(Kind kind) {
+  switch (kind) {
+    case Kind::embedding:
+      return "scale_grad_by_freq divides by how often a word occurs in the whole batch";
+    case Kind::embedding_renorm:
+      return "max_norm rewrites rows of the weight during forward";
+    case Kind::batch_norm:
+    case Kind::always:
+      break;
+  }
+  return "BatchNorm in training mode normalises each sample by the whole batch";
+}
+
+}  // namespace
+
+struct CouplingWatch::InstanceNorm : at::ObserverContext {};
+
+CouplingWatch::Scope::Scope(CouplingWatch& watch)
+    : outer_(innermost),
+      handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(&on_op, &after_op)
+                                             .needsInputs(true)
+                                             .scopes({at::RecordScope::FUNCTION}))) {
+  watch.instance_norm_depth_ = 0;
+  innermost = &watch;
+}
+
+CouplingWatch::Scope::~Scope() {
+  at::removeCallback(handle_);
+  innermost = outer_;
+}
+
+std::unique_ptr<at::ObserverContext> CouplingWatch::on_op(const at::RecordFunction& op) {
+  CouplingWatch* watch = innermost;
+  const std::string_view name = op.name();
+  if (watch == nullptr || name.size() < 15) return nullptr;
+  if (name == "aten::instance_norm") {
+    ++watch->instance_norm_depth_;
+    return std::make_unique<InstanceNorm>();
+  }
+  if (name == "aten::embedding_renorm_") watch->remember(op.inputs()[0].toTensor());
+  if (watch->found_ || watch->instance_norm_depth_ > 0) return nullptr;
+  for (const Watched& watched : kWatched) {
+    if (name == watched.op && couples(watched, op.inputs())) {
+      watch->found_ = CoupledOp{std::string(name), reason(watched.kind)};
+    }
+  }
+  return nullptr;
+}
+
+void CouplingWatch::remember(const at::Tensor& weight) {
+  for (const Write& write : writes_) {
+    if (write.weight.is_same(weight)) return;
+  }
+  const at::NoGradGuard no_grad;
+  writes_.push_back({weight, weight.detach().clone()});
+}
+
+void CouplingWatch::undo_writes() const {
+  const at::NoGradGuard no_grad;
+  for (const Write& write : writes_) at::Tensor(write.weight).copy_(write.before);
+}
+
+void CouplingWatch::after_op(const at::RecordFunction&, at::ObserverContext* context) {
+  if (innermost != nullptr && dynamic_cast<InstanceNorm*>(context) != nullptr) {
+    --innermost->instance_norm_depth_;
+  }
+}
+
+}  // namespace infinitybatch::coupled

@@ -1,0 +1,119 @@
+#include <infinitybatch/execute/buffer_rule.hpp>
+
+#include <infinitybatch/core/errors.hpp>
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+namespace infinitybatch {
+namespace {
+
+bool same_form(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && a.device() == b.device();
+}
+
+/// Whether any bit differs, as a 0-dimensional tensor: nothing waits for the device, NaN equals NaN.
+at::Tensor any_bit_differs(const at::Tensor& a, const at::Tensor& b) {
+  const auto bytes = [](const at::Tensor& tensor) {
+    return tensor.contiguous().reshape({-1}).view(at::kByte);
+  };
+  return at::ne(bytes(a), bytes(b)).any();
+}
+
+}  // namespace
+
+BufferRule::BufferRule(std::vector<BufferSlot> slots, bool exact) : exact_(exact) {
+  const at::NoGradGuard no_grad;
+  for (BufferSlot& slot : slots) {
+    Entry entry;
+    entry.tensor = slot.get();
+    if (!entry.tensor.defined()) continue;
+    entry.initial = entry.tensor.detach().clone();
+    entry.version = entry.tensor._version();
+    entry.slot = std::move(slot);
+    entries_.push_back(std::move(entry));
+  }
+}
+
+void BufferRule::end_micro_batch() {
+  const at::NoGradGuard no_grad;
+  for (Entry& entry : entries_) {
+    const at::Tensor now = entry.slot.get();
+    const bool same = now.is_same(entry.tensor) && now._version() == entry.version;
+    if (same && !entry.written) continue;
+    // Written now for the first time, though earlier micro-batches left it alone: they left `initial`.
+    if (!entry.written && !first_) entry.left = entry.initial;
+    entry.written = true;
+    entry.rebound = entry.rebound || !now.is_same(entry.tensor);
+    if (!exact_) continue;
+    compare(entry, now);
+    restore(entry);
+  }
+  first_ = false;
+}
+
+void BufferRule::compare(Entry& entry, const at::Tensor& now) {
+  if (!entry.left.defined()) {
+    entry.left = now.detach().clone();
+    entry.disagree = at::zeros({}, now.options().dtype(at::kBool).requires_grad(false));
+    return;
+  }
+  if (!entry.disagree.defined()) {
+    entry.disagree = at::zeros({}, entry.left.options().dtype(at::kBool).requires_grad(false));
+  }
+  if (!same_form(entry.left, now)) {
+    entry.disagree.fill_(true);
+  } else {
+    entry.disagree.logical_or_(any_bit_differs(entry.left, now));
+  }
+}
+
+void BufferRule::restore(Entry& entry) {
+  if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
+  if (entry.tensor._version() != entry.version) {
+    entry.tensor.copy_(entry.initial);
+    entry.version = entry.tensor._version();
+  }
+}
+
+void BufferRule::commit() {
+  const at::NoGradGuard no_grad;
+  for (const Entry& entry : entries_) {
+    if (entry.disagree.defined() && entry.disagree.item<bool>()) {
+      throw CouplingError(
+          entry.slot.name,
+          "buffer '" + entry.slot.name +
+              "' depends on the samples: micro-batches leave different values in it, so one pass "
+              "over the whole batch cannot be reproduced; put the module that owns it into eval "
+              "mode, or allow it with batch_coupling=\"per_micro_batch\", which lets each "
+              "micro-batch be a batch of its own");
+    }
+  }
+  for (Entry& entry : entries_) {
+    if (!entry.left.defined()) continue;
+    if (!entry.rebound && same_form(entry.left, entry.tensor)) {
+      entry.tensor.copy_(entry.left);
+    } else {
+      entry.slot.set(entry.left);
+    }
+  }
+}
+
+void BufferRule::roll_back() {
+  const at::NoGradGuard no_grad;
+  for (Entry& entry : entries_) {
+    if (entry.written || !entry.slot.get().is_same(entry.tensor) ||
+        entry.tensor._version() != entry.version) {
+      if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
+      entry.tensor.copy_(entry.initial);
+      entry.version = entry.tensor._version();
+    }
+    entry.written = false;
+    entry.rebound = false;
+    entry.left.reset();
+    entry.disagree.reset();
+  }
+  first_ = true;
+}
+
+}  // namespace infinitybatch

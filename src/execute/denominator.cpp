@@ -1,0 +1,54 @@
+#include <infinitybatch/execute/denominator.hpp>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+namespace infinitybatch {
+namespace {
+
+/// Targets are read in pieces of about this many elements, so that masks over them stay small.
+constexpr int64_t kElements = int64_t{1} << 18;
+
+int64_t rows_per_piece(const Job& job) {
+  int64_t widest = 1;
+  for (const at::Tensor& tensor : job.targets->rows(0, 1).tensors()) {
+    widest = std::max(widest, tensor.numel());
+  }
+  return std::clamp<int64_t>(kElements / widest, 1, job.batch_size());
+}
+
+bool has_double(const at::Device& device) { return device.type() != at::kMPS; }
+
+}  // namespace
+
+Denominator::Denominator(const Job& job) {
+  const at::NoGradGuard no_grad;
+  const int64_t step = rows_per_piece(job);
+  for (int64_t begin = 0; begin < job.batch_size(); begin += step) {
+    const int64_t end = std::min(begin + step, job.batch_size());
+    const DenominatorPart part = job.loss->denominator(job.targets->rows(begin, end), end - begin);
+    if (std::holds_alternative<Undivided>(part)) {
+      undivided_ = true;
+      return;
+    }
+    if (const double* number = std::get_if<double>(&part)) {
+      known_ += *number;
+      continue;
+    }
+    const at::Tensor& tensor = std::get<at::Tensor>(part);
+    const at::Tensor exact =
+        tensor.to(has_double(tensor.device()) ? at::kDouble : at::kFloat).reshape({});
+    computed_ = computed_.defined() ? computed_.add(exact) : exact;
+  }
+  if (computed_.defined()) computed_ = computed_.add(known_).to(job.device);
+}
+
+at::Tensor Denominator::divide(const at::Tensor& sum) const {
+  if (undivided_) return sum;
+  if (!computed_.defined()) return sum.div(known_);
+  return sum.div(computed_.to(sum.device(), sum.scalar_type()));
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,157 @@
+#include <infinitybatch/execute/executor.hpp>
+
+#include <infinitybatch/autograd/engine.hpp>
+#include <infinitybatch/core/errors.hpp>
+
+#include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/GradMode.h>
+
+
+namespace infinitybatch {
+namespace {
+
+at::Tensor zero_total(const at::Device& device) {
+  const at::ScalarType type = device.type() == at::kMPS ? at::kFloat : at::kDouble;
+  return at::zeros({}, at::TensorOptions().dtype(type).device(device));
+}
+
+/// Leaves on the host go to the model's device; leaves on an accelerator stay where the user put them.
+Batch load_rows(const BatchSource& source, Rows rows, const at::Device& device) {
+  Batch batch = source.rows(rows.begin, rows.end);
+  return to_device(batch, device);
+}
+
+Batch detach(const Batch& batch) {
+  std::vector<Leaf> leaves = batch.leaves();
+  for (Leaf& leaf : leaves) {
+    if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.detach();
+  }
+  return {std::move(leaves), batch.structure()};
+}
+
+}  // namespace
+
+Executor::Executor(const Job& job)
+    : job_(job),
+      sinks_(job.parameters),
+      buffers_(job.buffers, job.exact_coupling),
+      denominator_(job),
+      total_(zero_total(job.device)) {
+  // Casts made before this step lead to the parameters' own accumulators, past the sinks.
+  at::autocast::clear_cache();
+}
+
+void Executor::run(Operation operation, Rows rows) {
+  switch (operation) {
+    case Operation::load:
+      return load(rows);
+    case Operation::forward:
+      forward();
+      return check_coupling(rows);
+    case Operation::loss:
+      return loss(rows);
+    case Operation::backward:
+      return backward();
+    case Operation::free:
+      return free();
+    case Operation::penalty:
+      return penalty();
+    case Operation::hand_out:
+      return hand_out();
+  }
+}
+
+void Executor::load(Rows rows) {
+  if (job_.interrupt) job_.interrupt();
+  inputs_ = load_rows(*job_.inputs, rows, job_.device);
+  targets_ = load_rows(*job_.targets, rows, job_.device);
+}
+
+void Executor::forward() {
+  const coupled::CouplingWatch::Scope watching(watch_);
+  outputs_ = job_.model->forward(inputs_);
+}
+
+void Executor::check_coupling(Rows rows) const {
+  if (!watch_.found() || !job_.exact_coupling || rows.size() == job_.batch_size()) return;
+  const coupled::CoupledOp& op = *watch_.found();
+  throw CouplingError(
+      op.op, op.op + " couples the samples of a batch (" + op.why + "), so micro-batches of " +
+                 std::to_string(rows.size()) + " cannot give the gradient of all " +
+                 std::to_string(job_.batch_size()) +
+                 "; put the layer into eval mode, use one that does not couple (GroupNorm), make "
+                 "the budget large enough for one micro-batch, or accept another gradient with "
+                 "batch_coupling=\"per_micro_batch\"");
+}
+
+void Executor::loss(Rows rows) {
+  const at::Tensor sum = job_.loss->sum(outputs_, targets_);
+  share_ = denominator_.divide(sum.reshape({}));
+  const at::NoGradGuard no_grad;
+  if (!loss_type_) loss_type_ = share_.scalar_type();
+  total_.add_(share_.detach());
+  if (job_.on_micro_batch) {
+    job_.on_micro_batch({rows.begin, rows.end, detach(outputs_), targets_});
+  }
+  if (job_.keep_outputs) {
+    kept_.push_back(detach(outputs_));
+    kept_rows_.push_back(rows.size());
+  }
+  // The graph holds what backward needs of them.
+  outputs_ = Batch();
+}
+
+void Executor::differentiate(const at::Tensor& share) {
+  if (!share.requires_grad()) {
+    throw InvalidArgument(
+        "the loss does not depend on anything that requires grad; check that the model's parameters "
+        "require grad and that its outputs are not detached");
+  }
+  sinks_.redirect_other_leaves(share);
+  at::Tensor gradient = job_.loss_scale.defined()
+                            ? job_.loss_scale.to(share.device(), share.scalar_type()).reshape({})
+                            : at::ones_like(share);
+  autograd::run_backward(share, gradient);
+}
+
+void Executor::backward() { differentiate(share_); }
+
+void Executor::free() {
+  share_.reset();
+  inputs_ = Batch();
+  targets_ = Batch();
+  at::autocast::clear_cache();
+  sinks_.forget_dead_leaves();
+  buffers_.end_micro_batch();
+}
+
+void Executor::penalty() {
+  if (job_.loss->has_penalty()) {
+    at::Tensor term = job_.loss->penalty().reshape({});
+    total_.add_(term.detach());
+    differentiate(term);
+  }
+}
+
+void Executor::hand_out() {
+  buffers_.commit();
+  sinks_.hand_out();
+}
+
+void Executor::roll_back() {
+  sinks_.uninstall();
+  buffers_.roll_back();
+  watch_.undo_writes();
+}
+
+at::Tensor Executor::loss() const {
+  return total_.to(loss_type_.value_or(at::kFloat));
+}
+
+std::optional<Batch> Executor::take_outputs() {
+  if (!job_.keep_outputs) return std::nullopt;
+  return concatenate(std::move(kept_), kept_rows_, "outputs");
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,127 @@
+#include <infinitybatch/execute/plan.hpp>
+
+#include <infinitybatch/core/bytes.hpp>
+
+#include <algorithm>
+#include <cstdio>
+#include <numeric>
+
+namespace infinitybatch {
+
+const char* name_of(Operation operation) {
+  switch (operation) {
+    case Operation::load:
+      return "load";
+    case Operation::forward:
+      return "forward";
+    case Operation::loss:
+      return "loss";
+    case Operation::backward:
+      return "backward";
+    case Operation::free:
+      return "free";
+    case Operation::penalty:
+      return "penalty";
+    case Operation::hand_out:
+      return "hand out";
+  }
+  return "?";
+}
+
+std::vector<int64_t> split_by(int64_t batch_size, int64_t size) {
+  std::vector<int64_t> sizes(static_cast<size_t>(batch_size / size), size);
+  if (batch_size % size != 0) sizes.push_back(batch_size % size);
+  return sizes;
+}
+
+std::vector<int64_t> split_evenly(int64_t batch_size, int64_t size) {
+  const int64_t count = (batch_size + size - 1) / size;
+  std::vector<int64_t> sizes(static_cast<size_t>(count), batch_size / count);
+  for (int64_t i = 0; i < batch_size % count; ++i) ++sizes[static_cast<size_t>(i)];
+  return sizes;
+}
+
+const std::vector<Operation>& stream_operations() {
+  static const std::vector<Operation> operations{Operation::load, Operation::forward,
+                                                 Operation::loss, Operation::backward,
+                                                 Operation::free};
+  return operations;
+}
+
+Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty) {
+  Plan plan;
+  plan.strategy = "stream";
+  plan.batch_size =
+      std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
+  for (size_t i = 0; i < micro_batch_sizes.size(); ++i) {
+    for (const Operation operation : stream_operations()) {
+      plan.instructions.push_back({operation, static_cast<int64_t>(i)});
+    }
+  }
+  if (penalty) plan.instructions.push_back({Operation::penalty, -1});
+  plan.instructions.push_back({Operation::hand_out, -1});
+  plan.micro_batch_sizes = std::move(micro_batch_sizes);
+  return plan;
+}
+
+int64_t Plan::micro_batch_size() const {
+  return micro_batch_sizes.empty()
+             ? 0
+             : *std::max_element(micro_batch_sizes.begin(), micro_batch_sizes.end());
+}
+
+namespace {
+
+std::string seconds(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, value < 1 ? "%.3g ms" : "%.3g s", value < 1 ? value * 1e3 : value);
+  return text;
+}
+
+/// "4 × 64 + 1 × 44": runs of equal sizes.
+std::string describe_sizes(const std::vector<int64_t>& sizes) {
+  std::string text;
+  for (size_t i = 0; i < sizes.size();) {
+    size_t end = i;
+    while (end < sizes.size() && sizes[end] == sizes[i]) ++end;
+    text += (text.empty() ? "" : " + ") + std::to_string(end - i) + " × " + std::to_string(sizes[i]);
+    i = end;
+  }
+  return text;
+}
+
+std::string row(const Candidate& candidate, bool chosen) {
+  char text[128];
+  std::snprintf(text, sizeof text, "%s %10lld  %12s  %12s  %s\n", chosen ? "*" : " ",
+                static_cast<long long>(candidate.micro_batch_size),
+                format_bytes(candidate.peak_bytes).c_str(),
+                candidate.seconds_per_sample ? seconds(*candidate.seconds_per_sample).c_str() : "-",
+                candidate.feasible ? "fits" : "too large");
+  return text;
+}
+
+}  // namespace
+
+std::string Plan::explain() const {
+  std::string text = "strategy " + strategy + ": " + std::to_string(batch_size) + " samples as " +
+                     describe_sizes(micro_batch_sizes) + "\n";
+  text += "instructions for each micro-batch: ";
+  for (const Operation operation : stream_operations()) text += std::string(name_of(operation)) + ", ";
+  text += "then hand out once\n";
+  if (budget_bytes) text += "budget " + format_bytes(*budget_bytes) + "; ";
+  text += "live before the step " + format_bytes(baseline_bytes);
+  if (predicted_peak_bytes) text += "; predicted peak " + format_bytes(*predicted_peak_bytes);
+  if (predicted_seconds) text += "; predicted time " + seconds(*predicted_seconds);
+  text += "\n";
+  if (!reason.empty()) text += "why: " + reason + "\n";
+  if (!candidates.empty()) text += "  micro-batch          peak    per sample\n";
+  const int64_t chosen = micro_batch_size();
+  const Candidate* nearest = nullptr;
+  for (const Candidate& candidate : candidates) {
+    if (candidate.micro_batch_size >= chosen && nearest == nullptr) nearest = &candidate;
+  }
+  for (const Candidate& candidate : candidates) text += row(candidate, &candidate == nearest);
+  return text;
+}
+
+}  // namespace infinitybatch

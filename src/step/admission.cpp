@@ -1,0 +1,104 @@
+#include <infinitybatch/step/admission.hpp>
+
+#include <infinitybatch/core/errors.hpp>
+
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+
+namespace infinitybatch {
+namespace {
+
+void check_grad_mode() {
+  if (c10::InferenceMode::is_enabled()) {
+    throw StateError(
+        "backward was called in inference mode, where no gradient exists; call it outside");
+  }
+  if (!at::GradMode::is_enabled()) {
+    throw StateError("backward was called under no_grad; call it outside, gradients are its purpose");
+  }
+}
+
+void check_tensor(const std::string& what, const at::Tensor& tensor) {
+  if (tensor.is_inference()) {
+    throw Unsupported(what +
+                      " was made in inference mode and cannot take part in autograd; clone it "
+                      "outside of inference mode");
+  }
+  if (tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
+    throw Unsupported(what +
+                      " is a tensor subclass (DTensor, FSDP, a wrapper): sums into it are not "
+                      "exact yet; pass a model of plain tensors");
+  }
+  if (tensor.is_meta()) {
+    throw Unsupported(what + " is on the meta device and has no values; materialise the model first");
+  }
+}
+
+at::Device device_of(const Job& job) {
+  for (const NamedParameter& parameter : job.parameters) return parameter.tensor.device();
+  for (const BufferSlot& buffer : job.buffers) return buffer.get().device();
+  return at::kCPU;
+}
+
+}  // namespace
+
+void admit(Job& job) {
+  check_grad_mode();
+  if (job.inputs->size != job.targets->size) {
+    throw BatchError("inputs have " + std::to_string(job.inputs->size) + " samples, targets " +
+                     std::to_string(job.targets->size) + "; both need the same number");
+  }
+  if (job.batch_size() < 1) throw BatchError("the batch is empty: it has 0 samples");
+  job.parameters = job.model->parameters();
+  job.buffers = job.model->buffers();
+  for (const NamedParameter& parameter : job.parameters) {
+    check_tensor("parameter '" + parameter.name + "'", parameter.tensor);
+  }
+  for (const BufferSlot& buffer : job.buffers) {
+    if (const at::Tensor tensor = buffer.get(); tensor.defined()) {
+      check_tensor("buffer '" + buffer.name + "'", tensor);
+    }
+  }
+  job.device = device_of(job);
+}
+
+std::vector<at::Device> devices_of(const Job& job) {
+  std::vector<at::Device> devices{job.device};
+  for (const NamedParameter& parameter : job.parameters) {
+    const at::Device device = parameter.tensor.device();
+    if (std::find(devices.begin(), devices.end(), device) == devices.end()) {
+      devices.push_back(device);
+    }
+  }
+  return devices;
+}
+
+std::vector<at::Tensor> reachable_tensors(const Job& job) {
+  std::vector<at::Tensor> tensors;
+  for (const NamedParameter& parameter : job.parameters) {
+    tensors.push_back(parameter.tensor);
+    if (parameter.tensor.grad().defined()) tensors.push_back(parameter.tensor.grad());
+  }
+  for (const BufferSlot& buffer : job.buffers) {
+    if (const at::Tensor tensor = buffer.get(); tensor.defined()) tensors.push_back(tensor);
+  }
+  return tensors;
+}
+
+std::string signature_of(const Job& job) {
+  std::string signature = job.inputs->signature + "|" + job.targets->signature;
+  signature += job.model->is_training() ? "|train" : "|eval";
+  signature += "|" + std::to_string(at::get_num_threads());
+  if (at::autocast::is_autocast_enabled(job.device.type())) {
+    signature += "|autocast";
+    signature += c10::toString(at::autocast::get_autocast_dtype(job.device.type()));
+  }
+  return signature;
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,238 @@
+#include <infinitybatch/step/virtual_batch.hpp>
+
+#include "meter.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/out_of_memory.hpp>
+#include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/memory/foreign_storage.hpp>
+#include <infinitybatch/memory/limit.hpp>
+#include <infinitybatch/memory/statistics.hpp>
+#include <infinitybatch/plan/planner.hpp>
+#include <infinitybatch/step/admission.hpp>
+
+#include <chrono>
+#include <exception>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void append(std::vector<int64_t>& to, const std::vector<int64_t>& from) {
+  to.insert(to.end(), from.begin(), from.end());
+}
+
+BatchSource targets_source(const Batch& targets, int64_t size) {
+  // A loss that needs no targets is called with what the user passed: an empty tuple, say.
+  if (targets.tensors().empty()) {
+    return {size, [targets](int64_t, int64_t) { return targets; }, "none"};
+  }
+  return BatchSource::from(targets, "targets");
+}
+
+}  // namespace
+
+class VirtualBatch::State {
+ public:
+  State(Model model, SeparableLoss loss, Options options)
+      : model_(std::move(model)), loss_(std::move(loss)), options_(std::move(options)) {
+    if (options_.micro_batch_size && *options_.micro_batch_size < 1) {
+      throw InvalidArgument("micro_batch_size is " + std::to_string(*options_.micro_batch_size) +
+                            "; it is a number of samples, 1 or more");
+    }
+    if (!options_.micro_batch_size && !options_.memory_budget) options_.memory_budget = "auto";
+  }
+
+  /// One step. Without `hand_out` it is a rehearsal: everything is as it was afterwards.
+  StepReport step(const BatchSource& inputs, const BatchSource& targets, bool hand_out);
+
+  Plan plan() const { return plan_; }
+
+ private:
+  Job job(const BatchSource& inputs, const BatchSource& targets) const;
+  StepReport attempt(const Job& job, const std::optional<int64_t>& budget, bool hand_out);
+  void follow_fixed_size(Executor& executor, const Job& job, bool hand_out, StepReport& report);
+  void follow_planner(Executor& executor, const Job& job, int64_t budget, bool hand_out,
+                      StepReport& report);
+  /// Makes the planner plan smaller, or throws what the user should see.
+  void answer_out_of_memory(int64_t needed, int64_t budget);
+  void answer_coupling(const Job& job);
+
+  Model model_;
+  SeparableLoss loss_;
+  Options options_;
+  Planner planner_;
+  Plan plan_;
+  std::exception_ptr coupling_;  // why only the whole batch as one micro-batch is exact
+};
+
+Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targets) const {
+  Job job;
+  job.model = &model_;
+  job.loss = &loss_;
+  job.inputs = &inputs;
+  job.targets = &targets;
+  job.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
+  job.keep_outputs = options_.keep_outputs;
+  job.on_micro_batch = options_.on_micro_batch;
+  job.interrupt = options_.interrupt;
+  if (options_.loss_scale) job.loss_scale = options_.loss_scale();
+  admit(job);
+  return job;
+}
+
+StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSource& targets,
+                                     bool hand_out) {
+  const Clock::time_point start = Clock::now();
+  const Job job = this->job(inputs, targets);
+  const memory::ForeignStorages counted(reachable_tensors(job));
+  const memory::PeakScope peak(job.device);
+  std::optional<int64_t> budget;
+  if (options_.memory_budget) budget = options_.memory_budget->resolve(job.device);
+  // The CPU's limit is enforced; an accelerator's is kept by the plan alone.
+  std::optional<memory::Limit> limit;
+  if (budget && job.device.is_cpu()) limit.emplace(*budget);
+
+  if (const int64_t live = memory::stats(job.device).live; budget && live > *budget) {
+    throw BudgetExceeded(live, *budget, std::nullopt,
+                         "what is on the device before the step (parameters, gradients, optimizer "
+                         "state, inputs)");
+  }
+
+  for (int64_t restarts = 0;; ++restarts) {
+    try {
+      StepReport report = attempt(job, budget, hand_out);
+      report.peak_bytes = peak.peak();
+      report.memory_budget = budget;
+      report.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+      report.restarts = restarts;
+      report.strategy = "stream";
+      return report;
+    } catch (const CouplingError&) {
+      answer_coupling(job);
+    } catch (...) {
+      if (!budget || !is_out_of_memory(std::current_exception())) throw;
+      answer_out_of_memory(limit ? limit->refused() : *budget + 1, *budget);
+    }
+  }
+}
+
+StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int64_t>& budget,
+                                        bool hand_out) {
+  const RngSnapshot random = RngSnapshot::capture(devices_of(job));
+  std::optional<Executor> executor;
+  try {
+    StepReport report;
+    executor.emplace(job);
+    if (options_.micro_batch_size) {
+      follow_fixed_size(*executor, job, hand_out, report);
+    } else {
+      follow_planner(*executor, job, *budget, hand_out, report);
+    }
+    if (!hand_out) {
+      executor->roll_back();
+      random.restore();
+    }
+    report.loss = executor->loss();
+    report.outputs = executor->take_outputs();
+    return report;
+  } catch (...) {
+    if (executor) executor->roll_back();
+    random.restore();
+    throw;
+  }
+}
+
+namespace {
+
+/// A rehearsal leaves out the last instruction.
+Piece prepare(Piece piece, bool hand_out) {
+  auto& instructions = piece.plan.instructions;
+  if (!hand_out && instructions.back().operation == Operation::hand_out) instructions.pop_back();
+  return piece;
+}
+
+}  // namespace
+
+void VirtualBatch::State::follow_fixed_size(Executor& executor, const Job& job, bool hand_out,
+                                            StepReport& report) {
+  plan_ = stream_plan(split_by(job.batch_size(), *options_.micro_batch_size), loss_.has_penalty());
+  plan_.baseline_bytes = memory::stats(job.device).live;
+  plan_.reason = "micro_batch_size=" + std::to_string(*options_.micro_batch_size) + " was given";
+  Piece piece;
+  piece.plan = plan_;
+  piece.settled = true;
+  run(executor, prepare(std::move(piece), hand_out), 0, job.device);
+  report.micro_batch_sizes = plan_.micro_batch_sizes;
+}
+
+void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int64_t budget,
+                                         bool hand_out, StepReport& report) {
+  Request request;
+  request.signature = signature_of(job);
+  request.batch_size = job.batch_size();
+  request.baseline_bytes = memory::stats(job.device).live;
+  request.budget_bytes = budget;
+  request.penalty = loss_.has_penalty();
+  planner_.begin(request);
+  int64_t row = 0;
+  while (std::optional<Piece> piece = planner_.next()) {
+    append(report.micro_batch_sizes, piece->plan.micro_batch_sizes);
+    if (piece->settled) report.predicted_peak_bytes = piece->plan.predicted_peak_bytes;
+    const int64_t rows = piece->plan.batch_size;
+    *piece = prepare(std::move(*piece), hand_out);
+    planner_.observe(*piece, run(executor, *piece, row, job.device));
+    row += rows;
+  }
+  plan_ = planner_.plan();
+}
+
+void VirtualBatch::State::answer_out_of_memory(int64_t needed, int64_t budget) {
+  if (options_.micro_batch_size) {
+    throw BudgetExceeded(needed, budget, std::nullopt,
+                         "micro_batch_size=" + std::to_string(*options_.micro_batch_size));
+  }
+  try {
+    planner_.ran_out_of_memory(needed);
+  } catch (const BudgetExceeded&) {
+    if (coupling_) std::rethrow_exception(coupling_);
+    throw;
+  }
+}
+
+void VirtualBatch::State::answer_coupling(const Job& job) {
+  // The whole batch as one micro-batch couples nothing. Without an enforced limit trying it could
+  // pass the budget.
+  const bool may_try = !options_.micro_batch_size && job.device.is_cpu();
+  if (!may_try || !planner_.try_whole_batch()) throw;
+  coupling_ = std::current_exception();
+}
+
+VirtualBatch::VirtualBatch(Model model, SeparableLoss loss, Options options)
+    : state_(std::make_unique<State>(std::move(model), std::move(loss), std::move(options))) {}
+VirtualBatch::~VirtualBatch() = default;
+VirtualBatch::VirtualBatch(VirtualBatch&&) noexcept = default;
+VirtualBatch& VirtualBatch::operator=(VirtualBatch&&) noexcept = default;
+
+StepReport VirtualBatch::backward(const Batch& inputs, const Batch& targets) {
+  const BatchSource rows = BatchSource::from(inputs, "inputs");
+  return backward(rows, targets_source(targets, rows.size));
+}
+
+StepReport VirtualBatch::backward(const BatchSource& inputs, const BatchSource& targets) {
+  return state_->step(inputs, targets, /*hand_out=*/true);
+}
+
+Plan VirtualBatch::plan(const Batch& inputs, const Batch& targets) {
+  const BatchSource rows = BatchSource::from(inputs, "inputs");
+  return plan(rows, targets_source(targets, rows.size));
+}
+
+Plan VirtualBatch::plan(const BatchSource& inputs, const BatchSource& targets) {
+  state_->step(inputs, targets, /*hand_out=*/false);
+  return state_->plan();
+}
+
+}  // namespace infinitybatch
