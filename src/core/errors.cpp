@@ -7,9 +7,14 @@ namespace {
 
 std::string budget_message(int64_t needed, int64_t limit, std::optional<int64_t> smallest,
                            const std::string& what) {
-  std::string message = what + " needs " + (smallest ? "" : "at least ") + format_bytes(needed) +
-                        ", the budget is " + format_bytes(limit) + "; ";
-  if (smallest) return message + "the smallest budget that works is " + format_bytes(*smallest);
+  // A figure that rounds to the budget's own would say nothing.
+  const bool alike = format_bytes(needed) == format_bytes(limit);
+  const auto write = [alike](int64_t bytes) {
+    return alike ? std::to_string(bytes) + " bytes" : format_bytes(bytes);
+  };
+  std::string message = what + " needs " + (smallest ? "" : "at least ") + write(needed) +
+                        ", the budget is " + write(limit) + "; ";
+  if (smallest) return message + "the smallest budget that works is " + write(*smallest);
   return message + "raise memory_budget, or make the model or a single sample smaller";
 }
 

@@ -42,12 +42,8 @@ void Planner::begin(const Request& request) {
   row_ = 0;
   if (!same) settled_plan_.reset();
   if (known_->profile && candidate_sizes().empty()) {
-    const int64_t smallest = std::min<int64_t>(
-        {request.batch_size, std::max<int64_t>(known_->largest, 1), kSmallProbe});
-    const int64_t needed = predicted_peak(smallest);
-    throw BudgetExceeded(std::max(needed, request.budget_bytes + 1), request.budget_bytes,
-                         std::max(needed, request.budget_bytes + 1),
-                         "a micro-batch of " + std::to_string(smallest));
+    const int64_t needed = std::max(predicted_peak(1), request.budget_bytes + 1);
+    throw BudgetExceeded(needed, request.budget_bytes, needed, "a single sample");
   }
 }
 
@@ -83,8 +79,7 @@ int64_t Planner::predicted_peak(int64_t size) const {
   const int64_t baseline = request_.baseline_bytes;
   double above = 0;
   if (known_->profile) {
-    const Plan plan = stream_plan(split_evenly(request_.batch_size, size), false);
-    above = static_cast<double>(simulate_peak(plan, *known_->profile, baseline) - baseline);
+    above = static_cast<double>(simulated_peak(size) - baseline);
   } else if (!known_->peaks.empty()) {
     // Activations grow no faster than the samples, so the largest peak per sample is a bound.
     const auto& [measured_size, measured_peak] = *known_->peaks.rbegin();
@@ -96,6 +91,21 @@ int64_t Planner::predicted_peak(int64_t size) const {
     if (known_->irregular) above *= 1.0 + kIrregularMargin;
   }
   return baseline + static_cast<int64_t>(std::ceil(above * known_->correction));
+}
+
+int64_t Planner::simulated_peak(int64_t size) const {
+  const int64_t baseline = request_.baseline_bytes;
+  const auto simulate = [&](std::vector<int64_t> sizes) {
+    return simulate_peak(stream_plan(std::move(sizes), false), *known_->profile, baseline);
+  };
+  const int64_t count = (request_.batch_size + size - 1) / size;
+  constexpr int64_t kShort = 8;
+  if (count <= kShort) return simulate(split_evenly(request_.batch_size, size));
+  // From the second micro-batch on all are alike: what one leaves behind (kept outputs), all leave.
+  const int64_t largest = even_size(request_.batch_size, size);
+  const int64_t shorter = simulate(std::vector<int64_t>(kShort - 1, largest));
+  const int64_t longer = simulate(std::vector<int64_t>(kShort, largest));
+  return longer + (longer - shorter) * (count - kShort);
 }
 
 bool Planner::fits(int64_t size) const {

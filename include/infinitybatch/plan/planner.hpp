@@ -82,6 +82,7 @@ class Planner {
 
   std::vector<int64_t> candidate_sizes() const;
   int64_t predicted_peak(int64_t size) const;
+  int64_t simulated_peak(int64_t size) const;
   bool fits(int64_t size) const;
   bool promising(int64_t size) const;
   bool wants_timing(int64_t size) const;

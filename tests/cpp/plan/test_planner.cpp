@@ -1,0 +1,263 @@
+// The planner against a simulated machine whose memory and time are known formulas.
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/plan/planner.hpp>
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <numeric>
+#include <random>
+
+namespace infinitybatch {
+namespace {
+
+constexpr int64_t kBaseline = 1000;
+
+/// One micro-batch allocates activations of 100 bytes a sample, then a fixed workspace of 5000 bytes
+/// and a gradient of 400 bytes: its peak is no straight line through two sizes' peaks.
+struct Machine {
+  std::function<double(int64_t)> seconds_per_sample = [](int64_t) { return 1e-3; };
+  double noise = 0;  // relative
+  bool irregular = false;
+  std::mt19937 random{0};
+
+  MicroBatchTrace trace(int64_t size, bool first) {
+    static const char memory[8] = {};
+    MicroBatchTrace trace;
+    trace.size = size;
+    const auto at = [&](int i) { return static_cast<const void*>(memory + i); };
+    const auto starts = [&] { trace.operation_starts.push_back(trace.events.size()); };
+    starts();  // load
+    starts();  // forward
+    trace.events.push_back({at(0), 100 * size});
+    starts();  // loss
+    if (irregular && size > 2) {
+      trace.events.push_back({at(3), 7});
+      trace.events.push_back({at(3), -7});
+    }
+    starts();  // backward
+    trace.events.push_back({at(1), 5000});
+    trace.events.push_back({at(2), 400});
+    trace.sinks.push_back({trace.events.size(), {at(2), first ? at(2) : at(4), 400}});
+    if (!first) trace.events.push_back({at(2), -400});
+    trace.events.push_back({at(1), -5000});
+    trace.events.push_back({at(0), -100 * size});
+    starts();  // free
+    return trace;
+  }
+
+  static int64_t peak_above(int64_t largest, bool later) {
+    return 100 * largest + 5000 + 400 + (later ? 400 : 0);
+  }
+
+  double time(int64_t size) {
+    std::normal_distribution<double> normal(0, noise);
+    return seconds_per_sample(size) * (1 + std::abs(normal(random)));
+  }
+};
+
+struct Step {
+  std::vector<int64_t> sizes;
+  int64_t peak = 0;
+};
+
+/// Runs one step of `planner` on `machine`, as the executor would: what passes the budget runs out of
+/// memory, and the step begins again.
+Step run(Planner& planner, Machine& machine, Request request) {
+  Step step;
+  planner.begin(request);
+  while (const auto piece = planner.next()) {
+    const auto& sizes = piece->plan.micro_batch_sizes;
+    const bool begun = !step.sizes.empty();
+    const int64_t largest = *std::max_element(sizes.begin(), sizes.end());
+    Measurement measured;
+    measured.peak_bytes =
+        request.baseline_bytes + Machine::peak_above(largest, begun || sizes.size() > 1);
+    if (measured.peak_bytes > request.budget_bytes) {
+      planner.ran_out_of_memory(measured.peak_bytes);
+      planner.begin(request);
+      step = {};
+      continue;
+    }
+    for (const int64_t size : sizes) measured.seconds += machine.time(size) * double(size);
+    if (piece->trace) measured.trace = machine.trace(sizes.front(), !begun);
+    step.peak = std::max(step.peak, measured.peak_bytes);
+    step.sizes.insert(step.sizes.end(), sizes.begin(), sizes.end());
+    planner.observe(*piece, measured);
+  }
+  return step;
+}
+
+Request request(int64_t samples, int64_t budget) {
+  Request request;
+  request.signature = "sample";
+  request.batch_size = samples;
+  request.baseline_bytes = kBaseline;
+  request.budget_bytes = budget;
+  return request;
+}
+
+int64_t sum(const std::vector<int64_t>& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+}
+
+TEST(Planner, FirstStepProbesTwoAndFourAndKeepsEveryRow) {
+  Planner planner;
+  Machine machine;
+  const Step step = run(planner, machine, request(100, 1 << 20));
+  EXPECT_EQ(sum(step.sizes), 100);
+  EXPECT_EQ(step.sizes[0], 2);
+  EXPECT_EQ(step.sizes[1], 4);
+}
+
+TEST(Planner, NeverPlansAboveTheBudgetAndPredictsItsPeakExactly) {
+  for (const int64_t budget : {7100, 8000, 9999, 20000, 100000, 1000000}) {
+    Planner planner;
+    Machine machine;
+    for (int i = 0; i < 12; ++i) {
+      const Step step = run(planner, machine, request(1000, budget));
+      EXPECT_EQ(sum(step.sizes), 1000);
+      EXPECT_LE(step.peak, budget);
+    }
+    ASSERT_TRUE(planner.settled()) << budget;
+    const Step step = run(planner, machine, request(1000, budget));
+    EXPECT_EQ(planner.plan().predicted_peak_bytes, step.peak) << budget;
+  }
+}
+
+TEST(Planner, FindsTheLargestSizeWhereLargerIsFaster) {
+  Planner planner;
+  Machine machine;
+  machine.seconds_per_sample = [](int64_t size) { return 1e-3 / double(size); };
+  // Above the baseline 400 stay, 400 come and go, 5000 are workspace: 100 bytes a sample are left for
+  // 123 samples.
+  const int64_t budget = kBaseline + 5800 + 12345;
+  for (int i = 0; i < 12; ++i) run(planner, machine, request(100000, budget));
+  EXPECT_EQ(planner.plan().micro_batch_size(), 123);
+}
+
+TEST(Planner, ChoosesWithinFivePercentOfTheFastestFeasibleSize) {
+  const std::vector<std::function<double(int64_t)>> machines{
+      [](int64_t n) { return 1e-3 + 1e-2 / double(n); },                    // fixed cost
+      [](int64_t n) { return 1e-3 + 1e-2 / double(n) + 1e-5 * double(n); },  // and caches that overflow
+      [](int64_t n) { return n < 16 ? 2e-3 : 1e-3; },                       // a step
+      [](int64_t) { return 1e-3; },
+  };
+  for (size_t m = 0; m < machines.size(); ++m) {
+    for (const double noise : {0.0, 0.02}) {
+      Planner planner;
+      Machine machine;
+      machine.seconds_per_sample = machines[m];
+      machine.noise = noise;
+      constexpr int64_t kBudget = 200000;
+      for (int i = 0; i < 20; ++i) run(planner, machine, request(4096, kBudget));
+      double fastest = INFINITY;
+      for (int64_t n = 1; Machine::peak_above(n, true) + kBaseline <= kBudget; ++n) {
+        fastest = std::min(fastest, machines[m](n));
+      }
+      const int64_t chosen = planner.plan().micro_batch_size();
+      EXPECT_LE(machines[m](chosen), 1.05 * fastest) << "machine " << m << " chose " << chosen;
+      EXPECT_TRUE(planner.settled());
+    }
+  }
+}
+
+TEST(Planner, MarksMemoryThatDependsOnTheDataAndAddsAMargin) {
+  Planner planner;
+  Machine machine;
+  machine.irregular = true;
+  for (int i = 0; i < 8; ++i) {
+    EXPECT_LE(run(planner, machine, request(64, 40000)).peak, 40000);
+  }
+  // The third trace has size 2 again, so its story differs from the one of 4 too.
+  EXPECT_NE(planner.plan().reason.find("margin of 25 %"), std::string::npos)
+      << planner.plan().explain();
+}
+
+TEST(Planner, PlansSmallerAfterRunningOutOfMemoryUntilNothingIsLeft) {
+  Planner planner;
+  const Request small = request(64, 5000);
+  planner.begin(small);
+  ASSERT_EQ(planner.next()->plan.micro_batch_size(), 2);
+  planner.ran_out_of_memory(6000);
+  planner.begin(small);
+  ASSERT_EQ(planner.next()->plan.micro_batch_size(), 1);
+  try {
+    planner.ran_out_of_memory(5900);
+    FAIL() << "expected BudgetExceeded";
+  } catch (const BudgetExceeded& error) {
+    EXPECT_EQ(error.needed(), 5900);
+    EXPECT_EQ(error.limit(), 5000);
+    EXPECT_FALSE(error.smallest_feasible().has_value());
+  }
+}
+
+TEST(Planner, SaysTheSmallestBudgetOnceMemoryIsKnown) {
+  Planner planner;
+  Machine machine;
+  for (int i = 0; i < 3; ++i) run(planner, machine, request(64, 20000));
+  Request later = request(64, 20000);
+  later.baseline_bytes = 15000;  // the optimizer's state has arrived
+  try {
+    planner.begin(later);
+    FAIL() << "expected BudgetExceeded";
+  } catch (const BudgetExceeded& error) {
+    ASSERT_TRUE(error.smallest_feasible().has_value());
+    Request enough = later;
+    enough.budget_bytes = *error.smallest_feasible();
+    EXPECT_NO_THROW(run(planner, machine, enough));
+    enough.budget_bytes -= 1;
+    EXPECT_THROW(planner.begin(enough), BudgetExceeded);
+  }
+}
+
+TEST(Planner, FewSamplesAreTriedWhole) {
+  for (int64_t samples = 1; samples < 6; ++samples) {
+    Planner planner;
+    Machine machine;
+    const Step step = run(planner, machine, request(samples, 100000));
+    EXPECT_EQ(step.sizes, std::vector<int64_t>{samples});
+  }
+}
+
+TEST(Planner, KindsOfSamplesAreKeptApart) {
+  Planner planner;
+  Machine machine;
+  run(planner, machine, request(100, 1 << 20));
+  Request other = request(100, 1 << 20);
+  other.signature = "another kind";
+  const Step step = run(planner, machine, other);
+  EXPECT_EQ(step.sizes[0], 2) << "a new kind of sample is probed again";
+}
+
+TEST(Planner, ExplainNamesChoiceBudgetAndAlternatives) {
+  Planner planner;
+  Machine machine;
+  for (int i = 0; i < 12; ++i) run(planner, machine, request(1000, 20000));
+  const std::string text = planner.plan().explain();
+  for (const char* part : {"strategy stream", "1000 samples", "budget 19.5 KiB", "too large", "fits",
+                           "load, forward, loss, backward, free, then hand out once"}) {
+    EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
+  }
+}
+
+TEST(Split, CoversEveryRow) {
+  for (int64_t n = 1; n < 40; ++n) {
+    for (int64_t size = 1; size < 45; ++size) {
+      const auto by = split_by(n, size);
+      EXPECT_EQ(sum(by), n);
+      EXPECT_LE(*std::max_element(by.begin(), by.end()), size);
+      const auto even = split_evenly(n, size);
+      EXPECT_EQ(sum(even), n);
+      EXPECT_LE(*std::max_element(even.begin(), even.end()), size);
+      EXPECT_LE(*std::max_element(even.begin(), even.end()) -
+                    *std::min_element(even.begin(), even.end()),
+                1);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace infinitybatch
