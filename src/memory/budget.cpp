@@ -1,0 +1,92 @@
+#include <infinitybatch/memory/budget.hpp>
+
+#include <infinitybatch/core/bytes.hpp>
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/memory/statistics.hpp>
+
+#include <cmath>
+#include <locale>
+#include <optional>
+#include <sstream>
+
+namespace infinitybatch::memory {
+namespace {
+
+constexpr const char* kExamples =
+    "; write for example 536870912, \"512MiB\", 0.8 (of the device's memory) or \"auto\"";
+constexpr double kAutoShare = 0.9;
+
+int64_t checked_bytes(int64_t bytes, const std::string& written) {
+  if (bytes < 1) {
+    throw InvalidArgument("memory_budget is " + written + ", but a budget has at least one byte" +
+                          kExamples);
+  }
+  return bytes;
+}
+
+double checked_fraction(double fraction, const std::string& written) {
+  if (!(fraction > 0.0 && fraction <= 1.0)) {  // also not a number
+    throw InvalidArgument("memory_budget is " + written +
+                          ", but a fraction of the device is above 0 and at most 1" + kExamples);
+  }
+  return fraction;
+}
+
+std::string written(double number) {
+  std::ostringstream text;
+  text.imbue(std::locale::classic());
+  text << number;
+  return text.str();
+}
+
+/// A bare number with a point in it, as in "0.8". Empty for anything else.
+std::optional<double> as_fraction(const std::string& text) {
+  if (text.find('.') == std::string::npos) return std::nullopt;
+  std::istringstream stream(text);
+  stream.imbue(std::locale::classic());
+  double number = 0.0;
+  if (stream >> number && (stream >> std::ws).eof()) return number;
+  return std::nullopt;
+}
+
+}  // namespace
+
+Budget::Budget(int64_t bytes)
+    : value_(checked_bytes(bytes, std::to_string(bytes))), text_(std::to_string(bytes)) {}
+
+Budget::Budget(double fraction)
+    : value_(checked_fraction(fraction, written(fraction))), text_(written(fraction)) {}
+
+Budget::Budget(const std::string& text) : text_(text) {
+  if (text == "auto") {
+    value_ = Auto{};
+  } else if (const auto fraction = as_fraction(text)) {
+    value_ = checked_fraction(*fraction, "\"" + text + "\"");
+  } else {
+    int64_t bytes = 0;
+    try {
+      bytes = parse_bytes(text);
+    } catch (const InvalidArgument&) {
+      throw InvalidArgument("memory_budget is \"" + text + "\", which is no budget" + kExamples);
+    }
+    value_ = checked_bytes(bytes, "\"" + text + "\"");
+  }
+}
+
+int64_t Budget::resolve(c10::Device device) const {
+  if (const auto* bytes = std::get_if<int64_t>(&value_)) return *bytes;
+  const Statistics now = stats(device);
+  if (now.total <= 0) {
+    throw Unsupported("memory_budget is \"" + text_ + "\", but the device '" + device.str() +
+                      "' does not say how much memory it has; give bytes, for example \"512MiB\"");
+  }
+  const auto* fraction = std::get_if<double>(&value_);
+  const double bytes =
+      fraction != nullptr
+          ? *fraction * static_cast<double>(now.total)
+          : static_cast<double>(now.live) + kAutoShare * static_cast<double>(available(device));
+  return checked_bytes(static_cast<int64_t>(std::floor(bytes)),
+                       "\"" + text_ + "\", no memory at all on '" + device.str() + "'");
+}
+
+}  // namespace infinitybatch::memory

@@ -1,0 +1,182 @@
+#include <infinitybatch/memory/cpu_allocator.hpp>
+
+#include "cpu_accounting.hpp"
+
+#include <infinitybatch/core/bytes.hpp>
+#include <infinitybatch/core/errors.hpp>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/alignment.h>
+#include <c10/core/impl/alloc_cpu.h>
+
+#include <exception>
+#include <new>
+
+namespace infinitybatch::memory {
+namespace {
+
+using Counters = CpuAccounting::Counters;
+using Thread = CpuAccounting::Thread;
+
+// Both outlive every static tensor: they are constants at load time and have no destructor.
+constinit Counters process_counters;
+constinit thread_local Thread this_thread;
+
+c10::Device cpu() {
+  return c10::Device(c10::DeviceType::CPU);
+}
+
+// Each block starts with its size, so that a free needs no table. A whole alignment unit is spent
+// on it, so that the data behind it is aligned as torch's own.
+constexpr size_t kHeader = c10::gAlignment;
+static_assert(kHeader >= sizeof(int64_t));
+
+// No machine has more, and sums of it with what is live stay within int64_t.
+constexpr size_t kMost = size_t{1} << 62;
+
+void* start_of(void* data) noexcept {
+  return static_cast<char*>(data) - kHeader;
+}
+
+void report(void* data, int64_t bytes, int64_t live) {
+  c10::reportMemoryUsageToProfiler(data, bytes, static_cast<size_t>(live), 0, cpu());
+}
+
+void deallocate(void* data) {
+  if (data == nullptr) return;
+  const int64_t bytes = *static_cast<int64_t*>(start_of(data));
+  const int64_t before = process_counters.live.fetch_sub(bytes, std::memory_order_relaxed);
+  if (c10::memoryProfilingEnabled()) [[unlikely]] {
+    report(data, -bytes, before - bytes);
+  }
+  if (process_counters.traces.load(std::memory_order_relaxed) != 0) [[unlikely]] {
+    if (EventSink* trace = this_thread.trace) trace->record(data, -bytes);
+  }
+  c10::free_cpu(start_of(data));
+}
+
+[[noreturn]] void throw_refused(int64_t bytes) {
+  const int64_t live = process_counters.live.load(std::memory_order_relaxed);
+  CpuAccounting::throw_out_of_memory(
+      bytes, "infinitybatch: the system refused " + format_bytes(bytes) +
+                 " for a tensor on the CPU, where tensors occupy " + format_bytes(live) +
+                 "; use smaller micro-batches, or look for a limit on this process (ulimit -v)");
+}
+
+/// A block for `bytes` that have been reserved, which made `live` of them.
+inline c10::DataPtr make_block(int64_t bytes, int64_t live) {
+  void* block = nullptr;
+  try {
+    block = c10::alloc_cpu(static_cast<size_t>(bytes) + kHeader);
+  } catch (const std::exception&) {  // c10's own complaint is no OutOfMemoryError
+    CpuAccounting::release(bytes);
+    throw_refused(bytes);
+  }
+  *static_cast<int64_t*>(block) = bytes;
+  void* data = static_cast<char*>(block) + kHeader;
+  if (live > process_counters.peak.load(std::memory_order_relaxed)) [[unlikely]] {
+    CpuAccounting::raise_process_peak(live);
+  }
+  c10::DataPtr result{data, data, &deallocate, cpu()};  // owns the block should the profiler throw
+  if (c10::memoryProfilingEnabled()) [[unlikely]] {
+    report(data, bytes, live);
+  }
+  return result;
+}
+
+/// An allocation that a limit, a scope, a trace or an injected failure may want to see.
+[[gnu::noinline]] c10::DataPtr allocate_watched(Thread& thread, int64_t bytes) {
+  const int64_t live = CpuAccounting::reserve(thread, bytes);
+  c10::DataPtr block = make_block(bytes, live);
+  CpuAccounting::raise_scope_peak(thread, live);
+  if (thread.trace != nullptr) thread.trace->record(block.get(), bytes);
+  return block;
+}
+
+[[gnu::noinline]] c10::DataPtr allocate_nothing(size_t size) {
+  if (size == 0) return {nullptr, nullptr, &deallocate, cpu()};
+  CpuAccounting::throw_out_of_memory(
+      static_cast<int64_t>(kMost),
+      "infinitybatch: a tensor of " + std::to_string(size) +
+          " bytes was asked for on the CPU, more than any machine has; look for a negative or "
+          "overflowing size");
+}
+
+class CpuAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t size) override {
+    if (size - 1 >= kMost) [[unlikely]] {
+      return allocate_nothing(size);
+    }
+    const auto bytes = static_cast<int64_t>(size);
+    Thread& thread = this_thread;
+    int64_t before = process_counters.live.load(std::memory_order_relaxed);
+    if (before + bytes <= thread.unwatched_up_to &&
+        process_counters.live.compare_exchange_strong(before, before + bytes,
+                                                      std::memory_order_relaxed)) [[likely]] {
+      return make_block(bytes, before + bytes);
+    }
+    return allocate_watched(thread, bytes);
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &deallocate; }
+
+  void copy_data(void* dest, const void* src, std::size_t count) const override {
+    default_copy_data(dest, src, count);
+  }
+};
+
+// Never destroyed: tensors in static variables are freed after it would be.
+CpuAllocator& cpu_allocator() {
+  alignas(CpuAllocator) static char place[sizeof(CpuAllocator)];
+  static auto* allocator = new (place) CpuAllocator;
+  return *allocator;
+}
+
+// Another library's allocator may keep books of its own, which ours would empty: it stays.
+const bool installed_at_load = [] {
+  if (c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator()) return false;
+  c10::SetAllocator(c10::DeviceType::CPU, &cpu_allocator());
+  return c10::GetCPUAllocator() == &cpu_allocator();
+}();
+
+}  // namespace
+
+Counters& CpuAccounting::counters() noexcept {
+  return process_counters;
+}
+Thread& CpuAccounting::thread() noexcept {
+  return this_thread;
+}
+
+CpuAllocatorState cpu_allocator_state() noexcept {
+  if (!installed_at_load) return CpuAllocatorState::came_too_late;
+  return c10::GetCPUAllocator() == &cpu_allocator() ? CpuAllocatorState::counting
+                                                    : CpuAllocatorState::replaced;
+}
+
+std::string describe(CpuAllocatorState state) {
+  switch (state) {
+    case CpuAllocatorState::counting:
+      return "memory of tensors on the CPU is counted and can be limited";
+    case CpuAllocatorState::came_too_late:
+      return "memory of tensors on the CPU is neither counted nor limited: another library had "
+             "replaced torch's CPU allocator before infinitybatch was loaded; load infinitybatch "
+             "first, or give micro_batch_size in place of a memory budget";
+    case CpuAllocatorState::replaced:
+      return "memory of tensors on the CPU is neither counted nor limited: another library has "
+             "replaced infinitybatch's CPU allocator (c10::SetAllocator); keep it from doing so, "
+             "or "
+             "give micro_batch_size in place of a memory budget";
+  }
+  throw InvalidArgument("unknown state of the CPU allocator: " +
+                        std::to_string(static_cast<int>(state)));
+}
+
+void require_cpu_allocator() {
+  const CpuAllocatorState state = cpu_allocator_state();
+  if (state != CpuAllocatorState::counting) throw StateError(describe(state));
+}
+
+}  // namespace infinitybatch::memory
