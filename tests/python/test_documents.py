@@ -1,0 +1,60 @@
+"""The documents tell the truth: examples run as printed, maps name what is there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def printed_examples() -> dict[str, str]:
+    """What README prints under the name of each example file."""
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"<!-- (examples/\S+) -->\n```\w+\n(.*?)```", readme, re.DOTALL)
+    return dict(blocks)
+
+
+@pytest.mark.parametrize("path", ["examples/train.py", "examples/train.cpp"])
+def test_readme_prints_the_example_as_it_is_run(path):
+    assert printed_examples()[path] == (ROOT / path).read_text()
+
+
+def test_the_python_example_runs():
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/train.py"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^loss \d+\.\d+, peak \d+ bytes$", done.stdout, re.MULTILINE)) == 3
+    peaks = [int(peak) for peak in re.findall(r"peak (\d+)", done.stdout)]
+    assert max(peaks) <= 64 * 2**20
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_every_path_that_a_document_names_exists(document):
+    text = (ROOT / document).read_text()
+    names = set(re.findall(r"`([\w.-]+(?:/[\w.*-]*)+)`", text))
+    names |= set(re.findall(r"`([\w-]+\.(?:md|toml|txt|hpp|cpp|py|sh|json))`", text))
+    known = {path.name for path in ROOT.rglob("*") if ".git" not in path.parts}
+    missing = [
+        name
+        for name in names
+        if not (ROOT / name).exists()
+        and not list(ROOT.glob(name))
+        and not ("/" not in name and name in known)
+    ]
+    assert not missing
+
+
+def test_architecture_names_every_folder_of_the_library():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for folder in sorted(os.listdir(ROOT / "src")):
+        assert f"`src/{folder}/`" in text, folder
+
+
+def test_changelog_knows_the_version_being_built():
+    version = re.search(r"project\(infinitybatch VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text())
+    assert f"## [{version.group(1)}]" in (ROOT / "CHANGELOG.md").read_text()
