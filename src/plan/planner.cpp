@@ -41,39 +41,39 @@ void Planner::begin(const Request& request) {
   known_ = &knowledge_[request.signature];
   row_ = 0;
   if (!same) settled_plan_.reset();
-  if (known_->profile && candidate_sizes().empty()) {
+  if (known_->profile && candidates().empty()) {
     const int64_t needed = std::max(predicted_peak(1), request.budget_bytes + 1);
     throw BudgetExceeded(needed, request.budget_bytes, needed, "a single sample");
   }
 }
 
-std::vector<int64_t> Planner::candidate_sizes() const {
+std::vector<int64_t> Planner::candidates() const {
   if (known_->whole_batch_only) return {request_.batch_size};
-  std::vector<int64_t> sizes;
-  const auto consider = [&](int64_t at_most) {
-    const int64_t size = even_size(request_.batch_size, at_most);
-    if (size <= known_->largest && fits(size) &&
-        std::find(sizes.begin(), sizes.end(), size) == sizes.end()) {
-      sizes.push_back(size);
-    }
+  std::vector<int64_t> caps;
+  const auto consider = [&](int64_t cap) {
+    if (!fits(size_under(cap))) return false;
+    const bool known = !caps.empty() && size_under(caps.back()) == size_under(cap);
+    if (!known) caps.push_back(cap);
+    return true;
   };
-  for (int64_t size = kSmallProbe; size < request_.batch_size; size *= 2) consider(size);
-  consider(request_.batch_size);
-  if (sizes.empty()) {
+  int64_t cap = kSmallProbe;
+  while (consider(cap) && cap < request_.batch_size) cap *= 2;
+  if (caps.empty()) {
     consider(1);
-  } else if (sizes.back() < request_.batch_size) {
+  } else if (caps.back() < request_.batch_size) {
     // The largest that fits lies between this power of two and the next.
-    int64_t low = sizes.back();
-    int64_t high = std::min({2 * low, request_.batch_size, known_->largest});
+    int64_t low = caps.back();
+    int64_t high = std::min(2 * low, request_.batch_size);
     while (high - low > 1) {
       const int64_t middle = low + (high - low) / 2;
-      (fits(middle) ? low : high) = middle;
+      (fits(size_under(middle)) ? low : high) = middle;
     }
     consider(low);
   }
-  std::sort(sizes.begin(), sizes.end());
-  return sizes;
+  return caps;
 }
+
+int64_t Planner::size_under(int64_t cap) const { return even_size(request_.batch_size, cap); }
 
 int64_t Planner::predicted_peak(int64_t size) const {
   const int64_t baseline = request_.baseline_bytes;
@@ -126,59 +126,59 @@ std::optional<int64_t> Planner::probe_size() const {
   return known.traces.size() == 1 ? kLargeProbe : kSmallProbe;
 }
 
-bool Planner::promising(int64_t size) const {
+bool Planner::promising(int64_t cap) const {
   double best = INFINITY;
-  int64_t best_size = 0;
+  int64_t best_cap = 0;
   for (const auto& [timed, timing] : known_->timings) {
     if (timing.best_seconds_per_sample < best) {
       best = timing.best_seconds_per_sample;
-      best_size = timed;
+      best_cap = timed;
     }
   }
-  const auto found = known_->timings.find(size);
+  const auto found = known_->timings.find(cap);
   if (found != known_->timings.end()) {
     return found->second.best_seconds_per_sample <= best * kClose ||
            found->second.count < kTimings;
   }
   int slower = 0;
   for (const auto& [timed, timing] : known_->timings) {
-    if (timed > best_size && timed < size && timing.best_seconds_per_sample > best * kSlower) {
+    if (timed > best_cap && timed < cap && timing.best_seconds_per_sample > best * kSlower) {
       ++slower;
     }
   }
   return slower < 2;
 }
 
-bool Planner::wants_timing(int64_t size) const {
-  if (!promising(size)) return false;
-  const auto found = known_->timings.find(size);
+bool Planner::wants_timing(int64_t cap) const {
+  if (!promising(cap)) return false;
+  const auto found = known_->timings.find(cap);
   return found == known_->timings.end() || found->second.count < kCloseTimings;
 }
 
 int64_t Planner::fastest() const {
-  const std::vector<int64_t> sizes = candidate_sizes();
-  int64_t best_size = 0;
+  const std::vector<int64_t> caps = candidates();
+  int64_t best_cap = 0;
   double best = INFINITY;
-  for (const int64_t size : sizes) {
-    const auto found = known_->timings.find(size);
+  for (const int64_t cap : caps) {
+    const auto found = known_->timings.find(cap);
     if (found != known_->timings.end() && found->second.best_seconds_per_sample < best) {
       best = found->second.best_seconds_per_sample;
-      best_size = size;
+      best_cap = cap;
     }
   }
-  if (best_size > 0) return best_size;
+  if (best_cap > 0) return best_cap;
   // Nothing timed yet: the largest size that probes have shown to work, else the smallest that fits.
-  for (auto size = sizes.rbegin(); size != sizes.rend(); ++size) {
-    if (*size <= kLargeProbe) return *size;
+  for (auto cap = caps.rbegin(); cap != caps.rend(); ++cap) {
+    if (*cap <= kLargeProbe) return *cap;
   }
-  return sizes.empty() ? 1 : sizes.front();
+  return caps.empty() ? 1 : caps.front();
 }
 
 bool Planner::settled() const {
   if (known_ == nullptr || probe_size()) return false;
-  const std::vector<int64_t> sizes = candidate_sizes();
-  return sizes.size() == 1 ||
-         std::none_of(sizes.begin(), sizes.end(), [&](int64_t size) { return wants_timing(size); });
+  const std::vector<int64_t> caps = candidates();
+  return caps.size() == 1 ||
+         std::none_of(caps.begin(), caps.end(), [&](int64_t cap) { return wants_timing(cap); });
 }
 
 std::optional<Piece> Planner::next() {
@@ -196,13 +196,13 @@ std::optional<Piece> Planner::next() {
   } else if (settled()) {
     sizes = split_evenly(remaining, fastest());
   } else {
-    for (const int64_t size : candidate_sizes()) {
-      if (size > remaining || !wants_timing(size)) continue;
-      sizes = {size};
-      piece.time = true;
+    for (const int64_t cap : candidates()) {
+      if (size_under(cap) > remaining || !wants_timing(cap)) continue;
+      sizes = {size_under(cap)};
+      piece.timed_cap = cap;
       break;
     }
-    if (sizes.empty()) sizes = split_evenly(remaining, std::min(fastest(), remaining));
+    if (sizes.empty()) sizes = split_evenly(remaining, fastest());
   }
   if (!sizes.empty()) {
     const bool last = std::accumulate(sizes.begin(), sizes.end(), row_) == request_.batch_size;
@@ -234,9 +234,9 @@ void Planner::observe(const Piece& piece, const Measurement& measured) {
           known_->correction, static_cast<double>(above) / static_cast<double>(predicted));
     }
   }
-  if (piece.time) {
+  if (piece.timed_cap > 0) {
     const double per_sample = measured.seconds / static_cast<double>(piece.plan.batch_size);
-    Timing& timing = known_->timings[size];
+    Timing& timing = known_->timings[piece.timed_cap];
     timing.best_seconds_per_sample =
         timing.count == 0 ? per_sample : std::min(timing.best_seconds_per_sample, per_sample);
     ++timing.count;
@@ -279,53 +279,49 @@ bool Planner::try_whole_batch() {
 }
 
 Plan Planner::plan() const {
-  if (settled_plan_) return describe(*settled_plan_);
-  return describe(stream_plan(split_evenly(request_.batch_size, fastest()), request_.penalty));
-}
-
-Plan Planner::describe(Plan plan) const {
-  const int64_t size = plan.micro_batch_size();
+  const int64_t cap = fastest();
+  Plan plan = settled_plan_ ? *settled_plan_
+                            : stream_plan(split_evenly(request_.batch_size, cap), request_.penalty);
   plan.budget_bytes = request_.budget_bytes;
   plan.baseline_bytes = request_.baseline_bytes;
-  plan.predicted_peak_bytes = predicted_peak(size);
-  for (int64_t at_most = 1; at_most < 2 * request_.batch_size; at_most *= 2) {
-    const int64_t candidate = even_size(request_.batch_size, std::min(at_most, request_.batch_size));
-    if (!plan.candidates.empty() && plan.candidates.back().micro_batch_size >= candidate) continue;
-    plan.candidates.push_back(candidate_of(candidate));
+  plan.predicted_peak_bytes = predicted_peak(plan.micro_batch_size());
+  for (int64_t power = 1;; power *= 2) {
+    // The chosen size stands in its place, whether a power of two or not.
+    const bool chosen_next = cap > power / 2 && cap < power;
+    if (chosen_next) plan.candidates.push_back(candidate(cap));
+    if (plan.candidates.empty() ||
+        plan.candidates.back().micro_batch_size < size_under(power)) {
+      plan.candidates.push_back(candidate(power));
+    }
+    if (power >= request_.batch_size) break;
   }
-  const auto place = std::lower_bound(
-      plan.candidates.begin(), plan.candidates.end(), size,
-      [](const Candidate& candidate, int64_t value) { return candidate.micro_batch_size < value; });
-  if (place == plan.candidates.end() || place->micro_batch_size != size) {
-    plan.candidates.insert(place, candidate_of(size));
-  }
-  if (const auto timing = known_->timings.find(size); timing != known_->timings.end()) {
+  if (const auto timing = known_->timings.find(cap); timing != known_->timings.end()) {
     plan.predicted_seconds =
         timing->second.best_seconds_per_sample * static_cast<double>(request_.batch_size);
   }
-  plan.reason = reason(size);
+  plan.reason = reason(cap);
   return plan;
 }
 
-Candidate Planner::candidate_of(int64_t size) const {
+Candidate Planner::candidate(int64_t cap) const {
   Candidate candidate;
-  candidate.micro_batch_size = size;
-  candidate.peak_bytes = predicted_peak(size);
-  candidate.feasible = fits(size);
-  if (const auto timing = known_->timings.find(size); timing != known_->timings.end()) {
+  candidate.micro_batch_size = size_under(cap);
+  candidate.peak_bytes = predicted_peak(candidate.micro_batch_size);
+  candidate.feasible = fits(candidate.micro_batch_size);
+  if (const auto timing = known_->timings.find(cap); timing != known_->timings.end()) {
     candidate.seconds_per_sample = timing->second.best_seconds_per_sample;
   }
   return candidate;
 }
 
-std::string Planner::reason(int64_t size) const {
+std::string Planner::reason(int64_t cap) const {
   std::string text;
   if (known_->whole_batch_only) {
     text = "the samples are coupled: only one micro-batch of all of them is exact";
-  } else if (const std::vector<int64_t> sizes = candidate_sizes(); sizes.size() < 2) {
+  } else if (const std::vector<int64_t> caps = candidates(); caps.size() < 2) {
     text = "no larger micro-batch fits";
   } else {
-    text = size == sizes.back() && size < request_.batch_size
+    text = cap == caps.back() && cap < request_.batch_size
                ? "the fastest size that fits, bounded by the budget"
                : "the fastest of the sizes that fit";
   }

@@ -52,7 +52,7 @@ Measurement run(Executor& executor, const Piece& piece, int64_t first_row, at::D
   std::optional<Tracing> tracing;
   if (!piece.settled) peak.emplace(device);
   if (piece.trace) tracing.emplace(executor, piece.plan.batch_size, device);
-  if (piece.time) wait_for(device);
+  if (piece.timed_cap > 0) wait_for(device);
   const Clock::time_point start = Clock::now();
 
   int64_t at_work = -1;
@@ -67,7 +67,7 @@ Measurement run(Executor& executor, const Piece& piece, int64_t first_row, at::D
     executor.run(instruction.operation, rows);
   }
 
-  if (piece.time) {
+  if (piece.timed_cap > 0) {
     wait_for(device);
     measured.seconds = std::chrono::duration<double>(Clock::now() - start).count();
   }

@@ -23,7 +23,7 @@ struct Request {
 struct Piece {
   Plan plan;
   bool trace = false;  ///< record allocations (a single micro-batch)
-  bool time = false;   ///< measure time; on accelerators this waits for the device
+  int64_t timed_cap = 0;  ///< where above 0: measure time; on accelerators this waits for the device
   bool settled = false;  ///< a whole step of a plan that is settled
 };
 
@@ -74,24 +74,27 @@ class Planner {
     std::optional<MicroBatchProfile> profile;
     bool irregular = false;             // traces of different sizes tell different stories
     std::map<int64_t, int64_t> peaks;   // measured, above the baseline, by size
-    std::map<int64_t, Timing> timings;  // by size
+    std::map<int64_t, Timing> timings;  // by cap
     int64_t largest = INT64_MAX;        // sizes above have run out of memory
     double correction = 1.0;            // measured peak / predicted peak, where that was more
     bool whole_batch_only = false;
   };
 
-  std::vector<int64_t> candidate_sizes() const;
+  /// Sizes to choose from, as upper ends: powers of two and the largest that fits. A logical batch is
+  /// split evenly into micro-batches of at most that size, so that batches of different sizes share
+  /// what was timed.
+  std::vector<int64_t> candidates() const;
+  int64_t size_under(int64_t cap) const;
   int64_t predicted_peak(int64_t size) const;
   int64_t simulated_peak(int64_t size) const;
   bool fits(int64_t size) const;
-  bool promising(int64_t size) const;
-  bool wants_timing(int64_t size) const;
+  bool promising(int64_t cap) const;
+  bool wants_timing(int64_t cap) const;
   int64_t fastest() const;
   std::optional<int64_t> probe_size() const;
   void learn(MicroBatchTrace trace);
-  Plan describe(Plan plan) const;
-  Candidate candidate_of(int64_t size) const;
-  std::string reason(int64_t size) const;
+  Candidate candidate(int64_t cap) const;
+  std::string reason(int64_t cap) const;
 
   Request request_;
   std::map<std::string, Knowledge> knowledge_;

@@ -232,6 +232,17 @@ TEST(Planner, KindsOfSamplesAreKeptApart) {
   EXPECT_EQ(step.sizes[0], 2) << "a new kind of sample is probed again";
 }
 
+TEST(Planner, BatchesOfChangingSizeShareWhatWasLearned) {
+  Planner planner;
+  Machine machine;
+  machine.seconds_per_sample = [](int64_t n) { return 1e-3 + 1e-2 / double(n); };
+  for (int i = 0; i < 40; ++i) run(planner, machine, request(1000 + 7 * i, 200000));
+  EXPECT_TRUE(planner.settled());
+  const Step step = run(planner, machine, request(1999, 200000));
+  EXPECT_EQ(sum(step.sizes), 1999);
+  EXPECT_TRUE(planner.settled());
+}
+
 TEST(Planner, ExplainNamesChoiceBudgetAndAlternatives) {
   Planner planner;
   Machine machine;
