@@ -20,6 +20,13 @@ foreach(file IN LISTS package_files)
        SYMBOLIC)
 endforeach()
 
+# What infinitybatch._torch_check compares the installed torch with.
+file(GENERATE OUTPUT "${INFINITYBATCH_PYTHON_DIR}/_build.py" CONTENT
+"# Written by CMake.
+VERSION = \"${PROJECT_VERSION}\"
+TORCH_VERSION = \"${TORCH_WHEEL_VERSION}\"
+")
+
 file(GLOB bind_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/python/src/*.cpp")
 if(bind_sources)
   if(NOT TARGET TorchWheel::torch_python)

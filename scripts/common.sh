@@ -34,6 +34,7 @@ build_tree() {
   local targets=()
   [ "$#" -eq 0 ] || targets=(--target "$@")
   say "Configuring and building build/$preset${*:+ ($*)} with $(jobs_for_this_machine) jobs"
+  mkdir -p "$BUILD"
   (
     cd "$ROOT"
     cmake --preset "$preset" -DPython_EXECUTABLE="$VENV_PYTHON" \

@@ -4,7 +4,7 @@
 #   - .venv, a virtual environment, with a torch that was already there or a pinned new one;
 #   - the pinned Python tools of requirements-dev.txt.
 # Nothing outside .venv is touched but the system packages that the message names. Run again, it
-# only checks.
+# only checks. `setup.sh --dry-run` says what it would do and does nothing.
 #
 # Settings, all optional, as environment variables:
 #   PYTHON      the interpreter to start from (3.11 or newer); its torch is reused
@@ -67,7 +67,7 @@ PY
 # ---- System packages ---------------------------------------------------------------------------
 
 has_header() {
-  printf '#include <%s>\n' "$1" | c++ -std=c++20 -fsyntax-only -x c++ - >/dev/null 2>&1
+  printf '#include <%s>\n' "$1" | c++ -std=c++20 -E -x c++ - >/dev/null 2>&1
 }
 
 # Prints the Debian names of what is missing.
@@ -124,7 +124,11 @@ if $up_to_date && [ "${#packages[@]}" -eq 0 ]; then
   exit 0
 fi
 
-say "Setting up, what will happen:"
+if [ "${1:-}" = "--dry-run" ]; then
+  say "Setting up, what would happen:"
+else
+  say "Setting up, what will happen:"
+fi
 if [ "${#packages[@]}" -gt 0 ]; then
   note "- system packages through apt-get$([ "$(id -u)" -eq 0 ] || echo ' and sudo'): ${packages[*]} (some 10 MB)"
 fi
@@ -140,6 +144,7 @@ if ! $up_to_date; then
   fi
   note "- Python tools into .venv (requirements-dev.txt): about 70 MB of downloads"
 fi
+[ "${1:-}" != "--dry-run" ] || exit 0
 
 [ "${#packages[@]}" -eq 0 ] || install_packages "${packages[@]}"
 
@@ -148,17 +153,15 @@ if ! $up_to_date; then
   # Another interpreter or another torch than before: begin anew rather than mix them.
   rm -rf "$VENV"
   "$python" -m venv "$VENV"
+  [ -n "$reuse" ] ||
+    "$VENV_PYTHON" -m pip install --disable-pip-version-check "${pip_args[@]}" "$torch"
+  "$VENV_PYTHON" -m pip install --disable-pip-version-check -q "${pip_args[@]}" -r "$ROOT/requirements-dev.txt"
   if [ -n "$reuse" ]; then
-    "$VENV_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' | {
-      read -r site
-      echo "$reuse" >"$site/reused-torch.pth"
-    }
+    # Last, so that the tools above are in .venv even where the other environment has them too.
+    echo "$reuse" >"$("$VENV_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/reused-torch.pth"
     "$VENV_PYTHON" -c 'import torch' ||
       fail "the torch in $reuse cannot be imported by $python. Name its own interpreter with PYTHON."
-  else
-    "$VENV_PYTHON" -m pip install --disable-pip-version-check "${pip_args[@]}" "$torch"
   fi
-  "$VENV_PYTHON" -m pip install --disable-pip-version-check -q "${pip_args[@]}" -r "$ROOT/requirements-dev.txt"
   printf '%s\n' "$wanted" >"$STAMP"
 fi
 say "Set-up is complete: torch $("$VENV_PYTHON" -c 'import importlib.metadata as m; print(m.version("torch"))') in .venv"
