@@ -26,7 +26,9 @@ def main() -> None:
         )
     torch = _folder("torch")
     if torch is None:
-        sys.exit("error: torch is not installed in this environment. Run: pip install torch==2.13.0")
+        sys.exit(
+            "error: torch is not installed in this environment. Run: pip install torch==2.13.0"
+        )
     if torch.parent != package.parent:
         # The binary looks for torch beside its own package; it may be in another folder of sys.path.
         paths = [str(torch / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]

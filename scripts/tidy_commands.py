@@ -1,6 +1,6 @@
 """Writes a compilation database for clang-tidy: ours without what only g++ understands.
 
-    tidy_commands.py build/release/compile_commands.json build/tidy/compile_commands.json
+tidy_commands.py build/release/compile_commands.json build/tidy/compile_commands.json
 """
 
 import json

@@ -10,7 +10,7 @@ from ._build import TORCH_VERSION
 
 
 def _minor(version: str) -> str:
-    """"2.13" of "2.13.0+cpu"."""
+    """ "2.13" of "2.13.0+cpu"."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
