@@ -1,0 +1,58 @@
+"""Train with any batch on any device.
+
+The gradient is the one that the whole batch would have given on a device with unlimited memory, and
+the peak stays inside the bytes that you allow.
+
+    import infinitybatch as ib
+
+    batch = ib.VirtualBatch(model, torch.nn.CrossEntropyLoss(), memory_budget="8GiB")
+    for images, labels in loader:
+        optimizer.zero_grad()
+        report = batch.backward(images, labels)
+        optimizer.step()
+"""
+
+# ruff: isort: off
+from . import _torch_check as _torch_check  # first: another torch could not even load the module
+from . import errors, losses, memory
+from ._C import BatchSource, Candidate, Instruction, Plan, StepReport, batch_dim, shared
+from ._build import VERSION as __version__
+from ._model import make_model
+from .errors import (
+    BatchError,
+    BudgetExceeded,
+    CouplingError,
+    Error,
+    InvalidArgument,
+    InvalidType,
+    StateError,
+    Unsupported,
+)
+from .sources import from_dataset
+from .virtual_batch import MicroBatch, VirtualBatch
+
+__all__ = [
+    "BatchError",
+    "BatchSource",
+    "BudgetExceeded",
+    "Candidate",
+    "CouplingError",
+    "Error",
+    "Instruction",
+    "InvalidArgument",
+    "InvalidType",
+    "MicroBatch",
+    "Plan",
+    "StateError",
+    "StepReport",
+    "Unsupported",
+    "VirtualBatch",
+    "__version__",
+    "batch_dim",
+    "errors",
+    "from_dataset",
+    "losses",
+    "make_model",
+    "memory",
+    "shared",
+]

@@ -1,0 +1,60 @@
+"""What the extension module asks of torch.utils._pytree, torch's own registry of nested classes."""
+
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from ._C import Marked
+
+
+def is_node(value: Any) -> bool:
+    """Whether `value` has leaves of its own: an instance of a registered class, or any mapping."""
+    if isinstance(value, Mapping):
+        return True
+    leaves = _pytree.tree_leaves(value)
+    return len(leaves) != 1 or leaves[0] is not value
+
+
+def _opened(leaf: Any) -> Any:
+    """A leaf that holds more leaves, opened: a marked value, a mapping that is not registered."""
+    if isinstance(leaf, Marked):
+        return leaf.value
+    if isinstance(leaf, Mapping):
+        return dict(leaf)
+    return leaf
+
+
+def flatten(value: Any) -> tuple[list[Any], list[int], list[str], _pytree.TreeSpec]:
+    """The leaves of `value`, the dimension along which each is split, their names, the structure."""
+    leaves, spec = _pytree.tree_flatten(value)
+    dims = [0] * len(leaves)
+    while any(isinstance(leaf, (Marked, Mapping)) for leaf in leaves):
+        opened_dims: list[int] = []
+        for leaf, dim in zip(leaves, dims, strict=True):
+            here = leaf.dim if isinstance(leaf, Marked) else dim
+            opened_dims += [here] * len(_pytree.tree_leaves(_opened(leaf)))
+        value = _pytree.tree_unflatten([_opened(leaf) for leaf in leaves], spec)
+        leaves, spec = _pytree.tree_flatten(value)
+        dims = opened_dims
+    leaves = [as_tensor(leaf, leaf) for leaf in leaves]
+    paths, _ = _pytree.tree_flatten_with_path(value)
+    return leaves, dims, [_pytree.keystr(path) for path, _ in paths], spec
+
+
+def unflatten(leaves: list[Any], spec: _pytree.TreeSpec) -> Any:
+    return _pytree.tree_unflatten(leaves, spec)
+
+
+def as_tensor(value: Any, otherwise: Any = None) -> Any:
+    """A NumPy array of numbers as a tensor on the same memory; `otherwise` for anything else."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype.kind not in "biufc":
+        return otherwise
+    with warnings.catch_warnings():
+        # Arrays that are mapped read-only cannot be written through a tensor. Nobody does here.
+        warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
+        return torch.from_numpy(value)

@@ -1,0 +1,76 @@
+"""Every error of this library. Each message carries numbers and a way out.
+
+Exceptions of the model, the loss, hooks and callbacks are no concern of these classes: they come
+back as the very objects that were raised.
+"""
+
+import torch
+
+__all__ = [
+    "BatchError",
+    "BudgetExceeded",
+    "CouplingError",
+    "Error",
+    "InvalidArgument",
+    "InvalidType",
+    "StateError",
+    "Unsupported",
+]
+
+
+class Error(RuntimeError):
+    """Base of every error that this library raises."""
+
+
+class InvalidArgument(Error, ValueError):
+    """An argument whose value cannot be used."""
+
+
+class InvalidType(Error, TypeError):
+    """An argument of a type that cannot be used."""
+
+
+class BatchError(InvalidArgument):
+    """A batch that cannot be split; the message names the leaf, as in ``inputs['mask']``."""
+
+
+class CouplingError(Error):
+    """Something couples samples, so that micro-batches alone cannot give the exact gradient."""
+
+    #: What couples the samples: an operator ("aten::batch_norm") or a buffer's name.
+    op: str
+
+    def __init__(self, message: str, op: str = "") -> None:
+        super().__init__(message)
+        self.op = op
+
+
+class Unsupported(Error):
+    """A model or a call for which no exact way is known yet."""
+
+
+class StateError(Error):
+    """A call at the wrong moment: under ``no_grad``, while another step runs on the same model."""
+
+
+class BudgetExceeded(Error, torch.OutOfMemoryError):
+    """No plan stays inside the memory budget. Raised before any observable change."""
+
+    #: Bytes that the request needs; a lower bound if `smallest_feasible` is None.
+    needed: int
+    #: Bytes that were allowed.
+    limit: int
+    #: The smallest budget in bytes that would work, where it is known.
+    smallest_feasible: int | None
+
+    def __init__(
+        self,
+        message: str,
+        needed: int = 0,
+        limit: int = 0,
+        smallest_feasible: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.limit = limit
+        self.smallest_feasible = smallest_feasible

@@ -1,0 +1,210 @@
+"""The step over a logical batch of any size."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from . import _C, _tree, losses
+from ._C import BatchSource, Plan, StepReport
+from ._model import CallableModel, ModelView
+from .errors import InvalidArgument, InvalidType
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One micro-batch as `on_micro_batch` sees it."""
+
+    #: Rows of the logical batch: from `begin` up to and without `end`.
+    begin: int
+    end: int
+    #: What the model returned for them, detached.
+    outputs: Any
+    #: Their targets, on the model's device.
+    targets: Any
+
+
+class VirtualBatch:
+    """A training step over a logical batch of any size, inside a memory budget.
+
+    The gradient is the one that the whole batch would have given at once. Your loop keeps
+    `zero_grad`, unscaling, clipping and `step`.
+
+        batch = ib.VirtualBatch(model, torch.nn.CrossEntropyLoss(), memory_budget="8GiB")
+        for images, labels in loader:
+            optimizer.zero_grad()
+            report = batch.backward(images, labels)
+            optimizer.step()
+
+    Args:
+        model: a torch.nn.Module, or what `make_model` makes of any callable. Called as model(x) for
+            one tensor, model(*inputs) for a tuple or list, model(**inputs) for a dict or other
+            mapping; instances of any other registered pytree class (named tuples, dataclasses) are
+            passed whole.
+        loss: a criterion of torch.nn (an instance, or its function of torch.nn.functional, options
+            in a functools.partial), called as criterion(*outputs, *targets); or a loss of
+            `infinitybatch.losses`.
+        memory_budget: what tensors may occupy on the device during `backward`, everything that was
+            there before included: bytes, "512MiB", a fraction of the device (0.8) or "auto" (what
+            is live plus 90 % of what is free). "auto" if neither this nor `micro_batch_size` is
+            given.
+        micro_batch_size: samples that are computed at once; skips planning. The last micro-batch
+            may be smaller.
+        batch_coupling: "exact" raises CouplingError where a layer mixes the samples of a batch
+            (BatchNorm in training); "per_micro_batch" lets each micro-batch be a batch of its own,
+            as gradient accumulation does, which is another gradient.
+        keep_outputs: return what the model gave for all samples in the report.
+        on_micro_batch: called with a MicroBatch after each micro-batch's loss, for metrics that need
+            outputs; after a restart it is called again for micro-batches that are computed again.
+        grad_scaler: a torch.amp.GradScaler whose scale multiplies the gradients (not the reported
+            loss). Call its `step` and `update` as always.
+
+    Raises:
+        InvalidType: for a model or loss that cannot be used.
+        InvalidArgument: for options out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | CallableModel,
+        loss: Any,
+        *,
+        memory_budget: int | float | str | None = None,
+        micro_batch_size: int | None = None,
+        batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
+        keep_outputs: bool = False,
+        on_micro_batch: Callable[[MicroBatch], object] | None = None,
+        grad_scaler: Any = None,
+    ) -> None:
+        if batch_coupling not in ("exact", "per_micro_batch"):
+            raise InvalidArgument(
+                f'batch_coupling is {batch_coupling!r}; it is "exact" or "per_micro_batch"'
+            )
+        if on_micro_batch is not None and not callable(on_micro_batch):
+            raise InvalidType(
+                f"on_micro_batch must be callable with a MicroBatch, not "
+                f"{type(on_micro_batch).__name__}"
+            )
+        if grad_scaler is not None and not callable(getattr(grad_scaler, "scale", None)):
+            raise InvalidType(
+                f"grad_scaler must have a method `scale` as torch.amp.GradScaler has, not be a "
+                f"{type(grad_scaler).__name__}"
+            )
+        self._model = model
+        self._loss = loss
+        self._options = {
+            "model": ModelView(model, batch_coupling == "exact"),
+            "memory_budget": memory_budget,
+            "micro_batch_size": _whole_number(micro_batch_size),
+            "exact_coupling": batch_coupling == "exact",
+            "keep_outputs": bool(keep_outputs),
+            "on_micro_batch": _with_micro_batch(on_micro_batch),
+            "loss_scale": None if grad_scaler is None else self._scale_of(grad_scaler),
+        }
+        self._step = self._make_step()
+
+    def backward(self, inputs: Any, targets: Any = None) -> StepReport:
+        """Adds the gradient of the loss over the whole logical batch to `.grad` of every parameter.
+
+        If anything fails, parameters, `.grad`, buffers and random state are as they were.
+
+        Args:
+            inputs: a tensor, a NumPy array, any nested structure of them, or a BatchSource; the
+                first dimension is the batch (`shared` and `batch_dim` say otherwise). It may live
+                on the host with the model on another device.
+            targets: likewise, with the same number of samples; None for losses without targets.
+
+        Raises:
+            BatchError: inputs and targets that cannot be split alike.
+            CouplingError: a layer that mixes samples, or a buffer that depends on them.
+            BudgetExceeded: no plan stays inside the budget.
+            StateError: under no_grad; while another step runs on the same model.
+            Unsupported: tensor subclasses, inference tensors, models that shard themselves.
+
+            And whatever the model, the loss, a hook or a callback raises, as the same object.
+        """
+        return self._current_step().backward(_readable(inputs), _readable(targets))
+
+    def plan(self, inputs: Any, targets: Any = None) -> Plan:
+        """The plan that `backward` would follow for such a batch.
+
+        Runs micro-batches to measure where none is known yet, and leaves gradients, buffers and
+        random state as they were. Takes and raises what `backward` does.
+        """
+        return self._current_step().plan(_readable(inputs), _readable(targets))
+
+    def __repr__(self) -> str:
+        shown = ["memory_budget", "micro_batch_size"]
+        options = [f"{k}={self._options[k]!r}" for k in shown if self._options[k] is not None]
+        if not self._options["exact_coupling"]:
+            options.append("batch_coupling='per_micro_batch'")
+        described = ", ".join([type(self._model).__name__, self._step_loss.name, *options])
+        return f"VirtualBatch({described})"
+
+    def _make_step(self) -> _C.VirtualBatch:
+        self._step_loss = losses.resolve(self._loss)
+        self._loss_options = losses.options_of(self._loss)
+        return _C.VirtualBatch(loss=self._step_loss, **self._options)
+
+    def _current_step(self) -> _C.VirtualBatch:
+        # A criterion's attributes may change between steps (its weights moved to a device).
+        now = losses.options_of(self._loss)
+        if now is not None and any(
+            a is not b and (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or a != b)
+            for a, b in zip(now, self._loss_options or (), strict=True)
+        ):
+            self._step = self._make_step()
+        return self._step
+
+    def _scale_of(self, grad_scaler: Any) -> Callable[[], torch.Tensor]:
+        # By way of `scale`, so that the scaler makes its tensors where the model is.
+        named_parameters = self._model.named_parameters
+
+        def scale() -> torch.Tensor:
+            device = next((p.device for _, p in named_parameters()), torch.device("cpu"))
+            return grad_scaler.scale(torch.ones((), device=device))
+
+        return scale
+
+
+def _with_micro_batch(
+    callback: Callable[[MicroBatch], object] | None,
+) -> Callable[..., None] | None:
+    if callback is None:
+        return None
+
+    def call(begin: int, end: int, outputs: Any, targets: Any) -> None:
+        callback(MicroBatch(begin, end, outputs, targets))
+
+    return call
+
+
+def _whole_number(size: Any) -> int | None:
+    if size is None:
+        return None
+    if isinstance(size, bool) or not hasattr(size, "__index__"):
+        raise InvalidType(
+            f"micro_batch_size must be a whole number of samples, not {type(size).__name__}"
+        )
+    return int(size)
+
+
+def _readable(value: Any) -> Any:
+    """Anything else with a length and slices, as a BatchSource that slices it."""
+    kind = type(value)
+    if kind in (torch.Tensor, tuple, list, dict) or value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (torch.Tensor, BatchSource)) or _tree.is_node(value):
+        return value
+    if _tree.as_tensor(value) is not None:
+        return value
+    if isinstance(value, torch.utils.data.Dataset):
+        raise InvalidType(
+            f"{kind.__name__} is a Dataset of single samples; read inputs and targets from it with "
+            f"infinitybatch.from_dataset(dataset)"
+        )
+    if hasattr(value, "__len__") and hasattr(value, "__getitem__"):
+        return BatchSource(len(value), lambda begin, end: value[begin:end])
+    return value

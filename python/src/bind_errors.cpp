@@ -1,0 +1,104 @@
+// C++ exceptions as Python exceptions, and Python's out-of-memory errors as the planner knows them.
+#include "bind.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/out_of_memory.hpp>
+
+#include <torch/csrc/Exceptions.h>
+
+#include <optional>
+
+namespace infinitybatch::python {
+
+namespace py = pybind11;
+
+namespace {
+
+/// The module infinitybatch.errors, which defines the classes. Lives as long as the process.
+py::handle error_classes() {
+  static const py::handle module = py::module_::import("infinitybatch.errors").release();
+  return module;
+}
+
+template <typename... Args>
+void raise(const char* name, const Error& error, Args&&... args) {
+  const py::object type = error_classes().attr(name);
+  const py::object instance =
+      type(std::string(error.what_without_backtrace()), std::forward<Args>(args)...);
+  PyErr_SetObject(type.ptr(), instance.ptr());
+}
+
+/// pybind11 gives every exception here before its own translators; what is not caught goes on.
+void translate(std::exception_ptr pointer) {
+  if (!pointer) return;
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const BudgetExceeded& error) {
+    raise("BudgetExceeded", error, error.needed(), error.limit(),
+          error.smallest_feasible() ? py::cast(*error.smallest_feasible()) : py::none());
+  } catch (const CouplingError& error) {
+    raise("CouplingError", error, error.op());
+  } catch (const BatchError& error) {
+    raise("BatchError", error);
+  } catch (const InvalidArgument& error) {
+    raise("InvalidArgument", error);
+  } catch (const InvalidType& error) {
+    raise("InvalidType", error);
+  } catch (const Unsupported& error) {
+    raise("Unsupported", error);
+  } catch (const StateError& error) {
+    raise("StateError", error);
+  } catch (const Error& error) {
+    raise("Error", error);
+  } catch (const c10::Error&) {
+    torch::translate_exception_to_python(pointer);
+  } catch (const torch::PyTorchError&) {
+    torch::translate_exception_to_python(pointer);
+  } catch (const python_error&) {
+    torch::translate_exception_to_python(pointer);
+  }
+}
+
+py::handle torch_out_of_memory() {
+  static const py::handle type = py::module_::import("torch").attr("OutOfMemoryError").cast<py::object>().release();
+  return type;
+}
+
+/// Whether `error`, or what it says to have been caused by, is a torch.OutOfMemoryError. What merely
+/// was being handled when it was raised does not count: a step may be the answer to a native one.
+bool says_out_of_memory(py::object error) {
+  for (int depth = 0; depth < 16 && error && !error.is_none(); ++depth) {
+    if (PyErr_GivenExceptionMatches(error.ptr(), torch_out_of_memory().ptr()) != 0) return true;
+    error = py::reinterpret_steal<py::object>(PyException_GetCause(error.ptr()));
+  }
+  return false;
+}
+
+bool is_python_out_of_memory(const std::exception_ptr& pointer) {
+  const py::gil_scoped_acquire gil;
+  try {
+    std::rethrow_exception(pointer);
+  } catch (py::error_already_set& error) {
+    return says_out_of_memory(error.value());
+  } catch (python_error& error) {
+    error.persist();
+    // The engine also left the error in the interpreter, which must be clean if the step goes on.
+    // Translation puts it back.
+    PyErr_Clear();
+    PyErr_NormalizeException(&error.type, &error.value, &error.traceback);
+    return says_out_of_memory(py::reinterpret_borrow<py::object>(error.value));
+  } catch (...) {
+    return false;
+  }
+}
+
+}  // namespace
+
+void bind_errors(py::module_&) {
+  error_classes();
+  torch_out_of_memory();
+  py::register_local_exception_translator(&translate);
+  register_out_of_memory(&is_python_out_of_memory);
+}
+
+}  // namespace infinitybatch::python

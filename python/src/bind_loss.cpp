@@ -1,0 +1,271 @@
+#include "bind.hpp"
+#include "python_batch.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/loss/criteria.hpp>
+
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+
+namespace infinitybatch::python {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+at::Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(at::Tensor()); }
+
+at::Tensor to_tensor(const py::object& value, const char* what) {
+  if (!THPVariable_Check(value.ptr())) {
+    throw InvalidType(std::string(what) + " must return a tensor of one number, not " +
+                      Py_TYPE(value.ptr())->tp_name);
+  }
+  return value.cast<at::Tensor>();
+}
+
+SeparableLoss separable(const py::object& sum, const py::object& denominator) {
+  SeparableLoss::Denominator part;
+  if (!denominator.is_none()) {
+    part = [held = Held(denominator)](const Batch& targets, int64_t samples) -> DenominatorPart {
+      const py::gil_scoped_acquire gil;
+      const py::object value = held.handle()(to_python(targets), samples);
+      if (THPVariable_Check(value.ptr())) return value.cast<at::Tensor>();
+      if (value.is_none()) return Undivided{};
+      const double number = PyFloat_AsDouble(value.ptr());
+      if (number == -1.0 && PyErr_Occurred() != nullptr) {
+        PyErr_Clear();
+        throw InvalidType(std::string("denominator must return a number or a tensor of one, not ") +
+                          Py_TYPE(value.ptr())->tp_name);
+      }
+      return number;
+    };
+  }
+  return losses::separable(
+      [held = Held(sum)](const Batch& outputs, const Batch& targets) {
+        const py::gil_scoped_acquire gil;
+        return to_tensor(held.handle()(to_python(outputs), to_python(targets)), "sum");
+      },
+      std::move(part));
+}
+
+SeparableLoss with_penalty(const SeparableLoss& loss, const py::object& penalty) {
+  return loss.with_penalty([held = Held(penalty)] {
+    const py::gil_scoped_acquire gil;
+    return to_tensor(held.handle()(), "penalty");
+  });
+}
+
+py::arg_v reduction_argument() { return py::arg("reduction") = "mean"; }
+
+void bind_classification(py::module_& m) {
+  m.def(
+      "cross_entropy",
+      [](const OptionalTensor& weight, int64_t ignore_index, double label_smoothing,
+         const std::string& reduction) {
+        return losses::cross_entropy({or_undefined(weight), ignore_index, label_smoothing,
+                                      parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("weight") = py::none(), py::arg("ignore_index") = -100,
+      py::arg("label_smoothing") = 0.0, reduction_argument());
+  m.def(
+      "linear_cross_entropy",
+      [](const at::Tensor& linear_weight, const OptionalTensor& linear_bias,
+         const OptionalTensor& weight, int64_t ignore_index, double label_smoothing,
+         const std::string& reduction) {
+        return losses::linear_cross_entropy(linear_weight, or_undefined(linear_bias),
+                                            {or_undefined(weight), ignore_index, label_smoothing,
+                                             parse_reduction(reduction)});
+      },
+      py::arg("linear_weight"), py::arg("linear_bias") = py::none(), py::kw_only(),
+      py::arg("weight") = py::none(), py::arg("ignore_index") = -100,
+      py::arg("label_smoothing") = 0.0, reduction_argument());
+  m.def(
+      "nll",
+      [](const OptionalTensor& weight, int64_t ignore_index, const std::string& reduction) {
+        return losses::nll({or_undefined(weight), ignore_index, parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("weight") = py::none(), py::arg("ignore_index") = -100, reduction_argument());
+  m.def(
+      "multi_margin",
+      [](int64_t p, double margin, const OptionalTensor& weight, const std::string& reduction) {
+        return losses::multi_margin({p, margin, or_undefined(weight), parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("p") = 1, py::arg("margin") = 1.0, py::arg("weight") = py::none(),
+      reduction_argument());
+}
+
+void bind_regression(py::module_& m) {
+  m.def(
+      "mse", [](const std::string& reduction) { return losses::mse(parse_reduction(reduction)); },
+      py::kw_only(), reduction_argument());
+  m.def(
+      "l1", [](const std::string& reduction) { return losses::l1(parse_reduction(reduction)); },
+      py::kw_only(), reduction_argument());
+  m.def(
+      "smooth_l1",
+      [](double beta, const std::string& reduction) {
+        return losses::smooth_l1({beta, parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("beta") = 1.0, reduction_argument());
+  m.def(
+      "huber",
+      [](double delta, const std::string& reduction) {
+        return losses::huber({delta, parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("delta") = 1.0, reduction_argument());
+  m.def(
+      "poisson_nll",
+      [](bool log_input, bool full, double eps, const std::string& reduction) {
+        return losses::poisson_nll({log_input, full, eps, parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("log_input") = true, py::arg("full") = false, py::arg("eps") = 1e-8,
+      reduction_argument());
+  m.def(
+      "gaussian_nll",
+      [](bool full, double eps, const std::string& reduction) {
+        return losses::gaussian_nll({full, eps, parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("full") = false, py::arg("eps") = 1e-6, reduction_argument());
+  m.def(
+      "kl_div",
+      [](bool log_target, const std::string& reduction) {
+        return losses::kl_div({log_target, parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("log_target") = false, reduction_argument());
+}
+
+void bind_binary(py::module_& m) {
+  m.def(
+      "binary_cross_entropy",
+      [](const OptionalTensor& weight, const std::string& reduction) {
+        return losses::binary_cross_entropy({or_undefined(weight), parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("weight") = py::none(), reduction_argument());
+  m.def(
+      "binary_cross_entropy_with_logits",
+      [](const OptionalTensor& weight, const OptionalTensor& pos_weight,
+         const std::string& reduction) {
+        return losses::binary_cross_entropy_with_logits(
+            {or_undefined(weight), or_undefined(pos_weight), parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("weight") = py::none(), py::arg("pos_weight") = py::none(),
+      reduction_argument());
+  m.def(
+      "soft_margin",
+      [](const std::string& reduction) { return losses::soft_margin(parse_reduction(reduction)); },
+      py::kw_only(), reduction_argument());
+  m.def(
+      "multilabel_margin",
+      [](const std::string& reduction) {
+        return losses::multilabel_margin(parse_reduction(reduction));
+      },
+      py::kw_only(), reduction_argument());
+  m.def(
+      "multilabel_soft_margin",
+      [](const OptionalTensor& weight, const std::string& reduction) {
+        return losses::multilabel_soft_margin({or_undefined(weight), parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("weight") = py::none(), reduction_argument());
+}
+
+void bind_distance(py::module_& m) {
+  m.def(
+      "hinge_embedding",
+      [](double margin, const std::string& reduction) {
+        return losses::hinge_embedding({margin, parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("margin") = 1.0, reduction_argument());
+  m.def(
+      "cosine_embedding",
+      [](double margin, const std::string& reduction) {
+        return losses::cosine_embedding({margin, parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("margin") = 0.0, reduction_argument());
+  m.def(
+      "margin_ranking",
+      [](double margin, const std::string& reduction) {
+        return losses::margin_ranking({margin, parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("margin") = 0.0, reduction_argument());
+  m.def(
+      "triplet_margin",
+      [](double margin, double p, double eps, bool swap, const std::string& reduction) {
+        return losses::triplet_margin({margin, p, eps, swap, parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("margin") = 1.0, py::arg("p") = 2.0, py::arg("eps") = 1e-6,
+      py::arg("swap") = false, reduction_argument());
+  m.def(
+      "triplet_margin_with_distance",
+      [](const py::object& distance_function, double margin, bool swap,
+         const std::string& reduction) {
+        losses::TripletMarginWithDistanceLossOptions options;
+        if (!distance_function.is_none()) {
+          options.distance_function = [held = Held(distance_function)](const at::Tensor& a,
+                                                                       const at::Tensor& b) {
+            const py::gil_scoped_acquire gil;
+            return to_tensor(held.handle()(a, b), "distance_function");
+          };
+        }
+        options.margin = margin;
+        options.swap = swap;
+        options.reduction = parse_reduction(reduction);
+        return losses::triplet_margin_with_distance(std::move(options));
+      },
+      py::kw_only(), py::arg("distance_function") = py::none(), py::arg("margin") = 1.0,
+      py::arg("swap") = false, reduction_argument());
+}
+
+void bind_sequence(py::module_& m) {
+  m.def(
+      "ctc",
+      [](int64_t blank, bool zero_infinity, const std::string& reduction) {
+        return losses::ctc({blank, zero_infinity, parse_reduction(reduction)});
+      },
+      py::kw_only(), py::arg("blank") = 0, py::arg("zero_infinity") = false, reduction_argument());
+  m.def("pad_ctc_targets", &losses::pad_ctc_targets, py::arg("concatenated"),
+        py::arg("target_lengths"));
+}
+
+}  // namespace
+
+void bind_loss(py::module_& module) {
+  py::module_ losses = module.def_submodule("losses");
+  py::class_<SeparableLoss>(losses, "SeparableLoss",
+                            "A sum over samples divided by a denominator known from the targets.")
+      .def_property_readonly("name", &SeparableLoss::name)
+      .def_property_readonly("has_penalty", &SeparableLoss::has_penalty)
+      .def(
+          "sum",
+          [](const SeparableLoss& self, const py::object& outputs, const py::object& targets) {
+            const Batch left = to_batch(outputs, Side::returned, "outputs");
+            const Batch right = to_batch(targets, Side::returned, "targets");
+            const py::gil_scoped_release no_gil;
+            return self.sum(left, right);
+          },
+          py::arg("outputs"), py::arg("targets"),
+          "The sum over the samples given: a tensor of one number that carries gradient.")
+      .def(
+          "denominator",
+          [](const SeparableLoss& self, const py::object& targets, int64_t samples) -> py::object {
+            const DenominatorPart part =
+                self.denominator(to_batch(targets, Side::returned, "targets"), samples);
+            if (const double* number = std::get_if<double>(&part)) return py::float_(*number);
+            if (const auto* tensor = std::get_if<at::Tensor>(&part)) return py::cast(*tensor);
+            return py::none();
+          },
+          py::arg("targets"), py::arg("samples"),
+          "These targets' part of the denominator; None where nothing is divided.")
+      .def("__repr__",
+           [](const SeparableLoss& self) { return "<SeparableLoss " + self.name() + ">"; });
+  losses.def("separable", &separable, py::arg("sum"), py::arg("denominator"));
+  losses.def("with_penalty", &with_penalty, py::arg("loss"), py::arg("penalty"));
+  bind_classification(losses);
+  bind_regression(losses);
+  bind_binary(losses);
+  bind_distance(losses);
+  bind_sequence(losses);
+}
+
+}  // namespace infinitybatch::python

@@ -1,0 +1,55 @@
+#include "bind.hpp"
+
+#include <infinitybatch/execute/plan.hpp>
+
+#include <pybind11/stl.h>
+
+namespace infinitybatch::python {
+
+namespace py = pybind11;
+
+void bind_plan(py::module_& module) {
+  py::class_<Instruction>(module, "Instruction", "One instruction of a plan.")
+      .def_property_readonly(
+          "operation", [](const Instruction& self) { return name_of(self.operation); },
+          "\"load\", \"forward\", \"loss\", \"backward\", \"free\", \"penalty\" or \"hand out\".")
+      .def_readonly("micro_batch", &Instruction::micro_batch,
+                    "Index into `Plan.micro_batch_sizes`; -1 for the whole logical batch.")
+      .def("__repr__", [](const Instruction& self) {
+        const std::string operation = name_of(self.operation);
+        return self.micro_batch < 0 ? "<" + operation + ">"
+                                    : "<" + operation + " " + std::to_string(self.micro_batch) + ">";
+      });
+  py::class_<Candidate>(module, "Candidate", "One micro-batch size that the planner looked at.")
+      .def_readonly("micro_batch_size", &Candidate::micro_batch_size, "Samples.")
+      .def_readonly("peak_bytes", &Candidate::peak_bytes, "Predicted.")
+      .def_readonly("seconds_per_sample", &Candidate::seconds_per_sample, "Measured, or None.")
+      .def_readonly("feasible", &Candidate::feasible, "The predicted peak is inside the budget.")
+      .def("__repr__", [](const Candidate& self) {
+        return "Candidate(micro_batch_size=" + std::to_string(self.micro_batch_size) +
+               ", peak_bytes=" + std::to_string(self.peak_bytes) +
+               ", feasible=" + (self.feasible ? "True" : "False") + ")";
+      });
+  py::class_<Plan>(module, "Plan", R"(How a logical batch is computed, as data.
+
+The executor runs the instructions, the predicted peak is read off the same ones.)")
+      .def_readonly("strategy", &Plan::strategy, "\"stream\".")
+      .def_readonly("batch_size", &Plan::batch_size, "Samples of the logical batch.")
+      .def_readonly("micro_batch_sizes", &Plan::micro_batch_sizes, "In the order they run.")
+      .def_property_readonly("micro_batch_size", &Plan::micro_batch_size, "The largest one.")
+      .def_readonly("instructions", &Plan::instructions)
+      .def_readonly("budget_bytes", &Plan::budget_bytes, "The budget, or None.")
+      .def_readonly("baseline_bytes", &Plan::baseline_bytes, "Live when the step starts.")
+      .def_readonly("predicted_peak_bytes", &Plan::predicted_peak_bytes, "Or None.")
+      .def_readonly("predicted_seconds", &Plan::predicted_seconds, "Or None.")
+      .def_readonly("candidates", &Plan::candidates, "Every size that was looked at.")
+      .def_readonly("reason", &Plan::reason, "What decided the size.")
+      .def("explain", &Plan::explain,
+           "For people: what was chosen, what else was possible, what bounds it.")
+      .def("__repr__", [](const Plan& self) {
+        return "<Plan: " + self.strategy + ", " + std::to_string(self.batch_size) +
+               " samples in micro-batches of up to " + std::to_string(self.micro_batch_size()) + ">";
+      });
+}
+
+}  // namespace infinitybatch::python

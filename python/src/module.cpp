@@ -1,0 +1,14 @@
+// The extension module infinitybatch._C.
+#include "bind.hpp"
+
+PYBIND11_MODULE(_C, module) {
+  using namespace infinitybatch::python;
+  module.doc() = "infinitybatch's C++ library. Use it through the package infinitybatch.";
+  bind_errors(module);
+  bind_batch(module);
+  bind_memory(module);
+  bind_loss(module);
+  bind_plan(module);
+  bind_virtual_batch(module);
+  register_random_sources();
+}

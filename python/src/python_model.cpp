@@ -1,0 +1,88 @@
+#include "python_model.hpp"
+
+#include "python_batch.hpp"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <utility>
+
+namespace infinitybatch::python {
+namespace {
+
+at::Tensor tensor_or_nothing(PyObject* object) {
+  return object != nullptr && THPVariable_Check(object) ? THPVariable_Unpack(object) : at::Tensor();
+}
+
+/// A buffer of a Python module: an entry of its `_buffers`, so that a model that binds another tensor
+/// to the name is noticed. These run during unwinding too, with a Python error on its way.
+BufferSlot dict_slot(std::string name, const Held& buffers, const Held& key) {
+  return {std::move(name),
+          [buffers, key] {
+            const py::gil_scoped_acquire gil;
+            const py::error_scope keep_error;
+            return tensor_or_nothing(PyDict_GetItemWithError(buffers.get(), key.get()));
+          },
+          [buffers, key](const at::Tensor& tensor) {
+            const py::gil_scoped_acquire gil;
+            const py::error_scope keep_error;
+            const auto value = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+            if (PyDict_SetItem(buffers.get(), key.get(), value.ptr()) != 0) {
+              throw py::error_already_set();
+            }
+          }};
+}
+
+/// A buffer of a TorchScript module, which keeps no Python dict.
+BufferSlot attribute_slot(std::string name, const Held& module, const Held& key) {
+  return {std::move(name),
+          [module, key] {
+            const py::gil_scoped_acquire gil;
+            const py::error_scope keep_error;
+            return tensor_or_nothing(py::getattr(module.handle(), key.handle()).ptr());
+          },
+          [module, key](const at::Tensor& tensor) {
+            const py::gil_scoped_acquire gil;
+            const py::error_scope keep_error;
+            py::setattr(module.handle(), key.handle(), py::cast(tensor));
+          }};
+}
+
+}  // namespace
+
+Model model_of(const Held& view, const Held& forward) {
+  Model model;
+  model.forward = [forward](const Batch& inputs) {
+    const py::gil_scoped_acquire gil;
+    return to_batch(call_model(forward.handle(), inputs), Side::returned, "outputs");
+  };
+  model.parameters = [view] {
+    const py::gil_scoped_acquire gil;
+    std::vector<NamedParameter> parameters;
+    for (const py::handle item : view.handle().attr("parameters")()) {
+      const auto pair = item.cast<py::tuple>();
+      parameters.push_back({pair[0].cast<std::string>(), pair[1].cast<at::Tensor>()});
+    }
+    return parameters;
+  };
+  model.buffers = [view] {
+    const py::gil_scoped_acquire gil;
+    std::vector<BufferSlot> slots;
+    for (const py::handle item : view.handle().attr("buffers")()) {
+      const auto triple = item.cast<py::tuple>();
+      const Held owner(triple[1].cast<py::object>());
+      const Held key(triple[2].cast<py::object>());
+      slots.push_back(PyDict_Check(owner.get()) ? dict_slot(triple[0].cast<std::string>(), owner, key)
+                                                : attribute_slot(triple[0].cast<std::string>(),
+                                                                 owner, key));
+    }
+    return slots;
+  };
+  model.is_training = [view] {
+    const py::gil_scoped_acquire gil;
+    return view.handle().attr("is_training")().cast<bool>();
+  };
+  return model;
+}
+
+}  // namespace infinitybatch::python

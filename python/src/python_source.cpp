@@ -1,0 +1,46 @@
+#include "python_source.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace infinitybatch::python {
+namespace {
+
+Batch read_rows(const Held& rows, int64_t begin, int64_t end, const char* name) {
+  const py::gil_scoped_acquire gil;
+  const py::object value = rows.handle()(begin, end);
+  Batch batch = to_batch(value, Side::given, name);
+  const int64_t size = batch_size(batch, name);
+  if (size != end - begin) {
+    throw BatchError(std::string(name) + ": the BatchSource was asked for rows " +
+                     std::to_string(begin) + " to " + std::to_string(end) + " and gave " +
+                     std::to_string(size) + "; it must give end - begin");
+  }
+  return batch;
+}
+
+BatchSource from_python(const PythonSource& python, const char* name) {
+  // Without it the planner would take sources of other shapes for this one.
+  if (python.signature->empty()) {
+    *python.signature = BatchSource::from(read_rows(python.rows, 0, 1, name), name).signature;
+  }
+  return {python.size,
+          [rows = python.rows, name](int64_t begin, int64_t end) {
+            return read_rows(rows, begin, end, name);
+          },
+          *python.signature};
+}
+
+}  // namespace
+
+StepSide to_step_side(py::handle value, const char* name) {
+  if (py::isinstance<PythonSource>(value)) {
+    return {from_python(value.cast<const PythonSource&>(), name), Batch()};
+  }
+  Batch batch = to_batch(value, Side::given, name);
+  if (batch.tensors().empty()) return {std::nullopt, std::move(batch)};
+  return {BatchSource::from(batch, name), Batch()};
+}
+
+}  // namespace infinitybatch::python
