@@ -180,7 +180,9 @@ void GradientSinks::redirect_other_leaves(const at::Tensor& root) {
           if (known->identity == identity && known->slot->lock().defined()) entry = known.get();
         }
         if (entry == nullptr) entry = &add(variable, /*install=*/false);
-        node->set_next_edge(i, Edge(entry->sink, 0));
+        // Not by set_next_edge, which refuses nodes that have a parent for the sake of topological
+        // numbers: a sink's is 0, as the accumulator's was.
+        node->next_edges()[i] = Edge(entry->sink, 0);
       } else if (seen.insert(next).second) {
         open.push_back(next);
       }
