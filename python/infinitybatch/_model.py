@@ -36,9 +36,7 @@ class CallableModel:
         return iter(())
 
 
-def make_model(
-    forward: Callable[..., Any], parameters: Iterable[torch.Tensor]
-) -> CallableModel:
+def make_model(forward: Callable[..., Any], parameters: Iterable[torch.Tensor]) -> CallableModel:
     """A model of any callable, for `VirtualBatch`.
 
     Args:

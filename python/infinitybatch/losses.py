@@ -342,9 +342,7 @@ _register(
     "swap",
     "reduction",
 )
-_register(
-    ctc, (nn.CTCLoss,), functional.ctc_loss, "blank", "zero_infinity", "reduction"
-)
+_register(ctc, (nn.CTCLoss,), functional.ctc_loss, "blank", "zero_infinity", "reduction")
 
 
 def _adaptive_log_softmax(criterion: nn.AdaptiveLogSoftmaxWithLoss) -> SeparableLoss:
@@ -375,9 +373,9 @@ def _linear_cross_entropy(criterion: Any) -> SeparableLoss:
 
     return _separable(
         lambda outputs, targets: now().sum(outputs, targets),
-        lambda targets, samples: now().denominator(targets, samples)
-        if criterion.reduction == "mean"
-        else None,
+        lambda targets, samples: (
+            now().denominator(targets, samples) if criterion.reduction == "mean" else None
+        ),
     )
 
 

@@ -1,0 +1,19 @@
+import random
+import sys
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def one_thread_one_seed():
+    """Every test starts from the same random state, on one thread (sums are then reproducible)."""
+    torch = sys.modules.get("torch")
+    if torch is None:  # tests of the command line need not pay for importing it
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,131 @@
+"""The oracle: what torch itself computes for the whole batch at once."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinitybatch as ib
+
+
+def call(model: Any, inputs: Any) -> Any:
+    """Calls a model as VirtualBatch does."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    if type(inputs) in (tuple, list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def criterion_value(criterion: Any, outputs: Any, targets: Any) -> torch.Tensor:
+    as_tuple = lambda x: x if isinstance(x, (tuple, list)) else (x,)  # noqa: E731
+    return criterion(*as_tuple(outputs), *as_tuple(targets))
+
+
+@dataclass
+class Result:
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    model: nn.Module
+    report: ib.StepReport | None = None
+
+
+def result_of(model: nn.Module, loss: torch.Tensor) -> Result:
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    return Result(loss.detach(), gradients, buffers, model)
+
+
+def native(model: nn.Module, criterion: Any, inputs: Any, targets: Any) -> Result:
+    """One step of a copy of `model`, the whole batch at once."""
+    model = copy.deepcopy(model)
+    inputs = copy.deepcopy(inputs)  # models may write to them
+    loss = criterion_value(criterion, call(model, inputs), targets)
+    loss.backward()
+    return result_of(model, loss)
+
+
+def ours(model: nn.Module, loss: Any, inputs: Any, targets: Any, **options: Any) -> Result:
+    """The same step of another copy, by VirtualBatch."""
+    model = copy.deepcopy(model)
+    report = ib.VirtualBatch(model, loss, **options).backward(copy.deepcopy(inputs), targets)
+    result = result_of(model, report.loss)
+    result.report = report
+    return result
+
+
+def error(found: torch.Tensor | None, wanted: torch.Tensor | None, scale: float) -> float:
+    """Relative error of one gradient; a gradient that is truly zero is measured by `scale`."""
+    if wanted is None or found is None:
+        assert wanted is None and found is None, "one has a gradient, the other has none"
+        return 0.0
+    found, wanted = (t.to_dense() if t.is_sparse else t for t in (found, wanted))
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    norm = float(wanted.norm())
+    return float((found - wanted).norm()) / (norm if norm > 1e-8 * scale else scale)
+
+
+def worst_error(found: Result, wanted: Result) -> float:
+    norms = [float(g.to_dense().norm()) for g in wanted.gradients.values() if g is not None]
+    scale = max(norms, default=1.0) or 1.0
+    assert found.gradients.keys() == wanted.gradients.keys()
+    return max(
+        error(found.gradients[name], wanted.gradients[name], scale) for name in wanted.gradients
+    )
+
+
+def assert_exact(
+    model: nn.Module,
+    criterion: Any,
+    inputs: Any,
+    targets: Any,
+    sizes: tuple[int, ...] = (1, 3, 64),
+    tolerance: float = 1e-12,
+    wrap: Callable[[Any], Any] = lambda x: x,
+    **options: Any,
+) -> None:
+    """`model` gives the same loss, gradients and buffers at every micro-batch size as at once."""
+    wanted = native(model, criterion, inputs, targets)
+    for size in sizes:
+        found = ours(model, wrap(criterion), inputs, targets, micro_batch_size=size, **options)
+        worst = worst_error(found, wanted)
+        assert worst <= tolerance, f"micro_batch_size={size}: relative error {worst}"
+        torch.testing.assert_close(
+            found.loss, wanted.loss, rtol=max(tolerance, 1e-13), atol=0, equal_nan=True
+        )
+        for name, buffer in wanted.buffers.items():
+            torch.testing.assert_close(
+                found.buffers[name],
+                buffer,
+                rtol=tolerance,
+                atol=0,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
+
+
+class Calls(nn.Module):
+    """A module made of a function, for models of a few lines."""
+
+    def __init__(self, forward: Callable[..., Any], **children: Any) -> None:
+        super().__init__()
+        self.function = forward
+        for name, child in children.items():
+            if isinstance(child, torch.Tensor) and not isinstance(child, nn.Parameter):
+                self.register_buffer(name, child)
+            else:
+                setattr(self, name, child)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def mlp(width: int = 8, classes: int = 5) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, classes)).double()
+
+
+def classification(n: int = 13, classes: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, 6, dtype=torch.float64), torch.randint(classes, (n,))
