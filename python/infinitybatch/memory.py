@@ -6,9 +6,8 @@ and mapped files are not the device's. On accelerators torch's own statistics ar
 
 import torch
 
-from ._C.memory import FailAllocation, Limit, PeakScope, Statistics
+from ._C.memory import FailAllocation, Limit, PeakScope, Statistics, describe_cpu_allocator
 from ._C.memory import available as _available
-from ._C.memory import describe_cpu_allocator
 from ._C.memory import reset_peak as _reset_peak
 from ._C.memory import stats as _stats
 

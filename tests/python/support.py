@@ -5,10 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import infinitybatch as ib
 import torch
 from torch import nn
-
-import infinitybatch as ib
 
 
 def call(model: Any, inputs: Any) -> Any:
@@ -52,7 +51,7 @@ def native(model: nn.Module, criterion: Any, inputs: Any, targets: Any) -> Resul
 def ours(model: nn.Module, loss: Any, inputs: Any, targets: Any, **options: Any) -> Result:
     """The same step of another copy, by VirtualBatch."""
     model = copy.deepcopy(model)
-    report = ib.VirtualBatch(model, loss, **options).backward(copy.deepcopy(inputs), targets)
+    report = ib.VirtualBatch(model, loss, **options).backward(inputs, targets)
     result = result_of(model, report.loss)
     result.report = report
     return result

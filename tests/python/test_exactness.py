@@ -3,14 +3,13 @@
 import copy
 import warnings
 
+import infinitybatch as ib
 import pytest
 import torch
 from support import Calls, assert_exact, classification, mlp, native, ours, worst_error
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-import infinitybatch as ib
 
 
 def attention_mask(n: int = 7) -> torch.Tensor:

@@ -1,0 +1,462 @@
+"""Every criterion of torch.nn, recognised and exact; losses of the user's own."""
+
+import functools
+
+import infinitybatch as ib
+import pytest
+import torch
+from support import Calls, assert_exact, classification, mlp, native, ours, worst_error
+from torch import nn
+from torch.nn import functional as F
+
+N, C = 11, 5
+
+
+def logits_model(*outputs):
+    """Inputs (N, 6) to logits (N, 5), then `outputs` of them."""
+    return Calls(
+        lambda self, x: (
+            outputs[0](self.net(x)) if len(outputs) == 1 else tuple(f(self.net(x)) for f in outputs)
+        ),
+        net=mlp(),
+    )
+
+
+def same(y):
+    return y
+
+
+def rand(*shape):
+    return torch.rand(*shape, dtype=torch.float64)
+
+
+def signs(*shape):
+    return torch.randint(2, shape) * 2 - 1
+
+
+def labels():
+    return torch.randint(C, (N,))
+
+
+def some_ignored():
+    targets = labels()
+    targets[::3] = -100
+    return targets
+
+
+WEIGHT = torch.tensor([0.5, 2.0, 1.0, 3.0, 0.1], dtype=torch.float64)
+
+
+def distance(a, b):
+    return (a - b).abs().sum(1)
+
+
+# name: (criterion, what the model returns of its logits, targets)
+CRITERIA = {
+    "cross_entropy": (nn.CrossEntropyLoss(), [same], labels),
+    "cross_entropy weighted, ignoring, smoothed": (
+        nn.CrossEntropyLoss(WEIGHT, ignore_index=-100, label_smoothing=0.1),
+        [same],
+        some_ignored,
+    ),
+    "cross_entropy sum": (nn.CrossEntropyLoss(reduction="sum"), [same], labels),
+    "cross_entropy probabilities": (
+        nn.CrossEntropyLoss(WEIGHT),
+        [same],
+        lambda: rand(N, C).softmax(1),
+    ),
+    "nll": (nn.NLLLoss(WEIGHT, ignore_index=2), [lambda y: y.log_softmax(1)], labels),
+    "multi_margin": (nn.MultiMarginLoss(p=2, margin=0.5, weight=WEIGHT), [same], labels),
+    "mse": (nn.MSELoss(), [same], lambda: rand(N, C)),
+    "l1": (nn.L1Loss(), [same], lambda: rand(N, C)),
+    "smooth_l1": (nn.SmoothL1Loss(beta=0.3), [same], lambda: rand(N, C)),
+    "huber": (nn.HuberLoss(delta=0.3), [same], lambda: rand(N, C)),
+    "poisson": (
+        nn.PoissonNLLLoss(log_input=False, full=True, eps=1e-6),
+        [torch.exp],
+        lambda: torch.randint(9, (N, C)).double(),
+    ),
+    "gaussian": (
+        nn.GaussianNLLLoss(full=True, eps=1e-3),
+        [same],
+        lambda: (rand(N, C), rand(N, C) + 0.1),
+    ),
+    "kl_div": (
+        nn.KLDivLoss(reduction="batchmean", log_target=True),
+        [lambda y: y.log_softmax(1)],
+        lambda: rand(N, C).log_softmax(1),
+    ),
+    "kl_div mean": (
+        nn.KLDivLoss(reduction="mean"),
+        [lambda y: y.log_softmax(1)],
+        lambda: rand(N, C).softmax(1),
+    ),
+    "bce": (nn.BCELoss(WEIGHT), [torch.sigmoid], lambda: rand(N, C)),
+    "bce_with_logits": (
+        nn.BCEWithLogitsLoss(weight=WEIGHT, pos_weight=WEIGHT),
+        [same],
+        lambda: rand(N, C),
+    ),
+    "soft_margin": (nn.SoftMarginLoss(), [same], lambda: signs(N, C)),
+    "multilabel_margin": (
+        nn.MultiLabelMarginLoss(),
+        [same],
+        lambda: torch.tensor([[3, 0, -1, 1, 2]]).repeat(N, 1),
+    ),
+    "multilabel_soft_margin": (
+        nn.MultiLabelSoftMarginLoss(WEIGHT),
+        [same],
+        lambda: torch.randint(2, (N, C)).double(),
+    ),
+    "hinge_embedding": (nn.HingeEmbeddingLoss(margin=0.5), [same], lambda: signs(N, C)),
+    "cosine_embedding": (
+        nn.CosineEmbeddingLoss(margin=0.2),
+        [same, lambda y: y.flip(1)],
+        lambda: signs(N),
+    ),
+    "margin_ranking": (
+        nn.MarginRankingLoss(margin=0.2),
+        [lambda y: y[:, 0], lambda y: y[:, 1]],
+        lambda: signs(N),
+    ),
+    "triplet": (
+        nn.TripletMarginLoss(margin=0.7, p=1.5, eps=1e-5, swap=True),
+        [same, torch.sin, torch.cos],
+        lambda: (),
+    ),
+    "triplet with distance": (
+        nn.TripletMarginWithDistanceLoss(distance_function=distance, margin=2.0, swap=True),
+        [same, torch.sin, torch.cos],
+        lambda: (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_criterion(name):
+    criterion, outputs, targets = CRITERIA[name]
+    assert_exact(logits_model(*outputs), criterion, rand(N, 6), targets(), tolerance=1e-12)
+
+
+def test_gaussian_with_the_variance_predicted():
+    """torch's own order is (input, target, variance); ours is outputs, then targets."""
+    criterion = nn.GaussianNLLLoss(eps=1e-3)
+    model = logits_model(same, torch.exp)
+    inputs, targets = rand(N, 6), rand(N, C)
+    mean, variance = model(inputs)
+    criterion(mean, targets, variance).backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    ib.VirtualBatch(model, criterion, micro_batch_size=3).backward(inputs, targets)
+    for p, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-12, atol=1e-16)
+
+
+def test_ctc():
+    def forward(self, x):
+        return self.net(x).log_softmax(2).transpose(0, 1)
+
+    model = Calls(forward, net=mlp())
+    x = torch.randn(N, 9, 6, dtype=torch.float64)
+    target = torch.randint(1, C, (N, 4))
+    lengths = torch.full((N,), 9), torch.randint(1, 5, (N,))
+    assert_exact(model, nn.CTCLoss(zero_infinity=True), x, (target, *lengths))
+
+
+def test_concatenated_ctc_targets_can_be_padded():
+    lengths = torch.tensor([2, 1, 3])
+    padded = ib.losses.pad_ctc_targets(torch.tensor([1, 2, 3, 4, 5, 6]), lengths)
+    assert padded.shape == (3, 3)
+    assert padded[0, :2].tolist() == [1, 2] and padded[2].tolist() == [4, 5, 6]
+
+
+def test_every_criterion_of_torch_is_known():
+    """A new release with a criterion more shows here."""
+    ours_by_hand = {"AdaptiveLogSoftmaxWithLoss", "LinearCrossEntropyLoss"}
+    found = {
+        name
+        for name, value in vars(torch.nn.modules.loss).items()
+        if isinstance(value, type)
+        and issubclass(value, nn.modules.loss._Loss)
+        and not name.startswith("_")
+    }
+    known = {criterion.__name__ for criterion in ib.losses._CRITERIA}
+    # Deprecated: NLLLoss2d is an NLLLoss.
+    assert found - known - ours_by_hand == set()
+
+
+def test_adaptive_log_softmax():
+    criterion = nn.AdaptiveLogSoftmaxWithLoss(5, 20, [4, 9]).double()
+    model = mlp()
+    inputs, targets = rand(N, 6), torch.randint(20, (N,))
+    criterion(model(inputs), targets).loss.backward()
+    wanted = [p.grad for p in (*model.parameters(), *criterion.parameters())]
+    model.zero_grad()
+    criterion.zero_grad()
+    ib.VirtualBatch(model, criterion, micro_batch_size=3).backward(inputs, targets)
+    found = [p.grad for p in (*model.parameters(), *criterion.parameters())]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-16)
+
+
+@pytest.mark.skipif(
+    not hasattr(nn, "LinearCrossEntropyLoss"), reason="LinearCrossEntropyLoss is new in torch 2.13"
+)
+@pytest.mark.parametrize("options", [{}, {"bias": True, "label_smoothing": 0.1, "ignore_index": 2}])
+def test_linear_cross_entropy(options):
+    criterion = nn.LinearCrossEntropyLoss(5, 7, weight=None, **options).double()
+    model = mlp()
+    inputs, targets = rand(N, 6), torch.randint(7, (N,))
+    F.cross_entropy(
+        criterion.linear(model(inputs)),
+        targets,
+        ignore_index=options.get("ignore_index", -100),
+        label_smoothing=options.get("label_smoothing", 0.0),
+    ).backward()
+    wanted = [p.grad for p in (*model.parameters(), *criterion.parameters())]
+    model.zero_grad()
+    criterion.zero_grad()
+    ib.VirtualBatch(model, criterion, micro_batch_size=3).backward(inputs, targets)
+    found = [p.grad for p in (*model.parameters(), *criterion.parameters())]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-14)
+
+
+def test_functions_and_partials_of_them():
+    inputs, targets = classification(N)
+    model = mlp()
+    for function, criterion in [
+        (F.cross_entropy, nn.CrossEntropyLoss()),
+        (
+            functools.partial(F.cross_entropy, ignore_index=2, reduction="sum"),
+            nn.CrossEntropyLoss(ignore_index=2, reduction="sum"),
+        ),
+        (
+            functools.partial(functools.partial(F.cross_entropy, weight=WEIGHT), ignore_index=2),
+            nn.CrossEntropyLoss(WEIGHT, ignore_index=2),
+        ),
+    ]:
+        wanted = native(model, criterion, inputs, targets)
+        found = ours(model, function, inputs, targets, micro_batch_size=3)
+        assert worst_error(found, wanted) < 1e-12
+
+
+def test_ready_made_losses_by_name():
+    inputs, targets = classification(N)
+    model = mlp()
+    wanted = native(model, nn.CrossEntropyLoss(label_smoothing=0.2), inputs, targets)
+    loss = ib.losses.cross_entropy(label_smoothing=0.2)
+    assert loss.name == "cross_entropy" and repr(loss) == "<SeparableLoss cross_entropy>"
+    assert worst_error(ours(model, loss, inputs, targets, micro_batch_size=3), wanted) < 1e-12
+
+
+def test_a_loss_can_be_asked_for_its_parts():
+    loss = ib.losses.cross_entropy(ignore_index=0)
+    outputs, targets = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    wanted = F.cross_entropy(outputs, targets, ignore_index=0, reduction="sum")
+    torch.testing.assert_close(loss.sum(outputs, targets), wanted)
+    assert float(loss.denominator(targets, 4)) == 2
+    assert ib.losses.mse(reduction="sum").denominator(targets, 4) is None
+
+
+def test_all_labels_ignored_is_what_torch_gives():
+    inputs, _ = classification(N)
+    found = ours(mlp(), nn.CrossEntropyLoss(), inputs, torch.full((N,), -100), micro_batch_size=3)
+    assert found.loss.isnan()
+
+
+def test_changes_of_a_criterion_between_steps_are_seen():
+    inputs, targets = classification(N)
+    criterion = nn.CrossEntropyLoss()
+    model = mlp()
+    batch = ib.VirtualBatch(model, criterion, micro_batch_size=3)
+    for change in (
+        lambda: None,
+        lambda: setattr(criterion, "label_smoothing", 0.3),
+        lambda: setattr(criterion, "weight", WEIGHT.clone()),
+        lambda: criterion.weight.mul_(torch.arange(1, 6)),
+    ):
+        change()
+        model.zero_grad()
+        wanted = native(model, criterion, inputs, targets)
+        report = batch.backward(inputs, targets)
+        torch.testing.assert_close(report.loss, wanted.loss, rtol=1e-12, atol=0)
+
+
+class Focal(nn.CrossEntropyLoss):
+    def forward(self, input, target):
+        return super().forward(2 * input, target)
+
+
+class Renamed(nn.CrossEntropyLoss):
+    """A subclass that computes the same."""
+
+
+def test_a_subclass_that_overrides_nothing_is_its_base():
+    inputs, targets = classification(N)
+    assert_exact(mlp(), Renamed(), inputs, targets)
+
+
+def test_separable():
+    inputs, targets = classification(N)
+    per_class = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
+    loss = ib.losses.separable(
+        lambda outputs, labels: F.cross_entropy(outputs, labels, weight=per_class, reduction="sum"),
+        lambda labels: per_class[labels].sum(),
+    )
+    assert_exact(
+        mlp(), nn.CrossEntropyLoss(per_class), inputs, targets, wrap=lambda criterion: loss
+    )
+
+
+@pytest.mark.parametrize(
+    "denominator", [lambda t, samples: samples, lambda t: float(len(t)), lambda *both: both[1]]
+)
+def test_denominators_may_ask_for_the_number_of_samples(denominator):
+    inputs, targets = classification(N)
+    loss = ib.losses.separable(lambda o, t: F.cross_entropy(o, t, reduction="sum"), denominator)
+    assert_exact(mlp(), nn.CrossEntropyLoss(), inputs, targets, wrap=lambda criterion: loss)
+
+
+def test_penalty_counts_once():
+    inputs, targets = classification(N)
+    model = mlp()
+    model.zero_grad()
+    value = F.cross_entropy(model(inputs), targets) + 0.1 * model[0].weight.square().sum()
+    value.backward()
+    wanted = [p.grad for p in model.parameters()]
+    for loss in (
+        ib.losses.with_penalty(nn.CrossEntropyLoss(), lambda: 0.1 * model[0].weight.square().sum()),
+        ib.losses.separable(
+            lambda o, t: F.cross_entropy(o, t, reduction="sum"),
+            lambda t, samples: samples,
+            penalty=lambda: 0.1 * model[0].weight.square().sum(),
+        ),
+    ):
+        model.zero_grad()
+        report = ib.VirtualBatch(model, loss, micro_batch_size=3).backward(inputs, targets)
+        torch.testing.assert_close(report.loss, value.detach(), rtol=1e-12, atol=0)
+        for p, gradient in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(p.grad, gradient, rtol=1e-12, atol=1e-16)
+
+
+def test_a_loss_with_parameters_of_its_own():
+    temperature = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+    inputs, targets = classification(N)
+    model = mlp()
+    F.cross_entropy(model(inputs) / temperature, targets).backward()
+    wanted, temperature.grad = temperature.grad, None
+    loss = ib.losses.separable(
+        lambda o, t: F.cross_entropy(o / temperature, t, reduction="sum"),
+        lambda t, samples: samples,
+    )
+    ib.VirtualBatch(model, loss, micro_batch_size=3).backward(inputs, targets)
+    torch.testing.assert_close(temperature.grad, wanted, rtol=1e-12, atol=0)
+
+
+class LanguageModel(nn.Module):
+    """Returns its own mean loss as Hugging Face's models do."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.head = nn.Linear(8, 20)
+        self.double()
+        self.shape = shape
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embedding(input_ids))
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return self.shape(loss, logits)
+
+
+class Output:
+    def __init__(self, loss, logits):
+        self.loss, self.logits = loss, logits
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda loss, logits: {"loss": loss, "logits": logits},
+        lambda loss, logits: (loss, logits),
+        lambda loss, logits: loss,
+        Output,
+    ],
+)
+@pytest.mark.parametrize("size", [1, 4, 20])
+def test_models_that_return_their_own_loss(shape, size):
+    ids = torch.randint(20, (N, 6))
+    labels = ids.clone()
+    labels[2, :] = -100  # a sample without any label, alone in its micro-batch at size 1
+    labels[torch.rand(labels.shape) < 0.4] = -100
+    model = LanguageModel(lambda loss, logits: loss)
+    value = model(ids, labels)
+    value.backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model.shape = shape
+    loss = ib.losses.from_model(lambda labels: (labels[:, 1:] != -100).sum())
+    report = ib.VirtualBatch(model, loss, micro_batch_size=size).backward(
+        {"input_ids": ids, "labels": labels}, labels
+    )
+    torch.testing.assert_close(report.loss, value.detach(), rtol=1e-12, atol=0)
+    for p, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-11, atol=1e-16)
+
+
+def test_from_model_with_a_number_for_denominator():
+    model = LanguageModel(lambda loss, logits: (loss, logits))
+    ids = torch.randint(20, (N, 6))
+    loss = ib.losses.from_model(lambda labels, samples: 5 * samples)
+    report = ib.VirtualBatch(model, loss, micro_batch_size=4).backward((ids, ids), ids)
+    with torch.no_grad():
+        torch.testing.assert_close(report.loss, model(ids, ids)[0], rtol=1e-12, atol=0)
+
+
+def coupled(outputs, targets):
+    return (outputs @ outputs.T).logsumexp(1).mean()
+
+
+REFUSED = {
+    "a function of one's own": (coupled, ib.InvalidType, "coupled can't be known to be separable"),
+    "a lambda": (lambda o, t: o.sum(), ib.InvalidType, "losses.separable"),
+    "a module of one's own": (
+        nn.Linear(2, 2),
+        ib.InvalidType,
+        "Linear can't be known to be separable",
+    ),
+    "an overridden forward": (Focal(), ib.InvalidType, "Focal overrides the forward"),
+    "no loss at all": ("mse", ib.InvalidType, "loss must be a criterion"),
+    "None": (None, ib.InvalidType, "loss must be a criterion"),
+    "reduction none": (nn.MSELoss(reduction="none"), ib.InvalidArgument, "one loss per element"),
+    "an unknown reduction": (
+        functools.partial(F.mse_loss, reduction="max"),
+        ib.InvalidArgument,
+        "is no reduction",
+    ),
+    "positional arguments fixed": (
+        functools.partial(F.cross_entropy, None),
+        ib.InvalidType,
+        "by keyword only",
+    ),
+    "an option that is none": (
+        functools.partial(F.mse_loss, size_average=True),
+        ib.InvalidArgument,
+        "size_average",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_losses_that_are_refused(name):
+    loss, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=message):
+        ib.VirtualBatch(mlp(), loss, micro_batch_size=2)
+
+
+def test_a_criterion_with_hooks_is_refused():
+    criterion = nn.MSELoss()
+    criterion.register_forward_hook(lambda *_: None)
+    with pytest.raises(ib.Unsupported, match="has hooks"):
+        ib.VirtualBatch(mlp(), criterion, micro_batch_size=2)
