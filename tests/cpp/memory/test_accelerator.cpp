@@ -132,17 +132,19 @@ TEST_F(AcceleratorTest, PeakScopesNest) {
     const PeakScope other_device(c10::Device(kType, 1));
     const PeakScope inner(device_);
     EXPECT_EQ(inner.peak(), 100);
+    { const c10::DataPtr passing = allocator_.allocate(2000); }
     {
       const PeakScope innermost(device_);
       { const c10::DataPtr passing = allocator_.allocate(300); }
       EXPECT_EQ(innermost.peak(), 400);
-      EXPECT_EQ(inner.peak(), 400);
+      EXPECT_EQ(inner.peak(), 2100);
     }
-    EXPECT_EQ(inner.peak(), 400);
-    EXPECT_EQ(outer.peak(), 1100) << "kept though the device's own peak was reset";
+    EXPECT_EQ(inner.peak(), 2100) << "kept though the device's own peak was reset";
+    EXPECT_EQ(outer.peak(), 2100) << "read while the inner scope lives";
     EXPECT_EQ(other_device.peak(), 0);
-    { const c10::DataPtr passing = allocator_.allocate(3000); }
   }
+  EXPECT_EQ(outer.peak(), 2100) << "handed over by the inner scope";
+  { const c10::DataPtr passing = allocator_.allocate(3000); }
   EXPECT_EQ(outer.peak(), 3100);
 }
 
