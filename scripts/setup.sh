@@ -105,13 +105,22 @@ install_packages() {
 # ---- The environment ---------------------------------------------------------------------------
 
 python="$(choose_python)"
-reuse="$(torch_to_reuse "$python")"
+base_of() { "$1" -c 'import sys; print(sys._base_executable)'; }
+if [ "$("$python" -c 'import sys; print(sys.prefix)')" = "$VENV" ]; then
+  # Called with .venv active: it cannot be made from itself. What it was made from stays.
+  python="$(base_of "$python")"
+  reuse="$(torch_to_reuse "$python")"
+  [ -n "$reuse" ] || [ -n "${TORCH:-}" ] || [ ! -f "$STAMP" ] || reuse="$(sed -n 's/^reuse //p' "$STAMP")"
+else
+  reuse="$(torch_to_reuse "$python")"
+fi
 torch="${TORCH:-$DEFAULT_TORCH}"
 read -r -a packages <<<"$(missing_packages "$python" | tr '\n' ' ')"
 read -r -a pip_args <<<"${PIP_ARGS:-}"
 
 wanted="$(
-  printf 'python %s\ntorch %s\n' "$("$python" -c 'import sys; print(sys.executable, sys.version)')" "${reuse:-$torch}"
+  "$python" -c 'import sys; print("python", sys.base_prefix, sys.version.replace("\n", " "))'
+  if [ -n "$reuse" ]; then echo "reuse $reuse"; else echo "install $torch"; fi
   cat "$ROOT/requirements-dev.txt"
 )"
 up_to_date=false
