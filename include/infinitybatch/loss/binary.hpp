@@ -8,7 +8,7 @@ namespace infinitybatch::losses {
 // Criteria where each class is a question of its own: yes or no, any number of them yes.
 
 struct BCELossOptions {
-  at::Tensor weight;  ///< broadcast against one sample, or undefined
+  at::Tensor weight = {};  ///< broadcast against one sample, or undefined
   Reduction reduction = Reduction::mean;
 };
 
@@ -17,8 +17,8 @@ struct BCELossOptions {
 SeparableLoss binary_cross_entropy(BCELossOptions options = {});
 
 struct BCEWithLogitsLossOptions {
-  at::Tensor weight;      ///< broadcast against one sample, or undefined
-  at::Tensor pos_weight;  ///< broadcast against one sample, or undefined
+  at::Tensor weight = {};      ///< broadcast against one sample, or undefined
+  at::Tensor pos_weight = {};  ///< broadcast against one sample, or undefined
   Reduction reduction = Reduction::mean;
 };
 
@@ -32,7 +32,7 @@ SeparableLoss soft_margin(Reduction reduction = Reduction::mean);
 SeparableLoss multilabel_margin(Reduction reduction = Reduction::mean);
 
 struct MultiLabelSoftMarginLossOptions {
-  at::Tensor weight;  ///< broadcast against one sample, or undefined
+  at::Tensor weight = {};  ///< broadcast against one sample, or undefined
   Reduction reduction = Reduction::mean;
 };
 

@@ -6,7 +6,7 @@
 namespace infinitybatch::losses {
 
 struct CrossEntropyLossOptions {
-  at::Tensor weight;  ///< (C), or undefined
+  at::Tensor weight = {};  ///< (C), or undefined
   int64_t ignore_index = -100;
   double label_smoothing = 0.0;  ///< in [0, 1]
   Reduction reduction = Reduction::mean;
@@ -25,7 +25,7 @@ SeparableLoss linear_cross_entropy(at::Tensor linear_weight, at::Tensor linear_b
                                    CrossEntropyLossOptions options = {});
 
 struct NLLLossOptions {
-  at::Tensor weight;  ///< (C), or undefined
+  at::Tensor weight = {};  ///< (C), or undefined
   int64_t ignore_index = -100;
   Reduction reduction = Reduction::mean;
 };
@@ -37,7 +37,7 @@ SeparableLoss nll(NLLLossOptions options = {});
 struct MultiMarginLossOptions {
   int64_t p = 1;  ///< 1 or 2
   double margin = 1.0;
-  at::Tensor weight;  ///< (C), or undefined
+  at::Tensor weight = {};  ///< (C), or undefined
   Reduction reduction = Reduction::mean;
 };
 

@@ -46,7 +46,7 @@ SeparableLoss triplet_margin(TripletMarginLossOptions options = {});
 struct TripletMarginWithDistanceLossOptions {
   /// Of two tensors (n, ...), pair by pair: (n), or leading dimensions of theirs, followed by any
   /// of size 1. Nothing: torch.pairwise_distance. It sees the outputs in their own precision.
-  std::function<at::Tensor(const at::Tensor&, const at::Tensor&)> distance_function;
+  std::function<at::Tensor(const at::Tensor&, const at::Tensor&)> distance_function = nullptr;
   double margin = 1.0;
   bool swap = false;
   Reduction reduction = Reduction::mean;

@@ -112,7 +112,11 @@ Data data_of(const CriterionCase& criterion, int64_t samples, const at::TensorOp
           criterion.targets(targets)};
 }
 
-class EveryCriterion : public ::testing::TestWithParam<CriterionCase> {};
+class EveryCriterion : public ::testing::TestWithParam<CriterionCase> {
+ protected:
+  // A few numbers each: threads only wait for each other, twenty times as long on a busy machine.
+  static void SetUpTestSuite() { at::set_num_threads(1); }
+};
 
 TEST_P(EveryCriterion, EqualsNativeForEverySplit) {
   const CriterionCase& criterion = GetParam();

@@ -47,20 +47,24 @@ inline void add_broadcast(std::vector<CriterionCase>& cases, ElementwiseCase row
 }
 
 /// torch.nn.functional's weight=..., which C++ has not: losses is the criterion without a
-/// reduction.
+/// reduction. Weights have the outputs' shape; targets may broadcast against both.
 inline void add_weighted(std::vector<CriterionCase>& cases, const std::string& name,
                          std::function<at::Tensor(const at::Tensor&, const at::Tensor&)> losses,
                          bool mean_over_weights, Reduction r, std::function<SeparableLoss()> loss) {
-  cases.push_back({name + suffix(r), 6, reshaped({3, 2}),
-                   [](Draw& draw) {
-                     return Batch::tuple({draw.normal({3, 2}), draw.uniform({3, 2}, 0.1, 3)});
-                   },
-                   [=](const Tensors& o, const Tensors& t) {
-                     const at::Tensor weighted = losses(o[0], t[0]).mul(t[1]);
-                     if (r == Reduction::sum) return weighted.sum();
-                     return mean_over_weights ? weighted.sum() / t[1].sum() : weighted.mean();
-                   },
-                   [loss](const at::TensorOptions&) { return loss(); }});
+  for (bool broadcast : {false, true}) {
+    const std::vector<int64_t> shape{broadcast ? 1 : 3, 2};
+    cases.push_back({name + (broadcast ? "_broadcast_targets" : "") + suffix(r), 6,
+                     reshaped({3, 2}),
+                     [shape](Draw& draw) {
+                       return Batch::tuple({draw.normal(shape), draw.uniform({3, 2}, 0.1, 3)});
+                     },
+                     [=](const Tensors& o, const Tensors& t) {
+                       const at::Tensor weighted = losses(o[0], t[0].expand_as(o[0])).mul(t[1]);
+                       if (r == Reduction::sum) return weighted.sum();
+                       return mean_over_weights ? weighted.sum() / t[1].sum() : weighted.mean();
+                     },
+                     [loss](const at::TensorOptions&) { return loss(); }});
+  }
 }
 
 inline void add_distance_to_target_cases(std::vector<CriterionCase>& cases, Reduction r) {
