@@ -40,7 +40,10 @@ void BufferRule::end_micro_batch() {
   for (Entry& entry : entries_) {
     const at::Tensor now = entry.slot.get();
     const bool same = now.is_same(entry.tensor) && now._version() == entry.version;
-    if (same && !entry.written) continue;
+    // Writes through `.data`, or by an op that does not tell (batch_norm), raise no version. Code
+    // that does this once does it in the first micro-batch, so that values are compared only then.
+    const bool silent = same && first_ && exact_ && silently_written(entry);
+    if (same && !silent && !entry.written) continue;
     // Written now for the first time, though earlier micro-batches left it alone: they left `initial`.
     if (!entry.written && !first_) entry.left = entry.initial;
     entry.written = true;
@@ -50,6 +53,10 @@ void BufferRule::end_micro_batch() {
     restore(entry);
   }
   first_ = false;
+}
+
+bool BufferRule::silently_written(const Entry& entry) {
+  return entry.tensor.layout() == at::kStrided && !at::equal(entry.tensor, entry.initial);
 }
 
 void BufferRule::compare(Entry& entry, const at::Tensor& now) {
@@ -70,10 +77,9 @@ void BufferRule::compare(Entry& entry, const at::Tensor& now) {
 
 void BufferRule::restore(Entry& entry) {
   if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
-  if (entry.tensor._version() != entry.version) {
-    entry.tensor.copy_(entry.initial);
-    entry.version = entry.tensor._version();
-  }
+  // Written at least once in this step, perhaps without a new version.
+  entry.tensor.copy_(entry.initial);
+  entry.version = entry.tensor._version();
 }
 
 void BufferRule::commit() {
@@ -102,12 +108,11 @@ void BufferRule::commit() {
 void BufferRule::roll_back() {
   const at::NoGradGuard no_grad;
   for (Entry& entry : entries_) {
-    if (entry.written || !entry.slot.get().is_same(entry.tensor) ||
-        entry.tensor._version() != entry.version) {
-      if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
-      entry.tensor.copy_(entry.initial);
-      entry.version = entry.tensor._version();
-    }
+    if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
+    // Whatever the version says: batch_norm writes its running statistics without raising it. And
+    // without raising it here: where nothing was written, graphs of others stay valid.
+    entry.tensor.variable_data().copy_(entry.initial);
+    entry.version = entry.tensor._version();
     entry.written = false;
     entry.rebound = false;
     entry.left.reset();

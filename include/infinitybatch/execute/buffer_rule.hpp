@@ -37,6 +37,7 @@ class BufferRule {
     at::Tensor left;      // what the first micro-batch left; undefined before
     at::Tensor disagree;  // 0-dimensional bool on the buffer's device
   };
+  static bool silently_written(const Entry& entry);
   void compare(Entry& entry, const at::Tensor& now);
   static void restore(Entry& entry);
 
