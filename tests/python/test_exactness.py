@@ -243,6 +243,15 @@ def test_buffers_that_are_bound_anew():
     assert found.buffers["steps"] == 1  # not once per micro-batch
 
 
+def test_buffers_that_are_written_past_the_version_counter():
+    def forward(self, x):
+        self.steps.data.add_(1)
+        return self.net(x) * self.steps
+
+    model = Calls(forward, net=mlp(), steps=torch.zeros((), dtype=torch.float64))
+    assert_exact(model, nn.CrossEntropyLoss(), *classification())
+
+
 def test_eval_mode_batch_norm_is_exact():
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)).double()
     model(torch.randn(64, 6, dtype=torch.float64))  # statistics that are not the initial ones

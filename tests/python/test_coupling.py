@@ -1,0 +1,139 @@
+"""Layers that mix samples are noticed and named."""
+
+import infinitybatch as ib
+import pytest
+import torch
+from support import Calls, assert_exact, classification, mlp, native, ours, worst_error
+from torch import nn
+
+
+def batch_norm(kind=nn.BatchNorm1d):
+    return nn.Sequential(nn.Linear(6, 8), kind(8), nn.ReLU(), nn.Linear(8, 5)).double()
+
+
+def functional_batch_norm():
+    def forward(self, x):
+        return self.net(nn.functional.batch_norm(x, None, None, training=True))
+
+    return Calls(forward, net=mlp())
+
+
+def embedding(**options):
+    return Calls(
+        lambda self, x: self.head(self.embedding((x.abs() * 9).long() % 20).mean(1)),
+        embedding=nn.Embedding(20, 6, **options),
+        head=nn.Linear(6, 5),
+    ).double()
+
+
+def counting():
+    """A buffer that holds the mean of what the layer saw."""
+
+    def forward(self, x):
+        self.seen.copy_(x.detach().mean(0))
+        return self.net(x)
+
+    return Calls(forward, net=mlp(), seen=torch.zeros(6, dtype=torch.float64))
+
+
+COUPLED = {
+    "BatchNorm": (batch_norm, "aten::batch_norm"),
+    "SyncBatchNorm": (lambda: batch_norm(nn.SyncBatchNorm), "aten::batch_norm"),
+    "batch_norm as a function": (functional_batch_norm, "aten::batch_norm"),
+    "scale_grad_by_freq": (lambda: embedding(scale_grad_by_freq=True), "aten::embedding"),
+    "max_norm": (lambda: embedding(max_norm=0.5), "aten::embedding_renorm_"),
+    "a buffer": (counting, "seen"),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_coupling_is_noticed(name):
+    make, op = COUPLED[name]
+    model = make()
+    inputs, targets = classification(12)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4)
+    with pytest.raises(ib.CouplingError, match="per_micro_batch") as raised:
+        batch.backward(inputs, targets)
+    assert raised.value.op == op and op in str(raised.value)
+    assert all(p.grad is None for p in model.parameters())
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), f"{key} changed"
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_one_micro_batch_couples_nothing(name):
+    model = COUPLED[name][0]()
+    inputs, targets = classification(12)
+    wanted = native(model, nn.CrossEntropyLoss(), inputs, targets)
+    for options in ({"micro_batch_size": 12}, {"memory_budget": "64MiB"}):
+        found = ours(model, nn.CrossEntropyLoss(), inputs, targets, **options)
+        assert found.report.micro_batch_sizes == [12]
+        assert worst_error(found, wanted) <= 1e-15
+        for key, buffer in wanted.buffers.items():
+            assert torch.equal(found.buffers[key], buffer)
+
+
+def test_per_micro_batch_is_what_gradient_accumulation_does():
+    model = batch_norm()
+    inputs, targets = classification(12)
+    found = ours(
+        model,
+        nn.CrossEntropyLoss(),
+        inputs,
+        targets,
+        micro_batch_size=4,
+        batch_coupling="per_micro_batch",
+    )
+    for i in range(0, 12, 4):
+        loss = nn.functional.cross_entropy(model(inputs[i : i + 4]), targets[i : i + 4]) / 3
+        loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=1e-12, atol=1e-16)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(found.buffers[name], buffer)
+
+
+def test_layers_that_only_look_coupled():
+    inputs, targets = classification(12)
+    for model in (
+        batch_norm().eval(),
+        nn.Sequential(nn.Linear(6, 8), nn.GroupNorm(2, 8), nn.Linear(8, 5)).double(),
+        nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 5)).double(),
+        embedding(),
+    ):
+        assert_exact(model, nn.CrossEntropyLoss(), inputs, targets, sizes=(4,))
+
+
+def test_compiled_batch_norm_is_noticed_without_seeing_its_ops():
+    model = batch_norm()
+    inputs, targets = classification(12)
+    compiled = torch.compile(model, backend="aot_eager")
+    batch = ib.VirtualBatch(compiled, nn.CrossEntropyLoss(), micro_batch_size=4)
+    with pytest.raises(ib.CouplingError, match="compiled model contains BatchNorm1d"):
+        batch.backward(inputs, targets)
+    inner = nn.Sequential(nn.Linear(6, 6).double(), batch_norm())
+    inner[1].compile(backend="aot_eager")
+    batch = ib.VirtualBatch(inner, nn.CrossEntropyLoss(), micro_batch_size=4)
+    with pytest.raises(ib.CouplingError, match="compiled model contains BatchNorm1d"):
+        batch.backward(inputs, targets)
+    accepted = ib.VirtualBatch(
+        compiled, nn.CrossEntropyLoss(), micro_batch_size=4, batch_coupling="per_micro_batch"
+    )
+    accepted.backward(inputs, targets)
+
+
+def test_scripted_batch_norm_is_noticed():
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(batch_norm())
+    inputs, targets = classification(12)
+    before = {n: b.clone() for n, b in scripted.named_buffers()}
+    batch = ib.VirtualBatch(scripted, nn.CrossEntropyLoss(), micro_batch_size=4)
+    for _ in range(3):  # the profiling executor changes the graph in its first runs
+        with pytest.raises(ib.CouplingError, match="batch_norm"):
+            batch.backward(inputs, targets)
+    for name, buffer in scripted.named_buffers():
+        assert torch.equal(buffer, before[name])

@@ -1,0 +1,405 @@
+"""A step that fails leaves everything as it was, and the next step is right."""
+
+import copy
+import gc
+import os
+import random
+import signal
+import threading
+import warnings
+
+import infinitybatch as ib
+import numpy as np
+import pytest
+import torch
+from support import Calls, classification, mlp
+from torch import nn
+
+LONG = os.environ.get("INFINITYBATCH_LONG_TESTS") == "1"
+
+
+class State:
+    """Everything that a step could change, as bits."""
+
+    def __init__(self, model):
+        self.model = model
+        self.values = {n: t.detach().clone() for n, t in self.tensors(model)}
+        self.grads = {n: p.grad for n, p in model.named_parameters()}
+        self.grad_values = {n: g.clone() for n, g in self.grads.items() if g is not None}
+        self.random = (torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False))
+
+    @staticmethod
+    def tensors(model):
+        yield from model.named_parameters()
+        yield from model.named_buffers()
+
+    def check(self):
+        for name, tensor in self.tensors(self.model):
+            assert torch.equal(tensor, self.values[name]), f"{name} changed"
+        for name, parameter in self.model.named_parameters():
+            assert parameter.grad is self.grads[name], f"{name}.grad is another tensor"
+            if parameter.grad is not None:
+                assert torch.equal(parameter.grad, self.grad_values[name]), f"{name}.grad changed"
+        assert torch.equal(torch.get_rng_state(), self.random[0]), "torch's random state changed"
+        assert random.getstate() == self.random[1], "Python's random state changed"
+        before, now = self.random[2], np.random.get_state(legacy=False)
+        assert now["state"]["pos"] == before["state"]["pos"]
+        assert (now["state"]["key"] == before["state"]["key"]).all()
+
+
+class Fussy(nn.Module):
+    """Draws random numbers of three kinds, writes a buffer, and fails when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 5))
+        self.register_buffer("steps", torch.zeros(3))
+        self.double()
+        self.before_forward = lambda: None
+
+    def forward(self, x):
+        self.before_forward()
+        self.steps += 1
+        noise = random.random() + np.random.rand()
+        return self.net(x) + 0.1 * noise
+
+
+class Failing(torch.autograd.Function):
+    error = None
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Failing.error is not None:
+            raise Failing.error
+        return gradient
+
+
+class MyError(Exception):
+    pass
+
+
+def after(calls, raise_this):
+    """A function that raises at its `calls`-th call."""
+    count = 0
+
+    def function(*_):
+        nonlocal count
+        count += 1
+        if count == calls:
+            raise raise_this
+
+    return function
+
+
+OPTIONS = [{"micro_batch_size": 3}, {"memory_budget": "64MiB"}]
+
+
+def set_up(with_grads):
+    np.random.seed(0)
+    model = Fussy()
+    inputs, targets = classification(12)
+    if with_grads:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+    return model, inputs, targets
+
+
+def step_bits(model, loss, inputs, targets):
+    """The bits that a step gives from a fixed random state."""
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    model = copy.deepcopy(model)
+    report = ib.VirtualBatch(model, loss, micro_batch_size=3).backward(inputs, targets)
+    return [report.loss, *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+def check_failure(model, batch, inputs, targets, break_it, mend_it, expect):
+    """Fails one step with `break_it`; checks that nothing is left of it."""
+    loss = nn.CrossEntropyLoss()
+    wanted = step_bits(model, loss, inputs, targets)
+    gc.collect()
+    state = State(model)
+    live = ib.memory.stats().live
+    break_it()
+    with pytest.raises(type(expect)) as raised:
+        batch.backward(inputs, targets)
+    assert raised.value is expect
+    mend_it()
+    state.check()
+    # A traceback holds the frames of the model, and these hold activations.
+    raised.value.__traceback__ = None
+    del raised
+    assert ib.memory.stats().live == live, "bytes were left behind"
+    found = step_bits(model, loss, inputs, targets)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    batch.backward(inputs, targets)  # and this very object works, too
+
+
+@pytest.mark.parametrize("with_grads", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("call", [1, 2, 4])
+def test_an_exception_in_forward(options, call, with_grads):
+    model, inputs, targets = set_up(with_grads)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), **options)
+    error = MyError("in forward")
+    check_failure(
+        model,
+        batch,
+        inputs,
+        targets,
+        lambda: setattr(model, "before_forward", after(call, error)),
+        lambda: setattr(model, "before_forward", lambda: None),
+        error,
+    )
+
+
+@pytest.mark.parametrize(
+    "kind", [MyError, KeyboardInterrupt, StopIteration, ValueError, SystemExit]
+)
+def test_the_same_exception_object_comes_back(kind):
+    model, inputs, targets = set_up(True)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=3)
+    error = kind("mine")
+    check_failure(
+        model,
+        batch,
+        inputs,
+        targets,
+        lambda: setattr(model, "before_forward", after(2, error)),
+        lambda: setattr(model, "before_forward", lambda: None),
+        error,
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_exception_in_the_loss(options):
+    model, inputs, targets = set_up(True)
+    error = MyError("in the loss")
+    fail = []
+
+    def total(outputs, labels):
+        for f in fail:
+            f()
+        return nn.functional.cross_entropy(outputs, labels, reduction="sum")
+
+    batch = ib.VirtualBatch(
+        model, ib.losses.separable(total, lambda labels, samples: samples), **options
+    )
+    check_failure(
+        model, batch, inputs, targets, lambda: fail.append(after(2, error)), fail.clear, error
+    )
+
+
+@pytest.mark.parametrize("part", ["denominator", "penalty", "callback"])
+def test_an_exception_in_other_code_of_the_users(part):
+    model, inputs, targets = set_up(True)
+    error = MyError(part)
+    fail = {}
+    loss = ib.losses.separable(
+        lambda o, t: nn.functional.cross_entropy(o, t, reduction="sum"),
+        lambda t, samples: fail.get("denominator", lambda: None)() or samples,
+        penalty=lambda: fail.get("penalty", lambda: None)() or 0 * model.net[0].weight.sum(),
+    )
+    batch = ib.VirtualBatch(
+        model,
+        loss,
+        micro_batch_size=3,
+        on_micro_batch=lambda _: fail.get("callback", lambda: None)(),
+    )
+    check_failure(
+        model,
+        batch,
+        inputs,
+        targets,
+        lambda: fail.update({part: after(1, error)}),
+        fail.clear,
+        error,
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", [MyError, KeyboardInterrupt])
+def test_an_exception_in_backward(options, kind):
+    model, inputs, targets = set_up(True)
+    model.net.insert(2, Calls(lambda self, x: Failing.apply(x)))
+    error = kind("in backward")
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), **options)
+    try:
+        check_failure(
+            model,
+            batch,
+            inputs,
+            targets,
+            lambda: setattr(Failing, "error", error),
+            lambda: setattr(Failing, "error", None),
+            error,
+        )
+    finally:
+        Failing.error = None
+
+
+@pytest.mark.parametrize("which", ["tensor", "post_accumulate", "output"])
+@pytest.mark.parametrize("with_grads", [False, True])
+def test_an_exception_in_a_hook(which, with_grads):
+    model, inputs, targets = set_up(with_grads)
+    error = MyError("in a hook")
+    handles = []
+
+    def break_it():
+        weight = model.net[0].weight
+        if which == "tensor":
+            handles.append(weight.register_hook(after(1, error)))
+        elif which == "post_accumulate":
+            handles.append(weight.register_post_accumulate_grad_hook(after(1, error)))
+        else:
+            hook = after(2, error)
+            handles.append(
+                model.net.register_forward_hook(lambda m, i, o: o.register_hook(hook) and None)
+            )
+
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=3)
+    check_failure(
+        model,
+        batch,
+        inputs,
+        targets,
+        break_it,
+        lambda: [handle.remove() for handle in handles],
+        error,
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_ctrl_c_between_micro_batches(options):
+    """The model's Python code is over so quickly that the signal is seen by the step's own check."""
+    model, inputs, targets = set_up(True)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), **options)
+    state = State(model)
+    # Raised by the handler: an exception of ours shows that Python's handlers ran.
+    error = MyError("signal")
+
+    def handler(*_):
+        raise error
+
+    previous = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(MyError) as raised:
+            source = ib.BatchSource(
+                12, lambda b, e: signal.raise_signal(signal.SIGUSR1) or inputs[b:e]
+            )
+            batch.backward(source, targets)
+        assert raised.value is error
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    state.check()
+
+
+def test_ctrl_c_reaches_a_step_that_spends_its_time_in_cpp():
+    """TorchScript runs without the interpreter: only the step's own check can see the signal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = torch.jit.script(mlp())
+    inputs, targets = classification(200_000)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=1)
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        batch.backward(inputs, targets)
+    timer.join()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def count_allocations(model, inputs, targets):
+    twin = copy.deepcopy(model)
+    twin_batch = ib.VirtualBatch(twin, nn.CrossEntropyLoss(), micro_batch_size=3)
+    twin_batch.backward(inputs, targets)
+    with ib.memory.fail_allocation() as counter:
+        twin_batch.backward(inputs, targets)
+    return counter.seen
+
+
+@pytest.mark.parametrize("with_grads", [False, True])
+def test_a_failed_allocation_anywhere(with_grads):
+    model, inputs, targets = set_up(with_grads)
+    loss = nn.CrossEntropyLoss()
+    batch = ib.VirtualBatch(model, loss, micro_batch_size=3)
+    count = count_allocations(model, inputs, targets)
+    assert count > 100
+    places = range(1, count + 1)
+    if not LONG:
+        places = sorted(random.Random(1).sample(places, 40))
+    wanted = step_bits(model, loss, inputs, targets)
+    failures = 0
+    for place in places:
+        state = State(model)
+        live = ib.memory.stats().live
+        with ib.memory.fail_allocation(place) as failure:
+            try:
+                batch.backward(inputs, targets)
+            except torch.OutOfMemoryError as error:
+                failures += 1
+                error.__traceback__ = None
+        assert failure.failed, f"there was no allocation {place}"
+        state.check()
+        assert ib.memory.stats().live == live, f"allocation {place} left bytes behind"
+        found = step_bits(model, loss, inputs, targets)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        del state, found
+    assert failures == len(places)
+
+
+def test_a_failed_allocation_in_a_planned_step_is_answered():
+    """The planner begins again with less; the result is as good."""
+    inputs, targets = classification(64)
+    model = mlp()
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget="64MiB")
+    native = copy.deepcopy(model)
+    nn.functional.cross_entropy(native(inputs), targets).backward()
+    for place in (1, 60, 150):
+        model.zero_grad()
+        with ib.memory.fail_allocation(place) as failure:
+            try:
+                report = batch.backward(inputs, targets)
+            except torch.OutOfMemoryError:
+                assert all(p.grad is None for p in model.parameters())
+                continue
+        assert failure.failed and report.restarts == 1
+        for a, b in zip(model.parameters(), native.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-16)
+
+
+def test_out_of_memory_of_a_python_forward_is_answered_by_a_smaller_plan():
+    """Only micro-batches of up to 8 samples fit; the limit is hit inside a Python forward."""
+
+    def forward(self, x):
+        big = torch.zeros(len(x), 100_000)  # 400 kB a sample, at once
+        return self.net(x) + big[:, :1].double()
+
+    model = Calls(forward, net=mlp())
+    inputs, targets = classification(64)
+    native = copy.deepcopy(model.net)
+    nn.functional.cross_entropy(native(inputs), targets).backward()
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget="4MiB")
+    for _ in range(3):
+        model.zero_grad()
+        report = batch.backward(inputs, targets)
+        assert max(report.micro_batch_sizes) <= 10
+        assert report.peak_bytes <= 4 * 2**20
+        for a, b in zip(model.net.parameters(), native.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-16)
+    assert report.restarts == 0
+
+
+def test_a_rehearsal_changes_nothing():
+    model, inputs, targets = set_up(True)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget="64MiB")
+    state = State(model)
+    plan = batch.plan(inputs, targets)
+    state.check()
+    assert plan.batch_size == 12 and sum(plan.micro_batch_sizes) == 12
