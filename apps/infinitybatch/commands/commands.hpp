@@ -1,0 +1,17 @@
+#pragma once
+
+#include "exit_code.hpp"
+#include "options.hpp"
+
+namespace infinitybatch::app {
+
+/// `infinitybatch train`. Errors are thrown.
+ExitCode run_train(Settings settings);
+
+/// `infinitybatch plan`
+ExitCode run_plan(Settings settings);
+
+/// `infinitybatch doctor`: ExitCode::error where something is broken.
+ExitCode run_doctor(const Settings& settings);
+
+}  // namespace infinitybatch::app

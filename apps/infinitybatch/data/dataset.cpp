@@ -1,0 +1,116 @@
+#include "data/dataset.hpp"
+
+#include <filesystem>
+
+#include "data/idx.hpp"
+#include "data/labelled.hpp"
+#include "data/npy.hpp"
+#include "data/text.hpp"
+#include "errors.hpp"
+
+namespace infinitybatch::app {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr double kUsualHeldOut = 0.2;
+
+std::string find_or_explain(const std::string& name) {
+  const DataPath path = find_data(name);
+  if (path.found) {
+    return *path.found;
+  }
+  std::string message = "no data at " + path.tried.front();
+  for (size_t i = 1; i < path.tried.size(); ++i) {
+    message += (i + 1 == path.tried.size() ? " or " : ", ") + path.tried[i];
+  }
+  if (name == "digits") {
+    message += "; make them with: python scripts/export_digits.py";
+  } else if (name == "mnist") {
+    message += "; fetch them with: python scripts/fetch_mnist.py";
+  } else {
+    message += "; --data takes a folder of IDX files, a .npy, IDX or text file";
+  }
+  throw DataError(message);
+}
+
+/// MNIST's files have had two spellings: "train-images-idx3-ubyte" and "train-images.idx3-ubyte".
+std::optional<std::string> idx_in(const fs::path& folder, const std::string& part, int dimensions) {
+  for (const char* joint : {"-", "."}) {
+    const fs::path path =
+        folder / (part + joint + "idx" + std::to_string(dimensions) + "-ubyte");
+    if (fs::exists(path)) {
+      return path.string();
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<Labelled> idx_pair(const fs::path& folder, const std::string& part) {
+  const auto images = idx_in(folder, part + "-images", 3);
+  const auto labels = idx_in(folder, part + "-labels", 1);
+  if (!images && !labels) {
+    return std::nullopt;
+  }
+  if (!images || !labels) {
+    throw DataError(folder.string() + ": has " + part + (images ? "-images" : "-labels") +
+                    " but no " + part + (images ? "-labels-idx1-ubyte" : "-images-idx3-ubyte") +
+                    "; both are needed");
+  }
+  return Labelled{*images, *labels, read_idx(*images), read_idx(*labels)};
+}
+
+Dataset read_folder(const std::string& name, const std::string& path, const DataOptions& options) {
+  if (!options.labels.empty()) {
+    throw UsageError("--labels belongs to a file of inputs, but --data " + name +
+                     " is a folder, which has its own labels; leave --labels out");
+  }
+  const auto train = idx_pair(path, "train");
+  if (!train) {
+    throw DataError(path + ": has no train-images-idx3-ubyte and train-labels-idx1-ubyte; "
+                           "give a folder of MNIST-format files or a file (compressed ones must be "
+                           "unpacked with gunzip)");
+  }
+  const auto held_out = idx_pair(path, "t10k");
+  if (!held_out) {
+    return split_labelled(name, *train, options.held_out.value_or(kUsualHeldOut));
+  }
+  if (options.held_out) {
+    throw UsageError("--held-out cannot be chosen: " + path +
+                     " brings its own held-out files (t10k-...); leave it out");
+  }
+  return join_labelled(name, *train, *held_out);
+}
+
+at::Tensor read_array(const std::string& path) {
+  return looks_like_idx(path) ? read_idx(path) : read_npy(path);
+}
+
+}  // namespace
+
+Dataset load_dataset(const DataOptions& options, int64_t context) {
+  const std::string path = find_or_explain(options.data);
+  if (fs::is_directory(path)) {
+    return read_folder(options.data, path, options);
+  }
+  const bool is_array = looks_like_npy(path) || looks_like_idx(path) ||
+                        fs::path(path).extension() == ".npy" ||
+                        fs::path(path).extension() == ".npz";
+  const double held_out = options.held_out.value_or(kUsualHeldOut);
+  if (is_array && options.labels.empty()) {
+    throw UsageError("--data " + options.data + " is a file of inputs; give their classes with "
+                     "--labels FILE");
+  }
+  if (!is_array && !options.labels.empty()) {
+    throw UsageError("--data " + options.data + " is text, which predicts itself; leave --labels "
+                     "out, or give a .npy or IDX file as --data");
+  }
+  if (!is_array) {
+    return read_text(path, context, held_out);
+  }
+  const Labelled data{path, options.labels, read_array(path),
+                      read_array(find_or_explain(options.labels))};
+  return split_labelled(options.data, data, held_out);
+}
+
+}  // namespace infinitybatch::app

@@ -1,0 +1,47 @@
+#pragma once
+
+namespace infinitybatch::app::help {
+
+inline constexpr const char* kProgram =
+    "Trains with any batch size on any device: the exact gradient of the whole batch, inside the\n"
+    "memory that you allow.";
+
+inline constexpr const char* kProgramFooter =
+    "Exit codes:\n"
+    "  0    done\n"
+    "  1    error: data that cannot be read, a check that failed\n"
+    "  2    usage: a flag or a configuration key that cannot be used\n"
+    "  3    out of memory, or no plan fits the memory budget\n"
+    "  130  interrupted by Ctrl-C (143: by SIGTERM); the step at work was given up as a whole\n"
+    "Errors are one line on stderr. With --json, stdout has JSON lines only.\n\n"
+    "Example:\n"
+    "  infinitybatch train --batch-size all --memory-budget 24MiB";
+
+inline constexpr const char* kTrain = "Train a model on digits, images, vectors or text";
+
+inline constexpr const char* kTrainFooter =
+    "Examples:\n"
+    "  infinitybatch train --batch-size all --memory-budget 24MiB\n"
+    "  infinitybatch train --data x.npy --labels y.npy --model mlp --epochs 5 --json\n"
+    "  infinitybatch train --data book.txt --model transformer --batch-size 4096\n"
+    "  infinitybatch train --config run.toml --lr 0.001\n\n"
+    "A configuration file is TOML with the names of the flags; a flag given as well wins:\n"
+    "  memory-budget = \"24MiB\"\n"
+    "  epochs = 40";
+
+inline constexpr const char* kPlan =
+    "Show the micro-batch sizes that a memory budget allows, with their peak and time";
+
+inline constexpr const char* kPlanFooter =
+    "Example:\n"
+    "  infinitybatch plan --batch-size all --memory-budget 24MiB";
+
+inline constexpr const char* kDoctor =
+    "Check this installation and say what would fail and how to mend it";
+
+inline constexpr const char* kDoctorFooter =
+    "The exit code is 1 where something is broken; notes and warnings leave it 0.\n\n"
+    "Example:\n"
+    "  infinitybatch doctor --json";
+
+}  // namespace infinitybatch::app::help

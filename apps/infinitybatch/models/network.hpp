@@ -1,0 +1,45 @@
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "data/dataset.hpp"
+
+namespace infinitybatch::app {
+
+/// A model of one tensor that gives class scores: [n, classes], or [n, classes, context] for text.
+class Network : public torch::nn::Module {
+ public:
+  virtual at::Tensor forward(const at::Tensor& inputs) = 0;
+};
+
+/// Which model, and how large. 0 means the model's own default.
+struct ModelOptions {
+  std::string model;    ///< "mlp", "convnet", "resnet", "transformer"; empty: what suits the data
+  int64_t width = 0;    ///< units, channels or embedding size
+  int64_t depth = 0;    ///< hidden layers, convolutions, blocks a stage, transformer layers
+  int64_t context = 64; ///< bytes that a transformer sees at once
+};
+
+/// The names of all models, as `--model` takes them.
+const std::vector<std::string>& model_names();
+
+/// Makes the model that `options` name for such data; parameters from torch's default generator.
+/// \param[in,out] options `model`, `width` and `depth` are filled in where they were left open
+/// \throws UsageError where the model cannot take such samples
+std::shared_ptr<Network> make_network(ModelOptions& options, const Dataset& data);
+
+/// One maker a model, each in its own file.
+std::shared_ptr<Network> make_mlp(int64_t features, int64_t width, int64_t depth, int64_t classes);
+std::shared_ptr<Network> make_convnet(int64_t channels, int64_t width, int64_t depth,
+                                      int64_t classes);
+std::shared_ptr<Network> make_resnet(int64_t channels, int64_t width, int64_t depth,
+                                     int64_t classes);
+std::shared_ptr<Network> make_transformer(int64_t symbols, int64_t context, int64_t width,
+                                          int64_t depth);
+
+}  // namespace infinitybatch::app

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "data/dataset.hpp"
+#include "models/network.hpp"
+#include "train/training.hpp"
+
+namespace infinitybatch::app {
+
+enum class Command { train, plan, doctor };
+
+/// Everything that the flags of all commands say; a command reads what it needs.
+struct Settings {
+  Command command = Command::train;
+  DataOptions data;
+  ModelOptions model;
+  TrainingOptions training;
+  std::string memory_budget;  ///< as written: "24MiB", "0.8", "auto", or empty
+  bool json = false;
+
+  // Written as text so that "all" and device names can be checked with messages of our own.
+  std::string batch_size = "512";
+  std::string device = "cpu";
+  std::string config;
+};
+
+/// What a parse led to: settings, or a text to print (help, version).
+struct Parsed {
+  std::optional<Settings> settings;
+  std::string text;
+};
+
+/// Reads flags and the configuration file, flags first.
+/// \throws UsageError on one line with a way out, for anything that cannot be used
+Parsed parse_command_line(int argc, const char* const* argv);
+
+}  // namespace infinitybatch::app

@@ -1,0 +1,146 @@
+#include "output/training_report.hpp"
+
+#include <infinitybatch/core/bytes.hpp>
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+#include "build_info.hpp"
+#include "output/describe.hpp"
+#include "output/json_lines.hpp"
+#include "output/numbers.hpp"
+
+namespace infinitybatch::app {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::vector<Column> columns(bool has_budget) {
+  std::vector<Column> all = {{"epoch"},
+                             {"loss", 8},
+                             {"held-out accuracy"},
+                             {"samples/s", 9},
+                             {"micro-batch"},
+                             {"peak", 9}};
+  if (has_budget) {
+    all.push_back({"peak ÷ budget"});
+  }
+  return all;
+}
+
+std::string percent(double share) { return fixed(100 * share, 1) + " %"; }
+
+Json or_null(const std::optional<double>& value) { return value ? Json(*value) : Json(nullptr); }
+
+}  // namespace
+
+TrainingReport::TrainingReport(Terminal& terminal, const Settings& settings)
+    : terminal_(terminal),
+      settings_(settings),
+      budget_(settings.training.step.memory_budget),
+      table_(columns(budget_.has_value())),
+      progress_(terminal, settings.training.epochs) {}
+
+std::optional<double> TrainingReport::share_of_budget(int64_t peak_bytes) const {
+  if (!budget_) {
+    return std::nullopt;
+  }
+  return static_cast<double>(peak_bytes) / static_cast<double>(*budget_);
+}
+
+void TrainingReport::begin(const Dataset& data, const Network& network) {
+  for (const std::string& line : describe_job(data, settings_, network)) {
+    terminal_.line(line);
+  }
+  const auto& training = settings_.training;
+  const double lr = training.optimizer.lr.value_or(default_lr(training.optimizer.name));
+  terminal_.line(training.optimizer.name + ", lr " + shortest(lr) + ", " +
+                 std::to_string(training.epochs) + " epochs, seed " + std::to_string(training.seed));
+  terminal_.line("");
+  terminal_.line(table_.heading());
+  terminal_.line(table_.rule(terminal_.is_utf8()));
+  if (settings_.json) {
+    Json fields = job_as_json(data, settings_, network);
+    fields.update({{"strategy", training.step.strategy},
+                   {"optimizer", training.optimizer.name},
+                   {"lr", lr},
+                   {"epochs", training.epochs},
+                   {"seed", training.seed},
+                   {"threads", at::get_num_threads()},
+                   {"version", version()},
+                   {"torch", torch_loaded()}});
+    write_json("start", fields);
+  }
+}
+
+void TrainingReport::on_progress(const Progress& progress) { progress_.update(progress); }
+
+void TrainingReport::on_epoch(const EpochResult& result) {
+  last_ = result;
+  seconds_ += result.seconds;
+  peak_bytes_ = std::max(peak_bytes_, result.peak_bytes);
+  restarts_ += result.restarts;
+  if (result.held_out && (best_epoch_ == 0 || result.held_out->accuracy > best_accuracy_)) {
+    best_accuracy_ = result.held_out->accuracy;
+    best_epoch_ = result.epoch;
+  }
+  const auto share = share_of_budget(result.peak_bytes);
+  std::vector<std::string> cells = {
+      std::to_string(result.epoch),
+      fixed(result.loss, 4),
+      result.held_out ? percent(result.held_out->accuracy) : "-",
+      with_commas(static_cast<int64_t>(result.samples_per_second)),
+      with_commas(result.micro_batch_size),
+      format_bytes(result.peak_bytes)};
+  if (share) {
+    cells.push_back(fixed(*share, 3));
+  }
+  terminal_.line(table_.row(cells));
+  if (settings_.json) {
+    const auto& scores = result.held_out;
+    write_json("epoch", {{"epoch", result.epoch},
+                         {"loss", result.loss},
+                         {"held_out_loss", or_null(scores ? std::optional(scores->loss) : std::nullopt)},
+                         {"held_out_accuracy",
+                          or_null(scores ? std::optional(scores->accuracy) : std::nullopt)},
+                         {"seconds", result.seconds},
+                         {"samples_per_second", result.samples_per_second},
+                         {"micro_batch_size", result.micro_batch_size},
+                         {"restarts", result.restarts},
+                         {"peak_bytes", result.peak_bytes},
+                         {"peak_over_budget", or_null(share)}});
+  }
+}
+
+void TrainingReport::end() {
+  const auto share = share_of_budget(peak_bytes_);
+  terminal_.line("");
+  std::string line = "done in " + duration(seconds_) + ": loss " + fixed(last_.loss, 4);
+  if (last_.held_out) {
+    line += ", held-out accuracy " + percent(last_.held_out->accuracy) + " (best " +
+            percent(best_accuracy_) + " in epoch " + std::to_string(best_epoch_) + ")";
+  }
+  terminal_.line(line);
+  line = "peak " + format_bytes(peak_bytes_);
+  if (share) {
+    line += " = " + fixed(*share, 3) + " of the " + format_bytes(*budget_) + " budget";
+  }
+  terminal_.line(line + ", micro-batches of " + with_commas(last_.micro_batch_size) + ", " +
+                 std::to_string(restarts_) + (restarts_ == 1 ? " restart" : " restarts"));
+  if (settings_.json) {
+    Json fields = {{"epochs", last_.epoch},
+                   {"loss", last_.loss},
+                   {"held_out_accuracy", last_.held_out ? Json(last_.held_out->accuracy) : Json()},
+                   {"best_held_out_accuracy", best_epoch_ > 0 ? Json(best_accuracy_) : Json()},
+                   {"best_epoch", best_epoch_ > 0 ? Json(best_epoch_) : Json()},
+                   {"seconds", seconds_},
+                   {"peak_bytes", peak_bytes_},
+                   {"memory_budget", budget_ ? Json(*budget_) : Json()},
+                   {"peak_over_budget", or_null(share)},
+                   {"restarts", restarts_}};
+    write_json("summary", fields);
+  }
+}
+
+}  // namespace infinitybatch::app

@@ -1,0 +1,142 @@
+#include "train/training.hpp"
+
+#include <infinitybatch/memory/limit.hpp>
+#include <infinitybatch/memory/statistics.hpp>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Functions.h>
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <string>
+
+#include "errors.hpp"
+#include "interrupt.hpp"
+
+namespace infinitybatch::app {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kNativeEvaluationSlice = 64;
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+/// The order of an epoch's samples: a pure function of seed and epoch, whatever else draws numbers.
+at::Tensor shuffled(int64_t size, uint64_t seed, int64_t epoch) {
+  at::Generator generator =
+      at::detail::createCPUGenerator(seed * 1'000'003 + static_cast<uint64_t>(epoch));
+  return at::randperm(size, generator, at::kLong);
+}
+
+class Training {
+ public:
+  Training(std::shared_ptr<Network> network, const Dataset& data, const TrainingOptions& options,
+           TrainingObserver& observer)
+      : network_(std::move(network)),
+        data_(data),
+        options_(options),
+        observer_(observer),
+        batch_size_(batch_size_for(options.step, data)),
+        optimizer_(make_optimizer(options.optimizer, network_->parameters())),
+        step_(options.step.strategy == "native" ? make_native_step(network_, options.device)
+                                                : make_virtual_step(network_, options.step)) {}
+
+  void epoch(int64_t number) {
+    memory::PeakScope peak(options_.device);
+    EpochResult result;
+    result.epoch = number;
+    const auto begin = Clock::now();
+    run_steps(result, begin);
+    result.seconds = seconds_since(begin);
+    result.samples_per_second = static_cast<double>(data_.train.size) / result.seconds;
+    if (data_.held_out.size > 0) {
+      // What fits with gradients fits without; plain PyTorch has no such size to offer.
+      const bool is_native = options_.step.strategy == "native";
+      int64_t slice = is_native ? kNativeEvaluationSlice : result.micro_batch_size;
+      result.held_out = evaluate(*network_, data_.held_out, options_.device, slice);
+    }
+    result.peak_bytes = peak.peak();
+    observer_.on_epoch(result);
+  }
+
+ private:
+  void run_steps(EpochResult& result, Clock::time_point begin) {
+    const int64_t total = data_.train.size;
+    const int64_t steps = (total + batch_size_ - 1) / batch_size_;
+    const at::Tensor order = shuffled(total, options_.seed, result.epoch);
+    Progress progress{result.epoch, 0, total, std::numeric_limits<double>::quiet_NaN(), 0};
+    for (int64_t step = 0; step < steps; ++step) {
+      const int64_t first = step * batch_size_;
+      const at::Tensor indices = order.slice(0, first, std::min(first + batch_size_, total));
+      const auto on_samples = [&](int64_t done) {
+        progress.done = first + done;
+        progress.seconds = seconds_since(begin);
+        observer_.on_progress(progress);
+      };
+      StepOutcome outcome;
+      try {
+        check_interrupt();
+        optimizer_->zero_grad();
+        outcome = step_->run(source_of(data_.train.inputs, indices),
+                             source_of(data_.train.targets, indices), on_samples);
+      } catch (const Interrupted& interrupted) {
+        throw Interrupted(interrupted.code(),
+                          std::string(interrupted.what_without_backtrace()) + " in epoch " +
+                              std::to_string(result.epoch) + " after " + std::to_string(step) +
+                              " of its " + std::to_string(steps) +
+                              " steps; the step at work was given up as a whole");
+      }
+      optimizer_->step();
+      progress.loss = outcome.loss;
+      result.loss += outcome.loss * static_cast<double>(indices.size(0)) / static_cast<double>(total);
+      result.micro_batch_size = std::max(result.micro_batch_size, outcome.micro_batch_size);
+      result.restarts += outcome.restarts;
+    }
+  }
+
+  std::shared_ptr<Network> network_;
+  const Dataset& data_;
+  const TrainingOptions& options_;
+  TrainingObserver& observer_;
+  int64_t batch_size_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::unique_ptr<Step> step_;
+};
+
+}  // namespace
+
+BatchSource source_of(const Split::Rows& rows, const at::Tensor& indices) {
+  BatchSource result;
+  result.size = indices.size(0);
+  result.rows = [&rows, indices](int64_t begin, int64_t end) {
+    return Batch(rows(indices.slice(0, begin, end)));
+  };
+  return result;
+}
+
+int64_t batch_size_for(const StepOptions& options, const Dataset& data) {
+  return std::min(options.batch_size.value_or(data.train.size), data.train.size);
+}
+
+void train(std::shared_ptr<Network> network, const Dataset& data, const TrainingOptions& options,
+           TrainingObserver& observer) {
+  std::optional<memory::Limit> limit;
+  if (options.step.memory_budget && options.device.is_cpu()) {
+    const int64_t live = memory::stats(options.device).live;
+    if (live > *options.step.memory_budget) {
+      throw BudgetExceeded(live, *options.step.memory_budget, std::nullopt,
+                           "what is there before the first step (parameters above all)");
+    }
+    limit.emplace(*options.step.memory_budget);
+  }
+  Training training(std::move(network), data, options, observer);
+  for (int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
+    training.epoch(epoch);
+  }
+}
+
+}  // namespace infinitybatch::app

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "data/dataset.hpp"
+#include "models/network.hpp"
+#include "train/evaluate.hpp"
+#include "train/optimizer.hpp"
+#include "train/step.hpp"
+
+namespace infinitybatch::app {
+
+struct TrainingOptions {
+  StepOptions step;
+  OptimizerOptions optimizer;
+  int64_t epochs = 40;
+  uint64_t seed = 0;
+  c10::Device device = c10::kCPU;
+};
+
+/// How far an epoch is, told after each micro-batch.
+struct Progress {
+  int64_t epoch = 0;   ///< counted from 1
+  int64_t done = 0;    ///< samples of this epoch
+  int64_t total = 0;
+  double loss = 0;     ///< of the last whole step; NaN before the first
+  double seconds = 0;  ///< since the epoch began
+};
+
+struct EpochResult {
+  int64_t epoch = 0;
+  double loss = 0;                 ///< mean over the epoch's samples, each before its step
+  std::optional<Scores> held_out;  ///< empty where nothing is held out
+  double seconds = 0;              ///< of training; measuring is not in it
+  double samples_per_second = 0;
+  int64_t peak_bytes = 0;          ///< steps, optimizer and measuring
+  int64_t micro_batch_size = 0;
+  int64_t restarts = 0;
+};
+
+/// What training tells while it runs.
+class TrainingObserver {
+ public:
+  virtual ~TrainingObserver() = default;
+  virtual void on_progress(const Progress& progress) = 0;
+  virtual void on_epoch(const EpochResult& result) = 0;
+};
+
+/// Trains `network` (its parameters lie on `options.device`). On the CPU the budget is in force for
+/// everything that this does: steps, the optimizer and measuring.
+/// \throws Interrupted naming the last whole step; parameters are those after it
+void train(std::shared_ptr<Network> network, const Dataset& data, const TrainingOptions& options,
+           TrainingObserver& observer);
+
+/// A logical batch that is never made as a whole: the rows at `indices` of a split.
+/// \param rows must outlive the source
+BatchSource source_of(const Split::Rows& rows, const at::Tensor& indices);
+
+/// Samples per optimizer step.
+int64_t batch_size_for(const StepOptions& options, const Dataset& data);
+
+}  // namespace infinitybatch::app

@@ -1,0 +1,209 @@
+"""Help, misuse and configuration of the command line."""
+
+import re
+
+import pytest
+from command_line_tools import ERROR, INTERRUPTED, OK, OUT_OF_MEMORY, USAGE, events, run
+
+
+@pytest.mark.parametrize("command", [(), ("train",), ("plan",), ("doctor",)])
+def test_help_has_an_example(command):
+    result = run(*command, "--help")
+    assert result.returncode == OK and result.stderr == ""
+    assert re.search(r"Examples?:\n  infinitybatch ", result.stdout)
+
+
+def test_help_names_every_flag():
+    text = run("train", "--help").stdout
+    for flag in (
+        "data labels model config epochs lr optimizer batch-size micro-batch-size memory-budget "
+        "strategy seed device json"
+    ).split():
+        assert f"--{flag}" in text, flag
+
+
+def test_help_documents_exit_codes():
+    text = run("--help").stdout
+    for code in (OK, ERROR, USAGE, OUT_OF_MEMORY, INTERRUPTED):
+        assert re.search(rf"^  {code} ", text, re.MULTILINE), code
+
+
+def test_version():
+    result = run("--version")
+    assert result.returncode == OK
+    assert re.fullmatch(
+        r"infinitybatch \d+\.\d+\.\d+ \(built with torch [\d.]+, running with .+\)\n", result.stdout
+    )
+
+
+MISUSES = {
+    "no command": ((), USAGE, "a command is needed: train, plan or doctor"),
+    "unknown command": (("trian",), USAGE, "trian is not known, did you mean train?"),
+    "unknown flag": (
+        ("train", "--epoch", "3"),
+        USAGE,
+        "--epoch is not known, did you mean --epochs?",
+    ),
+    "flag of another command": (("plan", "--epochs", "3"), USAGE, "--epochs is not known"),
+    "positional": (("train", "digits"), USAGE, "digits is not known"),
+    "no value": (("train", "--epochs"), USAGE, "--epochs.*; see: infinitybatch train --help"),
+    "no number": (("train", "--epochs", "many"), USAGE, "--epochs.*many"),
+    "epochs 0": (("train", "--epochs", "0"), USAGE, "--epochs.*0 not in range 1"),
+    "negative lr": (("train", "--lr", "-1"), USAGE, "--lr.*-1 not in range 0"),
+    "held-out 1": (("train", "--held-out", "1"), USAGE, r"--held-out.*1 not in range 0"),
+    "batch size 0": (
+        ("train", "--batch-size", "0"),
+        USAGE,
+        'neither a number of 1 or more nor "all"',
+    ),
+    "batch size word": (("train", "--batch-size", "everything"), USAGE, "everything is neither"),
+    "micro-batch 0": (
+        ("train", "--micro-batch-size", "0"),
+        USAGE,
+        "--micro-batch-size.*0 not in range",
+    ),
+    "budget word": (
+        ("train", "--memory-budget", "lots"),
+        USAGE,
+        '"lots", which is no budget; write',
+    ),
+    "budget 0": (("train", "--memory-budget", "0"), USAGE, "at least one byte; write"),
+    "budget share": (("train", "--memory-budget", "1.5"), USAGE, "above 0 and at most 1; write"),
+    "unknown model": (("train", "--model", "vgg"), USAGE, "--model: vgg not in {mlp,convnet"),
+    "unknown strategy": (
+        ("train", "--strategy", "fast"),
+        USAGE,
+        "fast not in {auto,stream,native}",
+    ),
+    "unknown optimizer": (
+        ("train", "--optimizer", "lion"),
+        USAGE,
+        "lion is not known; use sgd, adam",
+    ),
+    "lbfgs": (
+        ("train", "--optimizer", "lbfgs"),
+        USAGE,
+        "lbfgs asks for the loss several times.*use sgd",
+    ),
+    "no such device": (("train", "--device", "cuda:99"), USAGE, "cuda:99 is not there.*have: cpu"),
+    "no device at all": (("train", "--device", "gpu0"), USAGE, "gpu0 is not there.*have: cpu"),
+    "native micro-batch": (
+        ("train", "--strategy", "native", "--micro-batch-size", "4"),
+        USAGE,
+        "means nothing with --strategy native.*leave one of them out",
+    ),
+    "no such data": (("train", "--data", "nowhere"), ERROR, "no data at nowhere, data/nowhere"),
+    "no such path": (("train", "--data", "a/b"), ERROR, "no data at a/b; --data takes a folder"),
+    "empty folder": (("train", "--data", "{folder}"), ERROR, "has no train-images-idx3-ubyte"),
+    "labels beside a folder": (
+        ("train", "--data", "{folder}/pair", "--labels", "{folder}/y.npy"),
+        USAGE,
+        "leave --labels out",
+    ),
+    "labels missing": (
+        ("train", "--data", "{folder}/x.npy"),
+        USAGE,
+        "give their classes with --labels",
+    ),
+    "labels beside text": (
+        ("train", "--data", "{folder}/text.txt", "--labels", "{folder}/y.npy"),
+        USAGE,
+        "is text, which predicts itself; leave --labels out",
+    ),
+    "inputs as labels": (
+        ("train", "--data", "{folder}/x.npy", "--labels", "{folder}/x.npy"),
+        ERROR,
+        "labels are not integers",
+    ),
+    "images to a transformer": (
+        ("train", "--data", "{folder}/pair", "--model", "transformer"),
+        USAGE,
+        "cannot take images or vectors.*use --model resnet",
+    ),
+    "text to a resnet": (
+        ("train", "--data", "{folder}/text.txt", "--model", "resnet"),
+        USAGE,
+        "cannot take text.*use --model transformer",
+    ),
+    "vectors to a convnet": (
+        (
+            "train",
+            "--data",
+            "{folder}/vectors.npy",
+            "--labels",
+            "{folder}/y.npy",
+            "--model",
+            "convnet",
+        ),
+        USAGE,
+        "takes images, but.*use --model mlp",
+    ),
+    "width of groups": (
+        ("train", "--data", "{folder}/pair", "--width", "12"),
+        USAGE,
+        "must be a multiple of 8",
+    ),
+    "context too long": (
+        ("train", "--data", "{folder}/text.txt", "--context", "9000"),
+        ERROR,
+        "too few for two samples of 9000.*a smaller --context",
+    ),
+    "config missing": (("train", "--config", "{folder}/none.toml"), USAGE, "cannot be read"),
+    "budget below the parameters": (
+        ("train", "--data", "{folder}/pair", "--memory-budget", "100kB"),
+        OUT_OF_MEMORY,
+        "needs.*the budget is",
+    ),
+    "budget below a sample": (
+        ("plan", "--data", "{folder}/pair", "--width", "512", "--memory-budget", "60MiB"),
+        OUT_OF_MEMORY,
+        ".",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_misuse(case, folder, tmp_path):
+    arguments, code, message = MISUSES[case]
+    result = run(*(a.format(folder=folder) for a in arguments), cwd=tmp_path)
+    assert result.returncode == code, result.stderr
+    assert result.stderr.count("\n") == 1, "errors are one line"
+    assert re.match(r"infinitybatch: (?!infinitybatch)", result.stderr)
+    assert re.search(message, result.stderr), result.stderr
+    assert code == OUT_OF_MEMORY or result.stdout == ""
+
+
+def test_config_has_the_flags_names_and_flags_win(pair, tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '# a run\nmodel = "mlp"\nwidth = 32 # units\nepochs = 3\nlr = 0.01\n'
+        'memory-budget = "64 MiB"\nbatch-size = "all"\n'
+    )
+    result = run("train", *pair, "--config", config, "--epochs", "2", "--json")
+    start = events(result)[0]
+    assert result.returncode == OK, result.stderr
+    assert (start["model"], start["width"], start["epochs"], start["lr"]) == ("mlp", 32, 2, 0.01)
+    assert start["memory_budget"] == 64 << 20 and start["batch_size"] == 240
+
+
+BAD_CONFIGS = {
+    "unknown key": ("epoch = 3\n", r"the key 'epoch' is not known, did you mean epochs\?"),
+    "underscore": ("batch_size = 3\n", r"did you mean batch-size\?"),
+    "section": ("[train]\nepochs = 3\n", r"line 1: \[train\] is a section"),
+    "no value": ("epochs =\n", "line 1: 'epochs =' is not: key = value"),
+    "no key": ("\nwhatever\n", "line 2: 'whatever' is not: key = value"),
+    "bad value": ('epochs = "many"\n', "--epochs.*many"),
+    "out of range": ("epochs = 0\n", "--epochs.*0 not in range"),
+    "itself": ('config = "other.toml"\n', "the key 'config' is not known"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_bad_config(case, pair, tmp_path):
+    content, message = BAD_CONFIGS[case]
+    (tmp_path / "run.toml").write_text(content)
+    result = run("train", *pair, "--config", "run.toml", cwd=tmp_path)
+    assert result.returncode == USAGE, result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("infinitybatch: --config: run.toml")
+    assert re.search(message, result.stderr), result.stderr

@@ -1,0 +1,71 @@
+"""The commands plan and doctor."""
+
+import re
+
+import pytest
+from command_line_tools import ERROR, OK, OUT_OF_MEMORY, RESNET, TIGHT, epochs, events, run
+
+
+def test_plan_agrees_with_training(pair):
+    settings = (*pair, *RESNET, "--batch-size", "all", "--memory-budget", TIGHT, "--json")
+    result = run("plan", *settings)
+    assert result.returncode == OK, result.stderr
+    *candidates, plan = events(result)
+    budget = 8 << 20
+    assert plan["event"] == "plan" and sum(plan["micro_batch_sizes"]) == 240
+    assert plan["predicted_peak_bytes"] <= budget
+    sizes = {c["micro_batch_size"]: c for c in candidates}
+    assert sizes[plan["micro_batch_size"]]["feasible"]
+    assert not sizes[240]["feasible"] and sizes[240]["peak_bytes"] > budget
+    assert all(c["feasible"] == (c["peak_bytes"] <= budget) for c in candidates)
+    peaks = [c["peak_bytes"] for c in candidates]
+    assert peaks == sorted(peaks)
+
+    # A training with that size has that peak: within 2 %, the order of samples being the difference.
+    fixed = ("--micro-batch-size", plan["micro_batch_size"], "--epochs", "3", "--held-out", "0")
+    plain = run("plan", *settings, "--held-out", "0")
+    wanted = {c["micro_batch_size"]: c for c in events(plain)[:-1]}
+    ours = epochs(run("train", *settings, *fixed))
+    if plan["micro_batch_size"] in wanted:
+        expected = wanted[plan["micro_batch_size"]]["peak_bytes"]
+        assert ours[-1]["peak_bytes"] == pytest.approx(expected, rel=0.02)
+
+
+def test_plan_is_a_table_for_people(pair):
+    result = run("plan", *pair, *RESNET, "--batch-size", "all", "--memory-budget", TIGHT)
+    assert result.returncode == OK, result.stderr
+    assert result.stdout.count("<- chosen") == 1
+    assert "too large" in result.stdout and "peak ÷ budget" in result.stdout
+
+
+def test_plan_of_an_impossible_budget(pair):
+    result = run("plan", *pair, *RESNET, "--memory-budget", "300kB")
+    assert result.returncode == OUT_OF_MEMORY
+    assert result.stderr.count("\n") == 1 and "the budget is" in result.stderr
+
+
+def test_doctor_finds_this_installation_sound():
+    result = run("doctor", "--json")
+    assert result.returncode == OK, result.stdout + result.stderr
+    *checks, summary = events(result)
+    assert summary == {"event": "summary", "broken": 0, "checks": len(checks)}
+    by_name = {check["name"]: check for check in checks}
+    assert by_name["memory limit"]["refused"] is True
+    assert by_name["gradient"]["relative_error"] <= 1e-12
+    assert by_name["devices"]["devices"][0]["name"] == "cpu"
+    assert by_name["memory"]["total_bytes"] > 0
+    assert by_name["threads"]["threads"] >= 1
+
+
+def test_doctor_notes_what_could_be_better():
+    plain = run("doctor", OMP_NUM_THREADS="64", MALLOC_TRIM_THRESHOLD_="")
+    assert plain.returncode == OK
+    assert re.search(r"^note +threads .*\n +-> .*OMP_NUM_THREADS", plain.stdout, re.MULTILINE)
+    assert re.search(r"^note +malloc .*\n +-> .*MALLOC_TRIM_THRESHOLD_", plain.stdout, re.MULTILINE)
+
+
+def test_doctor_finds_damaged_digits(tmp_path):
+    (tmp_path / "data" / "digits").mkdir(parents=True)
+    result = run("doctor", cwd=tmp_path)
+    assert result.returncode == ERROR
+    assert re.search(r"^broken +data .*\n +-> .*export_digits.py", result.stdout, re.MULTILINE)
