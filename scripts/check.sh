@@ -6,7 +6,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 cd "$ROOT"
-mapfile -t cpp < <(find include src apps python tests benchmarks -name '*.cpp' -o -name '*.hpp' 2>/dev/null | sort)
+mapfile -t cpp < <(find include src apps python tests examples benchmarks -name '*.cpp' -o -name '*.hpp' 2>/dev/null | sort)
 
 if [ "${1:-}" = "--fix" ]; then
   "$VENV/bin/clang-format" -i "${cpp[@]}"
@@ -39,5 +39,5 @@ if command -v clang-tidy >/dev/null; then
 else
   note "clang-tidy is not installed: apt-get install clang-tidy to include it."
 fi
-[ "$status" -eq 0 ] && say "All checks passed" || say "Some checks failed"
+if [ "$status" -eq 0 ]; then say "All checks passed"; else say "Some checks failed"; fi
 exit "$status"

@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC2034
 # Sourced by the other scripts: where things are and how to say what happens.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -36,7 +37,7 @@ build_tree() {
   say "Configuring and building build/$preset${*:+ ($*)} with $(jobs_for_this_machine) jobs"
   mkdir -p "$BUILD"
   (
-    cd "$ROOT"
+    cd "$ROOT" || exit
     cmake --preset "$preset" -DPython_EXECUTABLE="$VENV_PYTHON" \
       -DCMAKE_MAKE_PROGRAM="$VENV/bin/ninja" -DINFINITYBATCH_WHEEL_LAYOUT=OFF >"$BUILD/configure-$preset.log" 2>&1 ||
       { cat "$BUILD/configure-$preset.log"; exit 1; }
