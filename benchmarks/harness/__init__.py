@@ -1,0 +1,1 @@
+"""How benchmarks measure: side by side, in turn, as ratios."""

@@ -1,0 +1,95 @@
+"""Findings as JSON for machines and Markdown for people."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Table:
+    caption: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+
+@dataclass
+class Goal:
+    """A promise and what was measured of it."""
+
+    promise: str
+    measured: str
+    met: bool
+
+
+@dataclass
+class Findings:
+    """What one suite found under one setting."""
+
+    tables: list[Table] = field(default_factory=list)
+    goals: list[Goal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    figures: list[dict[str, Any]] = field(default_factory=list)  # every number, for machines
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Findings":
+        return cls(
+            [Table(**table) for table in data["tables"]],
+            [Goal(**goal) for goal in data["goals"]],
+            list(data["notes"]),
+            list(data["figures"]),
+        )
+
+
+def to_json(value: Any) -> str:
+    def plain(item: Any) -> Any:
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            return dataclasses.asdict(item)
+        raise TypeError(f"{type(item).__name__} does not belong into results")
+
+    return json.dumps(value, indent=1, default=plain) + "\n"
+
+
+def _cells(row: Sequence[str]) -> str:
+    return "| " + " | ".join(row) + " |"
+
+
+def _markdown_table(table: Table) -> list[str]:
+    ruler = _cells(["---"] + ["---:"] * (len(table.columns) - 1))
+    return [f"{table.caption}", "", _cells(table.columns), ruler, *map(_cells, table.rows), ""]
+
+
+def to_markdown(report: Mapping[str, Any]) -> str:
+    """A report as `run.py` makes it: title, date, command, machine, runs."""
+    lines = [f"# {report['title']}", "", report["explanation"], ""]
+    lines += [f"- Date: {report['date']}", f"- Command: `{report['command']}`"]
+    lines += [
+        f"- {name[0].upper()}{name[1:]}: {value}" for name, value in report["machine"].items()
+    ]
+    lines += [f"- Tuned malloc: `{report['tuned malloc']}`", "", "## Goals", ""]
+    goals = [
+        [goal.promise, run["setting"], goal.measured, "yes" if goal.met else "**no**"]
+        for run in report["runs"]
+        for goal in run["findings"].goals
+    ]
+    lines += [_cells(["goal", "setting", "measured", "met"]), _cells(["---"] * 4)]
+    lines += [_cells(row) for row in goals] + [""]
+    for run in report["runs"]:
+        others = run["others"]
+        busy = "unknown" if others is None else f"{others:.2f} cores"
+        lines += [f"## {run['setting']}", "", f"Used by others meanwhile: {busy}.", ""]
+        for table in run["findings"].tables:
+            lines += _markdown_table(table)
+        lines += [f"- {note}" for note in run["findings"].notes]
+        lines += [""] if run["findings"].notes else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def write(report: Mapping[str, Any], folder: Path, name: str) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.json", folder / f"{name}.md"]
+    paths[0].write_text(to_json(report))
+    paths[1].write_text(to_markdown(report))
+    return paths

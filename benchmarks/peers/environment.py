@@ -1,0 +1,52 @@
+"""Makes the environment in which peers are measured: theirs on top of the torch that runs ours."""
+
+import hashlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+LINES_OF_REASON = 6
+
+
+def own_packages() -> list[str]:
+    """Where this interpreter's packages are. Nested environments' .pth files are resolved already."""
+    names = ("site-packages", "dist-packages")
+    return [path for path in sys.path if Path(path).name in names]
+
+
+def python_of(folder: Path) -> Path:
+    return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+
+def prepare(folder: Path) -> tuple[Path | None, str]:
+    """Installs what is missing.
+
+    Returns:
+        The environment's interpreter and "", or None and the reason in one line.
+    """
+    wanted = REQUIREMENTS.read_text() + importlib.metadata.version("torch") + sys.version
+    stamp = folder / ".installed"
+    digest = hashlib.sha256(wanted.encode()).hexdigest()
+    python = python_of(folder)
+    if python.exists() and stamp.exists() and stamp.read_text() == digest:
+        return python, ""
+    try:
+        venv.create(folder, with_pip=True, clear=True)
+        ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        purelib = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True)
+        Path(purelib.stdout.strip(), "parent.pth").write_text("\n".join(own_packages()) + "\n")
+        torch_stays = folder / "constraints.txt"
+        torch_stays.write_text(f"torch=={importlib.metadata.version('torch').split('+')[0]}\n")
+        install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        install += ["-c", torch_stays, "-r", REQUIREMENTS]
+        subprocess.run(install, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+        wrong = [line for line in said if line.startswith("ERROR")] or said
+        return None, " ".join(wrong[-LINES_OF_REASON:])
+    stamp.write_text(digest)
+    return python, ""

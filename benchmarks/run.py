@@ -1,0 +1,159 @@
+"""Runs benchmarks and writes dated results. See README.md beside this file.
+
+    python benchmarks/run.py                    every suite, one thread and two
+    python benchmarks/run.py time --threads 1   one of them
+
+Each suite runs in processes of its own, one for each number of threads and each setting of malloc.
+"""
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+MODULES = {"time": "time_to_native", "loop": "loop_cost", "budget": "budget"}
+ROUNDS = {"time": 20, "loop": 100, "budget": 24}
+UNTUNED = {"time": 8, "loop": 0, "budget": 0}  # rounds with malloc as it is by default
+TOY_ROUNDS = 4
+BUSY = 0.1  # cores used by others from which on a run is called disturbed
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("suites", nargs="*", metavar="suite", help=", ".join(MODULES))
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], metavar="N")
+    parser.add_argument("--rounds", type=int, help="of each tuned run, in place of the suite's own")
+    parser.add_argument("--toy", action="store_true", help="sizes that only try the harness")
+    parser.add_argument("--no-peers", action="store_true", help="install no other libraries")
+    parser.add_argument("--output", type=Path, default=HERE / "results", metavar="FOLDER")
+    parser.add_argument("--child", help=argparse.SUPPRESS)  # settings as JSON; results to --output
+    options = parser.parse_args(arguments)
+    unknown = [suite for suite in options.suites if suite not in MODULES]
+    if unknown:
+        parser.error(f"no such suite: {', '.join(unknown)}; there are {', '.join(MODULES)}")
+    options.suites = options.suites or list(MODULES)
+    return options
+
+
+def measure(suite: str, settings: Any, output: Path) -> None:
+    """In a process of its own: runs one suite and leaves its findings as JSON."""
+    import torch
+    from harness.results import to_json
+
+    torch.set_num_threads(settings.threads)
+    module = importlib.import_module(f"suites.{MODULES[suite]}")
+    output.write_text(to_json(module.run(settings)))
+
+
+def run_apart(suite: str, settings: Any, python: Path) -> dict[str, Any]:
+    """`measure` in a process whose malloc is set as `settings` says."""
+    import dataclasses
+
+    from harness.machine import Bystanders, environment
+    from harness.results import Findings
+
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "findings.json")
+        command = [str(python), str(HERE / "run.py"), suite, "--output", str(output)]
+        command += ["--child", json.dumps(dataclasses.asdict(settings))]
+        bystanders = Bystanders()
+        subprocess.run(command, env=environment(settings.malloc), check=True)
+        others = bystanders.share()
+        findings = Findings.from_json(json.loads(output.read_text()))
+    if others is not None and others > BUSY:
+        findings.notes.append(
+            f"Others used {others:.2f} cores during this run: do not trust these times."
+        )
+    return {"setting": str(settings), "others": others, "findings": findings}
+
+
+def settings_of(suite: str, options: argparse.Namespace) -> list[Any]:
+    from harness.settings import Settings
+
+    rounds = TOY_ROUNDS if options.toy else options.rounds or ROUNDS[suite]
+    runs = [Settings(threads, "tuned", rounds, options.toy) for threads in options.threads]
+    untuned = min(rounds, UNTUNED[suite])
+    if untuned and not options.toy:
+        runs += [Settings(threads, "untuned", untuned, options.toy) for threads in options.threads]
+    return runs
+
+
+def report_on(
+    suite: str, options: argparse.Namespace, command: str, python: Path
+) -> dict[str, Any]:
+    from harness.machine import TUNED_MALLOC, describe
+
+    module = importlib.import_module(f"suites.{MODULES[suite]}")
+    runs = []
+    for settings in settings_of(suite, options):
+        print(f"{suite}: {settings} ...", flush=True)
+        runs.append(run_apart(suite, settings, python))
+    return {
+        "title": module.TITLE,
+        "explanation": module.EXPLANATION,
+        "date": datetime.date.today().isoformat(),
+        "command": command,
+        "machine": describe(),
+        "tuned malloc": " ".join(f"{name}={value}" for name, value in TUNED_MALLOC.items()),
+        "runs": runs,
+    }
+
+
+def peers_python(options: argparse.Namespace) -> tuple[Path, str]:
+    """The interpreter for the suite `loop`, and why peers are missing where they are."""
+    if options.no_peers:
+        return Path(sys.executable), "--no-peers was given"
+    from peers.environment import prepare
+
+    folder = HERE.parent / "build" / "peers"
+    print(f"loop: peers/requirements.txt goes into {folder.relative_to(HERE.parent)}", flush=True)
+    python, reason = prepare(folder)
+    if python is None:
+        print(f"loop: peers could not be installed, going on without them: {reason}", flush=True)
+    return python or Path(sys.executable), reason
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    if options.child:
+        from harness.settings import Settings
+
+        measure(options.suites[0], Settings(**json.loads(options.child)), options.output)
+        return 0
+    if importlib.util.find_spec("infinitybatch") is None:
+        print(
+            "error: infinitybatch is not importable; use make bench, or set PYTHONPATH to "
+            "build/release/python",
+            file=sys.stderr,
+        )
+        return 1
+    from harness.results import write
+
+    # Where the results went is nobody's business who reads them.
+    hidden = {"--output", str(options.output)}
+    kept = [argument for argument in arguments if argument not in hidden]
+    command = " ".join(["python", "benchmarks/run.py", *kept])
+    for suite in options.suites:
+        python, reason = peers_python(options) if suite == "loop" else (Path(sys.executable), "")
+        report = report_on(suite, options, command, python)
+        if reason:
+            report["runs"][0]["findings"].notes.append(f"Peers: {reason}")
+        name = f"{report['date']}-{suite}" + ("-toy" if options.toy else "")
+        for path in write(report, options.output, name):
+            print(f"{suite}: wrote {os.path.relpath(path)}", flush=True)
+        for run in report["runs"]:
+            for goal in run["findings"].goals:
+                sign = "met   " if goal.met else "MISSED"
+                print(f"  {sign} {run['setting']}: {goal.promise}: {goal.measured}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What is measured. Each module has `run(settings) -> Findings`."""

@@ -1,0 +1,98 @@
+"""Models and data to measure with. The data is random: no figure here depends on its values."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    make_model: Callable[[], nn.Module]
+    sample_shape: tuple[int, ...]
+    classes: int = 10
+    batch_size: int = 0  #: of the suite `time`
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.make_model().train()
+
+    def tensors(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs of shape (batch_size, *sample_shape), labels of shape (batch_size,)."""
+        generator = torch.Generator().manual_seed(1)
+        inputs = torch.randn(batch_size, *self.sample_shape, generator=generator)
+        return inputs, torch.randint(self.classes, (batch_size,), generator=generator)
+
+    def on_host(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same shapes as NumPy's bytes, which no tensor holds until rows are asked for."""
+        generator = np.random.default_rng(1)
+        inputs = generator.integers(256, size=(batch_size, *self.sample_shape), dtype=np.uint8)
+        return inputs, generator.integers(self.classes, size=batch_size)
+
+
+class Encoder(nn.Module):
+    """A transformer encoder with a linear head on the mean over positions."""
+
+    def __init__(self, width: int, heads: int, layers: int, classes: int = 10) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(positions).mean(dim=1))
+
+
+def convnet(width: int, size: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(2 * width * (size // 4) ** 2, 10),
+    )
+
+
+def mlp(*widths: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def for_time(toy: bool) -> list[Workload]:
+    """Large enough that the native whole batch is what people would want to avoid."""
+    if toy:
+        return [
+            Workload("encoder", lambda: Encoder(8, 2, 1), (4, 8), batch_size=256),
+            Workload("MLP", lambda: mlp(16, 32, 10), (16,), batch_size=256),
+        ]
+    return [
+        Workload("convnet", lambda: convnet(32, 32), (3, 32, 32), batch_size=512),
+        Workload("encoder", lambda: Encoder(128, 4, 4), (64, 128), batch_size=256),
+        Workload("wide MLP", lambda: mlp(1024, 1024, 1024, 10), (1024,), batch_size=1024),
+    ]
+
+
+def for_budget(toy: bool) -> list[Workload]:
+    """Small enough a sample that 65,536 of them take seconds."""
+    if toy:
+        return [Workload("MLP", lambda: mlp(16, 64, 10), (16,))]
+    return [
+        Workload("convnet", lambda: convnet(8, 16), (3, 16, 16)),
+        Workload("encoder", lambda: Encoder(32, 4, 2), (16, 32)),
+        Workload("MLP", lambda: mlp(64, 256, 256, 10), (64,)),
+    ]
+
+
+def tiny_mlp() -> nn.Module:
+    """So little work that what a loop costs shows."""
+    return mlp(64, 128, 10)

@@ -1,0 +1,105 @@
+"""The benchmarks' harness: its arithmetic, its fairness, and every suite at toy sizes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def test_ratios_pair_rounds_and_the_interval_holds_the_truth():
+    from harness.ratios import paired
+
+    random = np.random.default_rng(0)
+    held = 0
+    for _ in range(100):
+        # Rounds differ by a factor of 100, which unpaired medians would not survive.
+        theirs = 10 ** random.uniform(-1, 1, 40)
+        ratio = paired(theirs * random.normal(1.2, 0.05, 40), theirs)
+        assert ratio.low <= ratio.median <= ratio.high < ratio.low + 0.1
+        held += ratio.low < 1.2 < ratio.high
+    assert 88 <= held <= 99
+    with pytest.raises(ValueError, match="do not pair"):
+        paired([1.0], [1.0, 2.0])
+
+
+def test_contestants_run_in_turn_and_in_changing_order():
+    from harness.clock import interleave
+
+    ran = []
+    names = ["a", "b", "c"]
+    samples = interleave({name: lambda n=name: ran.append(n) for name in names}, 20, warm_up=1)
+    assert {name: len(taken) for name, taken in samples.items()} == dict.fromkeys(names, 20)
+    rounds = [ran[i : i + 3] for i in range(0, len(ran), 3)]
+    assert all(sorted(order) == names for order in rounds)
+    assert {order[0] for order in rounds} == set(names)
+
+
+def test_a_contestant_with_another_gradient_is_not_timed():
+    from contestants import Loop, Native, Ours, check_agreement
+
+    batch = (torch.nn.Linear(4, 3), torch.randn(10, 4), torch.randint(3, (10,)))
+
+    class WrongMean(Loop):
+        """What is written where nobody thinks of the short last micro-batch."""
+
+        def backward(self):
+            for x, y in zip(
+                self.inputs.split(self.size), self.targets.split(self.size), strict=True
+            ):
+                (torch.nn.functional.cross_entropy(self.model(x), y) / 3).backward()
+
+    right = {
+        "native": Native(*batch),
+        "ours": Ours(*batch, micro_batch_size=4),
+        "loop": Loop(*batch, micro_batch_size=4),
+    }
+    check_agreement(right)
+    with pytest.raises(ArithmeticError, match="wrong gives another gradient"):
+        check_agreement(right | {"wrong": WrongMean(*batch, micro_batch_size=4)})
+
+
+def test_sizes_of_the_sweep_are_all_that_there_are():
+    from suites.sweep import even_sizes, grid_sizes
+
+    assert even_sizes(10) == [1, 2, 3, 4, 5, 10]
+    assert grid_sizes(10) == [1, 2, 3, 4, 5, 7, 9]
+
+
+@pytest.mark.parametrize("suite", ["time", "loop", "budget"])
+def test_every_suite_runs_and_its_results_are_complete(suite, tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "run.py"), suite]
+    command += ["--toy", "--no-peers", "--threads", "1", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (found,) = tmp_path.glob("*.json")
+    assert found.stem.endswith(f"-{suite}-toy")
+    report = json.loads(found.read_text())
+    (run,) = report["runs"]
+    assert run["setting"] == "one thread, tuned malloc, toy sizes"
+    assert run["findings"]["figures"]
+    assert all(
+        len(row) == len(t["columns"]) for t in run["findings"]["tables"] for row in t["rows"]
+    )
+    text = found.with_suffix(".md").read_text()
+    assert "MALLOC_MMAP_THRESHOLD_" in text and report["machine"]["torch"] in text
+    # Nothing in what is committed names the machine.
+    assert str(tmp_path) not in found.read_text() + text
+    assert str(BENCHMARKS) not in found.read_text() + text
+
+
+def test_no_such_suite_is_said_in_one_line(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "run.py"), "tiem", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no such suite: tiem; there are time, loop, budget" in done.stderr
