@@ -60,12 +60,14 @@ void translate(std::exception_ptr pointer) {
 }
 
 py::handle torch_out_of_memory() {
-  static const py::handle type = py::module_::import("torch").attr("OutOfMemoryError").cast<py::object>().release();
+  static const py::handle type =
+      py::module_::import("torch").attr("OutOfMemoryError").cast<py::object>().release();
   return type;
 }
 
-/// Whether `error`, or what it says to have been caused by, is a torch.OutOfMemoryError. What merely
-/// was being handled when it was raised does not count: a step may be the answer to a native one.
+/// Whether `error`, or what it says to have been caused by, is a torch.OutOfMemoryError. What
+/// merely was being handled when it was raised does not count: a step may be the answer to a native
+/// one.
 bool says_out_of_memory(py::object error) {
   for (int depth = 0; depth < 16 && error && !error.is_none(); ++depth) {
     if (PyErr_GivenExceptionMatches(error.ptr(), torch_out_of_memory().ptr()) != 0) return true;

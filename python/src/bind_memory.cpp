@@ -57,7 +57,8 @@ std::string optional_bytes(const std::optional<int64_t>& bytes) {
 }
 
 void bind_statistics(py::module_& memory) {
-  py::class_<memory::Statistics>(memory, "Statistics", "What tensors occupy on one device, in bytes.")
+  py::class_<memory::Statistics>(memory, "Statistics",
+                                 "What tensors occupy on one device, in bytes.")
       .def_readonly("live", &memory::Statistics::live, "Occupied now.")
       .def_readonly("peak", &memory::Statistics::peak, "The most since `reset_peak`.")
       .def_readonly("reserved", &memory::Statistics::reserved,
@@ -67,34 +68,38 @@ void bind_statistics(py::module_& memory) {
       .def("__repr__", [](const memory::Statistics& self) {
         return "Statistics(live=" + format_bytes(self.live) + ", peak=" + format_bytes(self.peak) +
                ", reserved=" + optional_bytes(self.reserved) +
-               ", limit=" + optional_bytes(self.limit) + ", total=" + format_bytes(self.total) + ")";
+               ", limit=" + optional_bytes(self.limit) + ", total=" + format_bytes(self.total) +
+               ")";
       });
   memory.def("stats", &memory::stats, py::arg("device"));
   memory.def("reset_peak", &memory::reset_peak, py::arg("device"));
   memory.def("available", &memory::available, py::arg("device"));
-  memory.def("describe_cpu_allocator",
-             [] { return memory::describe(memory::cpu_allocator_state()); });
+  memory.def(
+      "describe_cpu_allocator", [] { return memory::describe(memory::cpu_allocator_state()); },
+      "Whether torch's CPU allocator is ours, in one sentence, with a way out where it is not.");
 }
 
 void bind_limit(py::module_& memory) {
-  py::class_<PyLimit>(memory, "Limit")
+  py::class_<PyLimit>(memory, "Limit",
+                      "A context that limits this thread's CPU allocations. Made by `limit`.")
       .def(py::init([](const py::object& bytes) {
              PyLimit limit;
              limit.bytes = to_budget(bytes, "the limit").resolve(at::kCPU);
              return limit;
            }),
            py::arg("bytes"))
-      .def_readonly("bytes", &PyLimit::bytes)
-      .def_property_readonly("refused",
-                             [](const PyLimit& self) {
-                               return self.scope() ? self.scope()->refused() : self.refused;
-                             })
-      .def("__enter__",
-           [](PyLimit& self) -> PyLimit& {
-             self.enter(self.bytes);
-             return self;
-           },
-           py::return_value_policy::reference)
+      .def_readonly("bytes", &PyLimit::bytes, "What may be live.")
+      .def_property_readonly(
+          "refused",
+          [](const PyLimit& self) { return self.scope() ? self.scope()->refused() : self.refused; },
+          "What the last refused allocation would have made live; 0 for none.")
+      .def(
+          "__enter__",
+          [](PyLimit& self) -> PyLimit& {
+            self.enter(self.bytes);
+            return self;
+          },
+          py::return_value_policy::reference)
       .def("__exit__", [](PyLimit& self, const py::args&) {
         if (self.scope()) self.refused = self.scope()->refused();
         self.exit();
@@ -102,7 +107,8 @@ void bind_limit(py::module_& memory) {
 }
 
 void bind_peak(py::module_& memory) {
-  py::class_<PyPeak>(memory, "PeakScope")
+  py::class_<PyPeak>(memory, "PeakScope",
+                     "A context that sees the peak of live bytes. Made by `peak`.")
       .def(py::init([](at::Device device) {
              PyPeak peak;
              peak.device = device;
@@ -112,12 +118,13 @@ void bind_peak(py::module_& memory) {
       .def_property_readonly(
           "peak",
           [](const PyPeak& self) { return self.scope() ? self.scope()->peak() : self.peak; })
-      .def("__enter__",
-           [](PyPeak& self) -> PyPeak& {
-             self.enter(self.device);
-             return self;
-           },
-           py::return_value_policy::reference)
+      .def(
+          "__enter__",
+          [](PyPeak& self) -> PyPeak& {
+            self.enter(self.device);
+            return self;
+          },
+          py::return_value_policy::reference)
       .def("__exit__", [](PyPeak& self, const py::args&) {
         if (self.scope()) self.peak = self.scope()->peak();
         self.exit();
@@ -125,7 +132,8 @@ void bind_peak(py::module_& memory) {
 }
 
 void bind_failure(py::module_& memory) {
-  py::class_<PyFailure>(memory, "FailAllocation")
+  py::class_<PyFailure>(memory, "FailAllocation",
+                        "A context in which one allocation fails. Made by `fail_allocation`.")
       .def(py::init([](std::optional<int64_t> n) {
              PyFailure failure;
              failure.n = n.value_or(memory::FailAllocation::kNever);
@@ -138,12 +146,13 @@ void bind_failure(py::module_& memory) {
       .def_property_readonly(
           "failed",
           [](const PyFailure& self) { return self.scope() ? self.scope()->failed() : self.failed; })
-      .def("__enter__",
-           [](PyFailure& self) -> PyFailure& {
-             self.enter(self.n);
-             return self;
-           },
-           py::return_value_policy::reference)
+      .def(
+          "__enter__",
+          [](PyFailure& self) -> PyFailure& {
+            self.enter(self.n);
+            return self;
+          },
+          py::return_value_policy::reference)
       .def("__exit__", [](PyFailure& self, const py::args&) {
         if (self.scope()) {
           self.seen = self.scope()->seen();

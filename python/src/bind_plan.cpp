@@ -17,8 +17,9 @@ void bind_plan(py::module_& module) {
                     "Index into `Plan.micro_batch_sizes`; -1 for the whole logical batch.")
       .def("__repr__", [](const Instruction& self) {
         const std::string operation = name_of(self.operation);
-        return self.micro_batch < 0 ? "<" + operation + ">"
-                                    : "<" + operation + " " + std::to_string(self.micro_batch) + ">";
+        return self.micro_batch < 0
+                   ? "<" + operation + ">"
+                   : "<" + operation + " " + std::to_string(self.micro_batch) + ">";
       });
   py::class_<Candidate>(module, "Candidate", "One micro-batch size that the planner looked at.")
       .def_readonly("micro_batch_size", &Candidate::micro_batch_size, "Samples.")
@@ -48,7 +49,8 @@ The executor runs the instructions, the predicted peak is read off the same ones
            "For people: what was chosen, what else was possible, what bounds it.")
       .def("__repr__", [](const Plan& self) {
         return "<Plan: " + self.strategy + ", " + std::to_string(self.batch_size) +
-               " samples in micro-batches of up to " + std::to_string(self.micro_batch_size()) + ">";
+               " samples in micro-batches of up to " + std::to_string(self.micro_batch_size()) +
+               ">";
       });
 }
 

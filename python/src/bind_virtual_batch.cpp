@@ -37,8 +37,7 @@ class PyVirtualBatch {
     Options options;
     if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
     options.micro_batch_size = micro_batch_size;
-    options.batch_coupling =
-        exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
+    options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
     options.keep_outputs = keep_outputs;
     options.interrupt = &check_signals;
     if (!on_micro_batch.is_none()) {
@@ -109,9 +108,8 @@ class PyVirtualBatch {
       StepSide right = to_step_side(targets, "targets");
       if (!left.has_rows()) batch_size(left.whole, "inputs");  // throws: there is no tensor
       if (!right.has_rows()) {
-        right.source = BatchSource{left.source->size,
-                                   [whole = right.whole](int64_t, int64_t) { return whole; },
-                                   "none"};
+        right.source = BatchSource{
+            left.source->size, [whole = right.whole](int64_t, int64_t) { return whole; }, "none"};
       }
       const py::gil_scoped_release no_gil;
       return step(*left.source, *right.source);
@@ -153,9 +151,10 @@ std::string sizes(const std::vector<int64_t>& all) {
 
 std::string describe(const StepReport& report) {
   char number[32];
-  std::snprintf(number, sizeof number, "%.6g", report.loss.to(at::kCPU, at::kDouble).item<double>());
-  std::string text = "<StepReport: loss " + std::string(number) + ", peak " +
-                     format_bytes(report.peak_bytes);
+  std::snprintf(number, sizeof number, "%.6g",
+                report.loss.to(at::kCPU, at::kDouble).item<double>());
+  std::string text =
+      "<StepReport: loss " + std::string(number) + ", peak " + format_bytes(report.peak_bytes);
   if (report.memory_budget) text += " of " + format_bytes(*report.memory_budget);
   std::snprintf(number, sizeof number, "%.3g s", report.seconds);
   text += ", micro-batches " + sizes(report.micro_batch_sizes) + ", " + number;

@@ -8,8 +8,8 @@ namespace infinitybatch::python {
 
 namespace py = pybind11;
 
-/// A reference to a Python object that C++ may copy and drop in any thread, with the GIL or without.
-/// Copies share one Python reference, so that the garbage collector can count it.
+/// A reference to a Python object that C++ may copy and drop in any thread, with the GIL or
+/// without. Copies share one Python reference, so that the garbage collector can count it.
 class Held {
  public:
   Held() = default;

@@ -6,8 +6,8 @@
 
 namespace infinitybatch::python {
 
-/// What `infinitybatch.shared(x)` and `infinitybatch.batch_dim(x, dim)` return: a part of a batch and
-/// the dimension along which it is split.
+/// What `infinitybatch.shared(x)` and `infinitybatch.batch_dim(x, dim)` return: a part of a batch
+/// and the dimension along which it is split.
 struct [[gnu::visibility("hidden")]] Marked {  // as pybind11 is
   pybind11::object value;
   int64_t dim = 0;

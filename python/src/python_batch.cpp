@@ -135,20 +135,23 @@ void check_given(const Batch& batch, const char* name) {
       refuse(" is a nested tensor, which has no rows to slice; pad it, or pass a BatchSource");
     }
     if (tensor.layout() != at::kStrided) {
-      refuse(" is a sparse tensor, whose rows are no views; pass a BatchSource that makes the rows");
+      refuse(
+          " is a sparse tensor, whose rows are no views; pass a BatchSource that makes the rows");
     }
     if (tensor.is_inference()) {
       refuse(" was made in inference mode and cannot take part in autograd; clone it outside");
     }
     if (tensor.requires_grad() && !tensor.is_leaf()) {
-      refuse(" was computed from something that requires grad, and that graph can run backward only "
-             "once; detach it, or make what computed it a part of the model");
+      refuse(
+          " was computed from something that requires grad, and that graph can run backward only "
+          "once; detach it, or make what computed it a part of the model");
     }
   }
 }
 
 py::object leaf_to_python(const Leaf& leaf) {
-  if (leaf.tensor.defined()) return py::reinterpret_steal<py::object>(THPVariable_Wrap(leaf.tensor));
+  if (leaf.tensor.defined())
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(leaf.tensor));
   return py::reinterpret_borrow<py::object>(std::any_cast<const Held&>(leaf.object).handle());
 }
 
@@ -177,7 +180,8 @@ py::object rebuild(const Structure& structure, const std::vector<Leaf>& leaves, 
     }
     case Structure::Kind::foreign: {
       py::list values(structure.leaf_count());
-      for (size_t i = 0; i < structure.leaf_count(); ++i) values[i] = leaf_to_python(leaves.at(next++));
+      for (size_t i = 0; i < structure.leaf_count(); ++i)
+        values[i] = leaf_to_python(leaves.at(next++));
       const py::handle spec = std::any_cast<const Held&>(structure.tree()).handle();
       return tree_module().attr("unflatten")(values, spec);
     }
@@ -190,7 +194,8 @@ py::object rebuild(const Structure& structure, const std::vector<Leaf>& leaves, 
 Batch to_batch(py::handle value, Side side, const char* name) {
   std::vector<Leaf> leaves;
   StructurePtr structure = Reader(side, leaves).read(value, 0);
-  Batch batch = structure ? Batch(std::move(leaves), std::move(structure)) : read_foreign(value, side);
+  Batch batch =
+      structure ? Batch(std::move(leaves), std::move(structure)) : read_foreign(value, side);
   if (side == Side::given) check_given(batch, name);
   return batch;
 }

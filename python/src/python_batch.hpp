@@ -8,7 +8,7 @@ namespace infinitybatch::python {
 
 /// What is being turned into a Batch.
 enum class Side {
-  given,     ///< inputs and targets: markers (`shared`, `batch_dim`) and NumPy arrays are understood
+  given,  ///< inputs and targets: markers (`shared`, `batch_dim`) and NumPy arrays are understood
   returned,  ///< what a model gave back: taken as it is
 };
 
@@ -22,8 +22,8 @@ Batch to_batch(py::handle value, Side side, const char* name);
 /// The pytree back.
 py::object to_python(const Batch& batch);
 
-/// Calls `model` as people do: model(x) for one tensor (or one object), model(*inputs) for a tuple or
-/// list, model(**inputs) for a mapping; an object of any other registered class is passed whole.
+/// Calls `model` as people do: model(x) for one tensor (or one object), model(*inputs) for a tuple
+/// or list, model(**inputs) for a mapping; an object of any other registered class is passed whole.
 py::object call_model(py::handle model, const Batch& inputs);
 
 }  // namespace infinitybatch::python

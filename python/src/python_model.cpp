@@ -14,8 +14,8 @@ at::Tensor tensor_or_nothing(PyObject* object) {
   return object != nullptr && THPVariable_Check(object) ? THPVariable_Unpack(object) : at::Tensor();
 }
 
-/// A buffer of a Python module: an entry of its `_buffers`, so that a model that binds another tensor
-/// to the name is noticed. These run during unwinding too, with a Python error on its way.
+/// A buffer of a Python module: an entry of its `_buffers`, so that a model that binds another
+/// tensor to the name is noticed. These run during unwinding too, with a Python error on its way.
 BufferSlot dict_slot(std::string name, const Held& buffers, const Held& key) {
   return {std::move(name),
           [buffers, key] {
@@ -72,9 +72,9 @@ Model model_of(const Held& view, const Held& forward) {
       const auto triple = item.cast<py::tuple>();
       const Held owner(triple[1].cast<py::object>());
       const Held key(triple[2].cast<py::object>());
-      slots.push_back(PyDict_Check(owner.get()) ? dict_slot(triple[0].cast<std::string>(), owner, key)
-                                                : attribute_slot(triple[0].cast<std::string>(),
-                                                                 owner, key));
+      slots.push_back(PyDict_Check(owner.get())
+                          ? dict_slot(triple[0].cast<std::string>(), owner, key)
+                          : attribute_slot(triple[0].cast<std::string>(), owner, key));
     }
     return slots;
   };

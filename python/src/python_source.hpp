@@ -14,7 +14,7 @@ namespace infinitybatch::python {
 /// `infinitybatch.BatchSource`.
 struct PythonSource {
   int64_t size = 0;
-  Held rows;  // (begin, end) -> pytree
+  Held rows;                               // (begin, end) -> pytree
   std::shared_ptr<std::string> signature;  // of the first row, once it was read
 };
 
