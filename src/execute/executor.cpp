@@ -7,6 +7,8 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 
+#include <utility>
+
 
 namespace infinitybatch {
 namespace {
@@ -136,7 +138,14 @@ void Executor::penalty() {
 
 void Executor::hand_out() {
   buffers_.commit();
+  // Whatever can fail comes first: a hand-out cannot be taken back.
+  finish();
   sinks_.hand_out();
+}
+
+void Executor::finish() {
+  final_loss_ = total_.to(loss_type_.value_or(at::kFloat));
+  if (job_.keep_outputs) final_outputs_ = concatenate(std::move(kept_), kept_rows_, "outputs");
 }
 
 void Executor::roll_back() {
@@ -146,12 +155,12 @@ void Executor::roll_back() {
 }
 
 at::Tensor Executor::loss() const {
-  return total_.to(loss_type_.value_or(at::kFloat));
+  return final_loss_.defined() ? final_loss_ : total_.to(loss_type_.value_or(at::kFloat));
 }
 
 std::optional<Batch> Executor::take_outputs() {
-  if (!job_.keep_outputs) return std::nullopt;
-  return concatenate(std::move(kept_), kept_rows_, "outputs");
+  if (job_.keep_outputs && !final_outputs_) finish();
+  return std::exchange(final_outputs_, std::nullopt);
 }
 
 }  // namespace infinitybatch

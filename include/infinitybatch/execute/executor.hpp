@@ -34,7 +34,8 @@ class Executor {
   /// Buffers and rewritten weights as the step found them.
   void roll_back();
 
-  /// The whole batch's loss, detached, in the loss's own type.
+  /// The whole batch's loss, detached, in the loss's own type. Once `hand_out` has run neither this
+  /// nor `take_outputs` can fail any more.
   at::Tensor loss() const;
   /// All outputs in order, with `keep_outputs`.
   std::optional<Batch> take_outputs();
@@ -48,6 +49,7 @@ class Executor {
   void free();
   void penalty();
   void hand_out();
+  void finish();
   void check_coupling(Rows rows) const;
   void differentiate(const at::Tensor& share);
 
@@ -66,6 +68,8 @@ class Executor {
   std::optional<at::ScalarType> loss_type_;
   std::vector<Batch> kept_;  // outputs, with `keep_outputs`
   std::vector<int64_t> kept_rows_;
+  at::Tensor final_loss_;  // what `loss` and `take_outputs` give, made before the hand-out
+  std::optional<Batch> final_outputs_;
 };
 
 }  // namespace infinitybatch
