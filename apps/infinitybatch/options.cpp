@@ -16,7 +16,14 @@ namespace {
 
 constexpr int64_t kMost = int64_t{1} << 40;  // far above anything sensible, far below overflow
 
-CLI::Range at_least(int64_t smallest) { return CLI::Range(smallest, kMost, "NUMBER"); }
+// Validators describe themselves in the help beside the type; here the texts do that.
+CLI::Validator between(double smallest, double largest) {
+  return CLI::Range(smallest, largest).description("");
+}
+CLI::Validator at_least(int64_t smallest) { return CLI::Range(smallest, kMost).description(""); }
+CLI::Validator one_of(const std::vector<std::string>& names) {
+  return CLI::IsMember(names).description("");
+}
 
 void add_data(CLI::App& app, Settings& settings) {
   app.add_option("--data", settings.data.data,
@@ -30,7 +37,7 @@ void add_data(CLI::App& app, Settings& settings) {
       ->group("Data");
   app.add_option("--held-out", settings.data.held_out,
                  "share of the samples kept for measuring [0.2, or the files' own split]")
-      ->check(CLI::Range(0.0, 0.9, "SHARE"))
+      ->check(between(0.0, 0.9))
       ->type_name("SHARE")
       ->group("Data");
 }
@@ -38,7 +45,7 @@ void add_data(CLI::App& app, Settings& settings) {
 void add_model(CLI::App& app, Settings& settings) {
   app.add_option("--model", settings.model.model,
                  "mlp, convnet, resnet or transformer [what suits the data]")
-      ->check(CLI::IsMember(model_names()))
+      ->check(one_of(model_names()))
       ->type_name("NAME")
       ->group("Model");
   app.add_option("--width", settings.model.width, "units, channels or embedding size")
@@ -102,7 +109,7 @@ void add_training(CLI::App& app, Settings& settings) {
       ->capture_default_str()
       ->group("Training");
   app.add_option("--lr", training.optimizer.lr, "learning rate [the optimizer's usual one]")
-      ->check(CLI::Range(0.0, 1e6, "NUMBER"))
+      ->check(between(0.0, 1e6))
       ->type_name("NUMBER")
       ->group("Training");
   app.add_option("--micro-batch-size", training.step.micro_batch_size,
@@ -112,7 +119,7 @@ void add_training(CLI::App& app, Settings& settings) {
       ->group("Batch and memory");
   app.add_option("--strategy", training.step.strategy,
                  "auto, stream (micro-batches) or native (the whole batch at once)")
-      ->check(CLI::IsMember({"auto", "stream", "native"}))
+      ->check(one_of({"auto", "stream", "native"}))
       ->type_name("NAME")
       ->capture_default_str()
       ->group("Batch and memory");
@@ -169,7 +176,8 @@ std::string describe(const CLI::App& app, const CLI::ParseError& error,
     extras = app.remaining();
   }
   // A mistyped command leaves CLI11 without a command, which it tells first.
-  if (!extras.empty() && (command.empty() || error.get_name() == "ExtrasError")) {
+  const bool is_extra = dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr;
+  if (!extras.empty() && (command.empty() || is_extra)) {
     return extras.front() + " is not known" + suggestion(extras.front(), names_of(*scope)) + where;
   }
   if (app.get_subcommands().empty()) {
@@ -217,7 +225,7 @@ Parsed parse_command_line(int argc, const char* const* argv) {
     }
   } catch (const CLI::CallForHelp&) {
     const auto chosen = app.get_subcommands();
-    return {std::nullopt, chosen.empty() ? app.help() : chosen.front()->help()};
+    return {std::nullopt, chosen.empty() ? app.help() : chosen.front()->help("infinitybatch")};
   } catch (const CLI::CallForVersion& version) {
     return {std::nullopt, std::string(version.what()) + "\n"};
   } catch (const CLI::ParseError& error) {

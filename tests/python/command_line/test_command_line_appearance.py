@@ -10,7 +10,7 @@ import subprocess
 import time
 
 import pytest
-from command_line_tools import ERROR, INTERRUPTED, OK, TERMINATED, binary, run
+from command_line_tools import ERROR, INTERRUPTED, OK, TERMINATED, binary, environment, run
 
 
 def test_table_is_plain_where_nobody_watches(pair):
@@ -35,7 +35,7 @@ def test_long_epochs_tell_plainly_how_far_they_are(folder):
         + ["--depth", "4", "--epochs", "1000", "--micro-batch-size", "4", "--batch-size", "all"],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment(),
     )
     try:
         line = next(line for line in process.stdout if " left" in line)
@@ -54,9 +54,8 @@ def read_terminal(arguments, until: bytes, columns=60) -> bytes:
 
     child, terminal = pty.fork()
     if child == 0:
-        os.environ["TERM"] = "xterm"
-        os.environ["LC_ALL"] = "C.UTF-8"
-        os.execv(binary(), [binary(), *map(str, arguments)])
+        settings = environment(TERM="xterm", LC_ALL="C.UTF-8")
+        os.execve(binary(), [binary(), *map(str, arguments)], settings)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     seen = b""
     deadline = time.monotonic() + 60
@@ -69,6 +68,7 @@ def read_terminal(arguments, until: bytes, columns=60) -> bytes:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(terminal)
+    assert until in seen, seen[-2000:]
     return seen
 
 
@@ -92,6 +92,7 @@ def test_ctrl_c_ends_cleanly(pair, number, code):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=environment(),
     )
     for line in process.stdout:
         if re.match(r" +2 ", line):
