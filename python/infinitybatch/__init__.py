@@ -28,7 +28,7 @@ from .errors import (
     StateError,
     Unsupported,
 )
-from .sources import from_dataset
+from .sources import from_batches, from_dataset
 from .virtual_batch import MicroBatch, VirtualBatch
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "__version__",
     "batch_dim",
     "errors",
+    "from_batches",
     "from_dataset",
     "losses",
     "make_model",

@@ -1,12 +1,17 @@
 """Logical batches that are read piece by piece."""
 
-from collections.abc import Callable
+import bisect
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any
 
+import torch
+from torch.utils import _pytree
 from torch.utils.data import default_collate
 
 from ._C import BatchSource
-from .errors import InvalidType
+from ._tree import as_tensor
+from .errors import BatchError, InvalidType
 
 
 def from_dataset(
@@ -50,3 +55,71 @@ def from_dataset(
         BatchSource(size, lambda begin, end: pair(begin, end)[0]),
         BatchSource(size, lambda begin, end: pair(begin, end)[1]),
     )
+
+
+def from_batches(batches: Iterable[tuple[Any, Any]]) -> tuple[BatchSource, BatchSource]:
+    """Inputs and targets of one logical batch that comes in pieces, from a DataLoader for example.
+
+    The pieces are kept where they are (on the host, mostly) and joined along their first dimension
+    as micro-batches ask for rows; micro-batches need not have the pieces' sizes.
+
+    Args:
+        batches: pairs (inputs, targets) of the same structure. An iterator is read to its end.
+
+    Returns:
+        Two BatchSources over all samples.
+
+    Raises:
+        BatchError: for no piece at all, and for pieces of different structure or without samples.
+
+    Example:
+        batch.backward(*ib.from_batches(itertools.islice(loader, 64)))
+    """
+    pieces = [_check_pair(piece) for piece in batches]
+    if not pieces:
+        raise BatchError("there is no piece to make a batch of: the iterable was empty")
+    return _join([inputs for inputs, _ in pieces]), _join([targets for _, targets in pieces])
+
+
+def _check_pair(piece: Any) -> tuple[Any, Any]:
+    if not isinstance(piece, (tuple, list)) or len(piece) != 2:
+        raise InvalidType(
+            f"each piece must be a pair (inputs, targets), not {type(piece).__name__}; make pairs "
+            f"with a generator: ((b['x'], b['y']) for b in loader)"
+        )
+    return piece[0], piece[1]
+
+
+def _join(pieces: list[Any]) -> BatchSource:
+    flat = [_pytree.tree_flatten(piece) for piece in pieces]
+    spec = flat[0][1]
+    leaves = [[as_tensor(leaf, leaf) for leaf in piece] for piece, _ in flat]
+    sizes = []
+    for i, (piece, (_, structure)) in enumerate(zip(leaves, flat, strict=True)):
+        if structure != spec:
+            raise BatchError(f"piece {i} has another structure than piece 0: {structure}")
+        lengths = {len(leaf) for leaf in piece if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        if len(lengths) != 1 or 0 in lengths:
+            raise BatchError(
+                f"piece {i} needs tensors of one size along their first dimension, which has "
+                f"{sorted(lengths) or 'none'} here"
+            )
+        sizes += lengths
+    ends = list(accumulate(sizes))
+
+    def rows(begin: int, end: int) -> Any:
+        first, last = bisect.bisect_right(ends, begin), bisect.bisect_left(ends, end)
+        start = ends[first] - sizes[first]
+        columns = zip(*leaves[first : last + 1], strict=True)
+        return _pytree.tree_unflatten(
+            [_rows_of(column, begin - start, end - start) for column in columns], spec
+        )
+
+    return BatchSource(ends[-1], rows)
+
+
+def _rows_of(column: tuple[Any, ...], begin: int, end: int) -> Any:
+    """Rows of one leaf's consecutive pieces; joined only where they lie in more than one."""
+    if not isinstance(column[0], torch.Tensor) or column[0].dim() == 0:
+        return column[0]
+    return column[0][begin:end] if len(column) == 1 else torch.cat(column)[begin:end]

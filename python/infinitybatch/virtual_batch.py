@@ -94,6 +94,14 @@ class VirtualBatch:
             )
         self._model = model
         self._loss = loss
+        self._arguments = {
+            "memory_budget": memory_budget,
+            "micro_batch_size": micro_batch_size,
+            "batch_coupling": batch_coupling,
+            "keep_outputs": keep_outputs,
+            "on_micro_batch": on_micro_batch,
+            "grad_scaler": grad_scaler,
+        }
         self._options = {
             "model": ModelView(model, batch_coupling == "exact"),
             "memory_budget": memory_budget,
@@ -135,6 +143,10 @@ class VirtualBatch:
         """
         return self._current_step().plan(_readable(inputs), _readable(targets))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # So that a model that holds its VirtualBatch can be copied and saved; plans are made anew.
+        return _rebuild, (self._model, self._loss, self._arguments)
+
     def __repr__(self) -> str:
         shown = ["memory_budget", "micro_batch_size"]
         options = [f"{k}={self._options[k]!r}" for k in shown if self._options[k] is not None]
@@ -167,6 +179,10 @@ class VirtualBatch:
             return grad_scaler.scale(torch.ones((), device=device))
 
         return scale
+
+
+def _rebuild(model: Any, loss: Any, arguments: dict[str, Any]) -> VirtualBatch:
+    return VirtualBatch(model, loss, **arguments)
 
 
 def _with_micro_batch(
@@ -207,4 +223,9 @@ def _readable(value: Any) -> Any:
         )
     if hasattr(value, "__len__") and hasattr(value, "__getitem__"):
         return BatchSource(len(value), lambda begin, end: value[begin:end])
+    if hasattr(value, "__iter__"):
+        raise InvalidType(
+            f"{kind.__name__} can be read only from begin to end; make a logical batch of what it "
+            f"gives with infinitybatch.from_batches(...)"
+        )
     return value

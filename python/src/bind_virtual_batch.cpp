@@ -54,8 +54,8 @@ class PyVirtualBatch {
       };
     }
     const Held view = hold(model);
-    batch_ = std::make_unique<VirtualBatch>(model_of(view, hold(model.attr("forward"))), loss,
-                                            std::move(options));
+    batch_ = std::make_unique<VirtualBatch>(
+        model_of(view, hold(model.attr("forward")), keep_outputs), loss, std::move(options));
   }
 
   StepReport backward(const py::object& inputs, const py::object& targets) {

@@ -24,11 +24,6 @@ py::handle tree_module() {
   return module;
 }
 
-bool is_plain_value(PyObject* object) {
-  return object == Py_None || PyBool_Check(object) || PyLong_CheckExact(object) ||
-         PyFloat_CheckExact(object) || PyUnicode_CheckExact(object) || PyBytes_CheckExact(object);
-}
-
 bool has_only_str_keys(PyObject* dict) {
   PyObject* key = nullptr;
   PyObject* value = nullptr;
@@ -57,7 +52,7 @@ class Reader {
       const auto& marked = value.cast<const Marked&>();
       return read(marked.value, marked.dim);
     }
-    if (!is_plain_value(object)) {
+    if (!is_plain_value(value)) {
       if (PyDict_CheckExact(object) || tree_module().attr("is_node")(value).cast<bool>()) {
         return nullptr;
       }
@@ -190,6 +185,12 @@ py::object rebuild(const Structure& structure, const std::vector<Leaf>& leaves, 
 }
 
 }  // namespace
+
+bool is_plain_value(py::handle value) {
+  PyObject* object = value.ptr();
+  return object == Py_None || PyBool_Check(object) || PyLong_CheckExact(object) ||
+         PyFloat_CheckExact(object) || PyUnicode_CheckExact(object) || PyBytes_CheckExact(object);
+}
 
 Batch to_batch(py::handle value, Side side, const char* name) {
   std::vector<Leaf> leaves;

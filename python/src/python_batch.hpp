@@ -19,6 +19,9 @@ enum class Side {
 /// \throws Unsupported for given tensors that cannot be split or differentiated
 Batch to_batch(py::handle value, Side side, const char* name);
 
+/// None, a number or text: nothing that could hold a tensor.
+bool is_plain_value(py::handle value);
+
 /// The pytree back.
 py::object to_python(const Batch& batch);
 

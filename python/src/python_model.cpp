@@ -2,6 +2,8 @@
 
 #include "python_batch.hpp"
 
+#include <infinitybatch/core/errors.hpp>
+
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -48,13 +50,30 @@ BufferSlot attribute_slot(std::string name, const Held& module, const Held& key)
           }};
 }
 
+/// An object of an unregistered class may hold tensors, and with them a graph, that nobody could
+/// detach or join.
+void check_can_be_kept(const Batch& outputs) {
+  for (size_t i = 0; i < outputs.leaves().size(); ++i) {
+    const Leaf& leaf = outputs.leaves()[i];
+    if (leaf.tensor.defined()) continue;
+    const py::handle object = std::any_cast<const Held&>(leaf.object).handle();
+    if (is_plain_value(object)) continue;
+    throw InvalidType("outputs" + outputs.structure()->leaf_name(i) + " is a " +
+                      Py_TYPE(object.ptr())->tp_name +
+                      ", which keep_outputs cannot join: register the class with "
+                      "torch.utils._pytree, or leave keep_outputs off and use on_micro_batch");
+  }
+}
+
 }  // namespace
 
-Model model_of(const Held& view, const Held& forward) {
+Model model_of(const Held& view, const Held& forward, bool keep_outputs) {
   Model model;
-  model.forward = [forward](const Batch& inputs) {
+  model.forward = [forward, keep_outputs](const Batch& inputs) {
     const py::gil_scoped_acquire gil;
-    return to_batch(call_model(forward.handle(), inputs), Side::returned, "outputs");
+    Batch outputs = to_batch(call_model(forward.handle(), inputs), Side::returned, "outputs");
+    if (keep_outputs) check_can_be_kept(outputs);
+    return outputs;
   };
   model.parameters = [view] {
     const py::gil_scoped_acquire gil;

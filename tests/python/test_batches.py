@@ -263,6 +263,34 @@ def test_from_dataset():
     assert worst_error(found, wanted) < 1e-12
 
 
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 20])
+def test_from_batches(size):
+    """Pieces of 4, 4 and 3 samples, whatever the micro-batches are."""
+    dataset = torch.utils.data.TensorDataset(X, Y)
+    model = net()
+    wanted = native(model, nn.CrossEntropyLoss(), X, Y)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4)
+    inputs, targets = ib.from_batches(loader)
+    assert len(inputs) == len(targets) == 11
+    found = ours(model, nn.CrossEntropyLoss(), inputs, targets, micro_batch_size=size)
+    assert worst_error(found, wanted) < 1e-12
+
+
+def test_from_batches_of_structures():
+    model = Calls(masked, net=net())
+    wanted = native(model, nn.CrossEntropyLoss(), {"images": X, "mask": MASK, "scale": 2.0}, Y)
+    pieces = (
+        ({"images": X[i : i + 3].numpy(), "mask": MASK[i : i + 3], "scale": 2.0}, Y[i : i + 3])
+        for i in range(0, 11, 3)
+    )
+    inputs, targets = ib.from_batches(pieces)
+    for begin, end in [(0, 11), (2, 4), (3, 6), (5, 11), (10, 11)]:
+        rows = inputs.rows(begin, end)
+        assert torch.equal(rows["images"], X[begin:end]) and rows["scale"] == 2.0
+    found = ours(model, nn.CrossEntropyLoss(), inputs, targets, micro_batch_size=4)
+    assert worst_error(found, wanted) < 1e-12
+
+
 def test_a_mapped_file_is_not_the_devices_memory(tmp_path):
     path = tmp_path / "images.npy"
     np.save(path, np.random.default_rng(0).normal(size=(4096, 64)).astype(np.float32))

@@ -82,6 +82,13 @@ def returns(value):
     return Calls(lambda self, x: value(self.net(x)), net=mlp())
 
 
+class Wrapped:
+    """A class that no pytree knows, holding a tensor."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
 def nested():
     return torch.nested.nested_tensor([X[:4], X[4:]], layout=torch.jagged)
 
@@ -168,6 +175,23 @@ MISUSES = {
         lambda: step(None, *ib.from_dataset(torch.utils.data.TensorDataset(X))),
         ib.InvalidType,
         "pair",
+    ),
+    "a loader": (
+        lambda: step(inputs=torch.utils.data.DataLoader([1, 2])),
+        ib.InvalidType,
+        "from_batches",
+    ),
+    "no pieces": (lambda: ib.from_batches([]), ib.BatchError, "empty"),
+    "pieces that are no pairs": (lambda: ib.from_batches([X]), ib.InvalidType, "pair"),
+    "pieces of different structure": (
+        lambda: ib.from_batches([(X, Y), ([X], Y)]),
+        ib.BatchError,
+        "piece 1 has another structure",
+    ),
+    "pieces whose tensors differ": (
+        lambda: ib.from_batches([((X, X[:3]), Y)]),
+        ib.BatchError,
+        "piece 0 needs tensors of one size",
     ),
     "a source of size 0": (lambda: ib.BatchSource(0, lambda b, e: X), ib.BatchError, "size 0"),
     "a source without a function": (lambda: ib.BatchSource(3, X), ib.InvalidType, "callable"),
@@ -331,6 +355,16 @@ MISUSES = {
         lambda: ib.losses.cross_entropy(weight=[1, 2]),
         TypeError,
         "cross_entropy",
+    ),
+    "outputs that nobody knows how to join": (
+        lambda: step(
+            model=returns(lambda y: (y, Wrapped(y))),
+            loss=own_loss(lambda o: o[0].sum()),
+            keep_outputs=True,
+            micro_batch_size=4,
+        ),
+        ib.InvalidType,
+        r"outputs\[1\] is a Wrapped",
     ),
     "outputs that cannot be joined": (
         lambda: step(

@@ -1,5 +1,6 @@
 """The face of a step: options, report, plan, callbacks."""
 
+import copy
 import gc
 import inspect
 import warnings
@@ -244,6 +245,58 @@ def test_a_model_that_holds_its_own_step_is_collected(steps):
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_a_model_that_holds_its_own_step_can_be_copied():
+    model = mlp()
+    model.batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=3)
+    twin = copy.deepcopy(model)
+    assert twin.batch is not model.batch and repr(twin.batch) == repr(model.batch)
+    twin.batch.backward(*classification(6))
+    assert twin[0].weight.grad is not None and model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("around", ["anomaly", "profiler", "save_on_cpu", "saved_tensors_hooks"])
+def test_contexts_around_a_step(around):
+    contexts = {
+        "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=True),
+        "profiler": lambda: torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, with_stack=True
+        ),
+        "save_on_cpu": torch.autograd.graph.save_on_cpu,
+        "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(
+            lambda x: x.numpy(force=True), torch.from_numpy
+        ),
+    }
+    model = mlp()
+    inputs, targets = classification(13)
+    wanted = native(model, nn.CrossEntropyLoss(), inputs, targets)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # anomaly mode warns that it is slow
+        with contexts[around]():
+            for options in ({"micro_batch_size": 4}, {"memory_budget": "64MiB"}):
+                found = ours(model, nn.CrossEntropyLoss(), inputs, targets, **options)
+                assert worst_error(found, wanted) < 1e-12
+
+
+def test_anomaly_mode_finds_what_it_should():
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * float("nan")
+
+    model = mlp()
+    model.insert(1, Calls(lambda self, x: Bad.apply(x)))
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="BadBackward"):
+            batch.backward(*classification(12))
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_nothing_is_held_after_a_step():
