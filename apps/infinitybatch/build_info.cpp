@@ -9,7 +9,9 @@
 
 namespace infinitybatch::app {
 
-std::string version() { return INFINITYBATCH_VERSION; }
+std::string version() {
+  return INFINITYBATCH_VERSION;
+}
 
 std::string version_text() {
   return "infinitybatch " + version() + " (built with torch " + torch_built() + ", running with " +

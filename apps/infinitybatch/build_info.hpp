@@ -13,8 +13,8 @@ std::string version_text();
 /// The version of the torch whose headers this program was built with, as "2.13.0".
 std::string torch_built();
 
-/// The version of the torch library that this process has loaded, as "2.13.0"; "unknown" where torch
-/// does not say.
+/// The version of the torch library that this process has loaded, as "2.13.0"; "unknown" where
+/// torch does not say.
 std::string torch_loaded();
 
 /// The data folder of the source tree that this program was built from, empty in an installed one.

@@ -9,7 +9,9 @@ namespace {
 
 volatile std::sig_atomic_t arrived = 0;
 
-void note(int signal_number) { arrived = signal_number; }
+void note(int signal_number) {
+  arrived = signal_number;
+}
 
 }  // namespace
 

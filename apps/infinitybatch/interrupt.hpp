@@ -2,8 +2,8 @@
 
 namespace infinitybatch::app {
 
-/// From now on SIGINT and SIGTERM are noted instead of ending the process at once; a second one ends
-/// it as if this had never been called.
+/// From now on SIGINT and SIGTERM are noted instead of ending the process at once; a second one
+/// ends it as if this had never been called.
 void watch_for_interrupts();
 
 /// \throws Interrupted where a signal arrived since `watch_for_interrupts`

@@ -25,8 +25,8 @@ ExitCode run(const Settings& settings) {
 /// One line on stderr; with --json an event as well, so that a reader of stdout knows too.
 ExitCode tell(const Failure& failure, bool json) {
   if (json) {
-    write_json("error", {{"exit_code", static_cast<int>(failure.code)},
-                         {"message", failure.message}});
+    write_json("error",
+               {{"exit_code", static_cast<int>(failure.code)}, {"message", failure.message}});
   }
   std::fprintf(stderr, "infinitybatch: %s\n", failure.message.c_str());
   return failure.code;

@@ -20,7 +20,9 @@ constexpr int64_t kMost = int64_t{1} << 40;  // far above anything sensible, far
 CLI::Validator between(double smallest, double largest) {
   return CLI::Range(smallest, largest).description("");
 }
-CLI::Validator at_least(int64_t smallest) { return CLI::Range(smallest, kMost).description(""); }
+CLI::Validator at_least(int64_t smallest) {
+  return CLI::Range(smallest, kMost).description("");
+}
 CLI::Validator one_of(const std::vector<std::string>& names) {
   return CLI::IsMember(names).description("");
 }
@@ -148,10 +150,12 @@ void finish(Settings& settings) {
     }
   }
   if (step.strategy == "native" && step.micro_batch_size) {
-    throw UsageError("--micro-batch-size means nothing with --strategy native, which computes the "
-                     "whole batch at once; leave one of them out");
+    throw UsageError(
+        "--micro-batch-size means nothing with --strategy native, which computes the "
+        "whole batch at once; leave one of them out");
   }
-  default_lr(settings.training.optimizer.name);  // an unknown optimizer is told before data are read
+  default_lr(
+      settings.training.optimizer.name);  // an unknown optimizer is told before data are read
 }
 
 /// The long names of all flags and commands of `app`.
@@ -169,7 +173,8 @@ std::vector<std::string> names_of(const CLI::App& app) {
 /// A parse error on one line: what is wrong, what may have been meant, where to read on.
 std::string describe(const CLI::App& app, const CLI::ParseError& error,
                      const std::string& command) {
-  const std::string where = "; see: infinitybatch " + command + (command.empty() ? "" : " ") + "--help";
+  const std::string where =
+      "; see: infinitybatch " + command + (command.empty() ? "" : " ") + "--help";
   const CLI::App* scope = command.empty() ? &app : app.get_subcommand(command);
   std::vector<std::string> extras = scope->remaining();
   if (extras.empty()) {

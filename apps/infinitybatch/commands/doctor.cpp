@@ -61,10 +61,10 @@ void show(Terminal& terminal, const Check& check) {
 
 ExitCode run_doctor(const Settings& settings) {
   const std::vector<Look> looks = {
-      {"versions", check_versions}, {"CPU allocator", check_allocator},
+      {"versions", check_versions},  {"CPU allocator", check_allocator},
       {"memory limit", check_limit}, {"gradient", check_gradient},
-      {"devices", check_devices},   {"memory", check_memory},
-      {"threads", check_threads},   {"malloc", check_malloc},
+      {"devices", check_devices},    {"memory", check_memory},
+      {"threads", check_threads},    {"malloc", check_malloc},
       {"data", check_data}};
   Terminal terminal(settings.json ? stderr : stdout);
   int broken = 0;

@@ -61,7 +61,7 @@ void show(Terminal& terminal, const Plan& plan) {
   std::vector<Column> columns = {
       {"micro-batch"}, {"micro-batches"}, {"peak", 9}, {"samples/s", 9}, {"", 9, /*is_text=*/true}};
   if (plan.budget_bytes) {
-    columns.insert(columns.begin() + 3, {"peak ÷ budget"});
+    columns.insert(columns.begin() + 3, {peak_heading(terminal.is_utf8())});
   }
   const Table table(columns);
   terminal.line(table.heading());
@@ -82,8 +82,8 @@ void show(Terminal& terminal, const Plan& plan) {
     terminal.line(table.row(cells));
   }
   terminal.line("");
-  terminal.line("live before the step: " + format_bytes(plan.baseline_bytes) + "; chosen: " +
-                with_commas(plan.micro_batch_size()) + ", " + plan.reason);
+  terminal.line("live before the step: " + format_bytes(plan.baseline_bytes) +
+                "; chosen: " + with_commas(plan.micro_batch_size()) + ", " + plan.reason);
 }
 
 void write(const Plan& plan, Json job) {

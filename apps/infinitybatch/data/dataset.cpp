@@ -37,8 +37,7 @@ std::string find_or_explain(const std::string& name) {
 /// MNIST's files have had two spellings: "train-images-idx3-ubyte" and "train-images.idx3-ubyte".
 std::optional<std::string> idx_in(const fs::path& folder, const std::string& part, int dimensions) {
   for (const char* joint : {"-", "."}) {
-    const fs::path path =
-        folder / (part + joint + "idx" + std::to_string(dimensions) + "-ubyte");
+    const fs::path path = folder / (part + joint + "idx" + std::to_string(dimensions) + "-ubyte");
     if (fs::exists(path)) {
       return path.string();
     }
@@ -67,9 +66,10 @@ Dataset read_folder(const std::string& name, const std::string& path, const Data
   }
   const auto train = idx_pair(path, "train");
   if (!train) {
-    throw DataError(path + ": has no train-images-idx3-ubyte and train-labels-idx1-ubyte; "
-                           "give a folder of MNIST-format files or a file (compressed ones must be "
-                           "unpacked with gunzip)");
+    throw DataError(path +
+                    ": has no train-images-idx3-ubyte and train-labels-idx1-ubyte; "
+                    "give a folder of MNIST-format files or a file (compressed ones must be "
+                    "unpacked with gunzip)");
   }
   const auto held_out = idx_pair(path, "t10k");
   if (!held_out) {
@@ -98,11 +98,13 @@ Dataset load_dataset(const DataOptions& options, int64_t context) {
                         fs::path(path).extension() == ".npz";
   const double held_out = options.held_out.value_or(kUsualHeldOut);
   if (is_array && options.labels.empty()) {
-    throw UsageError("--data " + options.data + " is a file of inputs; give their classes with "
+    throw UsageError("--data " + options.data +
+                     " is a file of inputs; give their classes with "
                      "--labels FILE");
   }
   if (!is_array && !options.labels.empty()) {
-    throw UsageError("--data " + options.data + " is text, which predicts itself; leave --labels "
+    throw UsageError("--data " + options.data +
+                     " is text, which predicts itself; leave --labels "
                      "out, or give a .npy or IDX file as --data");
   }
   if (!is_array) {

@@ -10,8 +10,8 @@
 
 namespace infinitybatch::app {
 
-/// Samples that are made on demand, so that a logical batch never needs to exist as one tensor. What
-/// they are made from is mapped from a file and costs the memory budget nothing.
+/// Samples that are made on demand, so that a logical batch never needs to exist as one tensor.
+/// What they are made from is mapped from a file and costs the memory budget nothing.
 struct Split {
   /// \param indices 1-dimensional int64 tensor on the CPU, each in [0, size)
   using Rows = std::function<at::Tensor(const at::Tensor& indices)>;
@@ -36,15 +36,16 @@ struct Dataset {
 
 /// Where the samples come from.
 struct DataOptions {
-  std::string data = "digits";     ///< folder of IDX files, .idx, .npy or text file, or a name
-  std::string labels;              ///< file of labels, where `data` is a file of inputs
-  std::optional<double> held_out;  ///< share kept for measuring; empty: 0.2, or the files' own split
+  std::string data = "digits";  ///< folder of IDX files, .idx, .npy or text file, or a name
+  std::string labels;           ///< file of labels, where `data` is a file of inputs
+  std::optional<double>
+      held_out;  ///< share kept for measuring; empty: 0.2, or the files' own split
 };
 
-/// Finds and opens a data set. A name without a folder ("digits") is looked for as it is, in ./data,
-/// in $INFINITYBATCH_DATA, and where this program was built.
-/// \param context bytes in one sample, where the data are text
-/// \throws DataError naming the file and what mends it; UsageError where flags contradict each other
+/// Finds and opens a data set. A name without a folder ("digits") is looked for as it is, in
+/// ./data, in $INFINITYBATCH_DATA, and where this program was built. \param context bytes in one
+/// sample, where the data are text \throws DataError naming the file and what mends it; UsageError
+/// where flags contradict each other
 Dataset load_dataset(const DataOptions& options, int64_t context);
 
 /// The path that `name` means, and every place that was looked at (for messages).

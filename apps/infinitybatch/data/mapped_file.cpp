@@ -53,8 +53,8 @@ std::shared_ptr<const MappedFile> MappedFile::open(const std::string& path) {
   if (status.st_size == 0) {
     fail(path, "is empty; was it written completely?");
   }
-  void* data = ::mmap(nullptr, static_cast<size_t>(status.st_size), PROT_READ, MAP_PRIVATE,
-                      file.value, 0);
+  void* data =
+      ::mmap(nullptr, static_cast<size_t>(status.st_size), PROT_READ, MAP_PRIVATE, file.value, 0);
   if (data == MAP_FAILED) {
     fail(path, std::string("cannot be mapped: ") + std::strerror(errno));
   }

@@ -7,8 +7,8 @@
 
 namespace infinitybatch::app {
 
-/// A file's bytes, mapped for reading. The pages belong to the file: no tensor allocator counts them
-/// and the kernel may drop them, so a data set of any size costs the memory budget nothing.
+/// A file's bytes, mapped for reading. The pages belong to the file: no tensor allocator counts
+/// them and the kernel may drop them, so a data set of any size costs the memory budget nothing.
 /// Not covered: a file that another process truncates meanwhile ends this one by SIGBUS.
 class MappedFile {
  public:

@@ -16,9 +16,9 @@ constexpr int64_t kMagicBytes = 6;
 
 at::ScalarType scalar_type(const std::string& path, const std::string& name) {
   static const std::map<std::string, at::ScalarType> types = {
-      {"|b1", at::kBool}, {"|u1", at::kByte}, {"|i1", at::kChar},  {"<i2", at::kShort},
-      {"<i4", at::kInt},  {"<i8", at::kLong}, {"<f2", at::kHalf},  {"<f4", at::kFloat},
-      {"<f8", at::kDouble}};
+      {"|b1", at::kBool},  {"|u1", at::kByte},  {"|i1", at::kChar},
+      {"<i2", at::kShort}, {"<i4", at::kInt},   {"<i8", at::kLong},
+      {"<f2", at::kHalf},  {"<f4", at::kFloat}, {"<f8", at::kDouble}};
   const auto found = types.find(name);
   if (found == types.end()) {
     throw DataError(path + ": has elements of type '" + name +

@@ -15,9 +15,8 @@ struct NpyHeader {
   std::vector<int64_t> shape;
 };
 
-/// Reads the Python dictionary in a header: {'descr': '<f4', 'fortran_order': False, 'shape': (2,), }
-/// \param path for messages
-/// \throws DataError where it is anything else
+/// Reads the Python dictionary in a header: {'descr': '<f4', 'fortran_order': False, 'shape': (2,),
+/// } \param path for messages \throws DataError where it is anything else
 NpyHeader parse_npy_header(const std::string& path, const std::string& text);
 
 /// True where the file begins with NumPy's magic bytes.

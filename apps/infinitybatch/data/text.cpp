@@ -17,9 +17,8 @@ Split windows(const at::Tensor& bytes, int64_t first, int64_t count, int64_t con
     const at::Tensor part =
         bytes.slice(0, first * context + shift, (first + count) * context + shift)
             .view({count, context});
-    return [part](const at::Tensor& indices) {
-      return part.index_select(0, indices).to(at::kLong);
-    };
+    return
+        [part](const at::Tensor& indices) { return part.index_select(0, indices).to(at::kLong); };
   };
   Split split;
   split.size = count;
@@ -37,8 +36,9 @@ Dataset read_text(const std::string& path, int64_t context, double held_out) {
   const int64_t length = file->size();
   const int64_t count = (length - 1) / context;
   if (count < 2) {
-    throw DataError(path + ": has " + std::to_string(length) + " bytes, too few for two samples of " +
-                    std::to_string(context) + "; choose a longer text or a smaller --context");
+    throw DataError(path + ": has " + std::to_string(length) +
+                    " bytes, too few for two samples of " + std::to_string(context) +
+                    "; choose a longer text or a smaller --context");
   }
   // At least one window stays on each side, unless nothing is to be held out.
   auto held = static_cast<int64_t>(std::llround(static_cast<double>(count) * held_out));

@@ -47,8 +47,8 @@ Check check_devices() {
   nlohmann::ordered_json all = nlohmann::ordered_json::array();
   for (const c10::Device& device : usable_devices()) {
     const auto now = memory::stats(device);
-    check.finding += (check.finding.empty() ? "" : ", ") + device.str() + " (" +
-                     format_bytes(now.total) + ")";
+    check.finding +=
+        (check.finding.empty() ? "" : ", ") + device.str() + " (" + format_bytes(now.total) + ")";
     all.push_back({{"name", device.str()}, {"total_bytes", now.total}, {"live_bytes", now.live}});
   }
   check.values = {{"devices", all}};
@@ -63,7 +63,8 @@ Check check_memory() {
                   " (physical memory, or what the container allows)";
   if (host.available < kLittle) {
     check.health = Health::note;
-    check.remedy = "less than 512 MiB are free: set --memory-budget below that, or end other programs";
+    check.remedy =
+        "less than 512 MiB are free: set --memory-budget below that, or end other programs";
   }
   check.values = {{"total_bytes", host.total}, {"available_bytes", host.available}};
   return check;
@@ -84,15 +85,17 @@ Check check_threads() {
   if (load_known) {
     check.finding += ", load " + fixed(load, 1);
   }
-  const bool too_many = (processors > 0 && threads > processors) || (quota && threads > *quota + 0.5);
+  const bool too_many =
+      (processors > 0 && threads > processors) || (quota && threads > *quota + 0.5);
   if (too_many) {
     check.health = Health::note;
     check.remedy = "more threads than processors slow each other down; set OMP_NUM_THREADS";
   } else if (load_known && threads > 1 && load > processors + 1) {
     check.health = Health::note;
-    check.remedy = "other programs want the same processors, and threads that wait for each other "
-                   "by spinning then take many times as long; set OMP_WAIT_POLICY=passive, or "
-                   "OMP_NUM_THREADS=1";
+    check.remedy =
+        "other programs want the same processors, and threads that wait for each other "
+        "by spinning then take many times as long; set OMP_WAIT_POLICY=passive, or "
+        "OMP_NUM_THREADS=1";
   }
   check.values = {{"threads", threads},
                   {"processors", processors},
@@ -107,9 +110,8 @@ Check check_malloc() {
   const std::string mmap = environment("MALLOC_MMAP_THRESHOLD_");
   const std::string trim = environment("MALLOC_TRIM_THRESHOLD_");
   const std::string preload = environment("LD_PRELOAD");
-  check.values = {{"MALLOC_MMAP_THRESHOLD_", mmap},
-                  {"MALLOC_TRIM_THRESHOLD_", trim},
-                  {"LD_PRELOAD", preload}};
+  check.values = {
+      {"MALLOC_MMAP_THRESHOLD_", mmap}, {"MALLOC_TRIM_THRESHOLD_", trim}, {"LD_PRELOAD", preload}};
   if (!preload.empty()) {
     check.finding = "LD_PRELOAD is " + preload;
   } else if (!mmap.empty() && !trim.empty()) {
@@ -118,8 +120,9 @@ Check check_malloc() {
   } else {
     check.health = Health::note;
     check.finding = "glibc gives large blocks back at once and pays page faults for each new one";
-    check.remedy = "for speed, native training above all: export MALLOC_MMAP_THRESHOLD_=4294967296 "
-                   "MALLOC_TRIM_THRESHOLD_=4294967296";
+    check.remedy =
+        "for speed, native training above all: export MALLOC_MMAP_THRESHOLD_=4294967296 "
+        "MALLOC_TRIM_THRESHOLD_=4294967296";
   }
   return check;
 }

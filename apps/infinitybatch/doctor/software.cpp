@@ -51,7 +51,9 @@ Check check_versions() {
     check.remedy = "torch " + minor_of(loaded) + " has another binary interface; install torch " +
                    minor_of(built) + ", or build infinitybatch again";
   }
-  check.values = {{"version", version()}, {"torch_built", built}, {"torch_loaded", loaded},
+  check.values = {{"version", version()},
+                  {"torch_built", built},
+                  {"torch_loaded", loaded},
                   {"torch_folder", torch_folder()}};
   return check;
 }
@@ -62,8 +64,9 @@ Check check_allocator() {
   check.finding = memory::describe(state);
   if (state != memory::CpuAllocatorState::counting) {
     check.health = Health::broken;
-    check.remedy = "without it no budget can be kept on the CPU; unset LD_PRELOAD, or leave out the "
-                   "library that replaces torch's allocator";
+    check.remedy =
+        "without it no budget can be kept on the CPU; unset LD_PRELOAD, or leave out the "
+        "library that replaces torch's allocator";
   }
   const auto now = memory::stats(c10::kCPU);
   check.values = {{"counting", state == memory::CpuAllocatorState::counting},

@@ -41,8 +41,9 @@ std::string suiting(SampleKind kind) {
 void check_kind(const std::string& model, const Dataset& data) {
   const bool is_text = data.kind == SampleKind::text;
   if ((model == "transformer") != is_text) {
-    throw UsageError("--model " + model + " cannot take " + (is_text ? "text" : "images or vectors") +
-                     " (--data " + data.name + "); use --model " + suiting(data.kind));
+    throw UsageError("--model " + model + " cannot take " +
+                     (is_text ? "text" : "images or vectors") + " (--data " + data.name +
+                     "); use --model " + suiting(data.kind));
   }
   if (model != "mlp" && data.kind == SampleKind::vectors) {
     throw UsageError("--model " + model + " takes images, but --data " + data.name +

@@ -19,10 +19,10 @@ class Network : public torch::nn::Module {
 
 /// Which model, and how large. 0 means the model's own default.
 struct ModelOptions {
-  std::string model;    ///< "mlp", "convnet", "resnet", "transformer"; empty: what suits the data
-  int64_t width = 0;    ///< units, channels or embedding size
-  int64_t depth = 0;    ///< hidden layers, convolutions, blocks a stage, transformer layers
-  int64_t context = 64; ///< bytes that a transformer sees at once
+  std::string model;     ///< "mlp", "convnet", "resnet", "transformer"; empty: what suits the data
+  int64_t width = 0;     ///< units, channels or embedding size
+  int64_t depth = 0;     ///< hidden layers, convolutions, blocks a stage, transformer layers
+  int64_t context = 64;  ///< bytes that a transformer sees at once
 };
 
 /// The names of all models, as `--model` takes them.

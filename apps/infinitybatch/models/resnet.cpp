@@ -13,15 +13,12 @@ constexpr int64_t kChannelsPerGroup = 8;
 constexpr int64_t kPooled = 2;  ///< the last feature map is averaged to 2 by 2 places
 
 torch::nn::Conv2d convolution(int64_t from, int64_t to, int64_t kernel, int64_t stride) {
-  return torch::nn::Conv2d(torch::nn::Conv2dOptions(from, to, kernel)
-                               .stride(stride)
-                               .padding(kernel / 2)
-                               .bias(false));
+  return torch::nn::Conv2d(
+      torch::nn::Conv2dOptions(from, to, kernel).stride(stride).padding(kernel / 2).bias(false));
 }
 
 torch::nn::GroupNorm group_norm(int64_t channels) {
-  return torch::nn::GroupNorm(
-      torch::nn::GroupNormOptions(channels / kChannelsPerGroup, channels));
+  return torch::nn::GroupNorm(torch::nn::GroupNormOptions(channels / kChannelsPerGroup, channels));
 }
 
 /// Two convolutions beside a shortcut (He et al. 2015). GroupNorm (Wu and He 2018) instead of
@@ -57,8 +54,8 @@ class BlockImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-/// A stem, two stages of `depth` blocks (the second with twice the channels on half the image) and a
-/// linear layer on the averaged features.
+/// A stem, two stages of `depth` blocks (the second with twice the channels on half the image) and
+/// a linear layer on the averaged features.
 class ResNet final : public Network {
  public:
   ResNet(int64_t channels, int64_t width, int64_t depth, int64_t classes)

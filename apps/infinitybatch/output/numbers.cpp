@@ -18,7 +18,7 @@ std::string print(const char* format, Values... values) {
 std::string with_commas(int64_t number) {
   std::string digits = std::to_string(number < 0 ? -number : number);
   for (int64_t at = static_cast<int64_t>(digits.size()) - 3; at > 0; at -= 3) {
-    digits.insert(static_cast<size_t>(at), ",");
+    digits.insert(static_cast<size_t>(at), 1, ',');
   }
   return (number < 0 ? "-" : "") + digits;
 }
@@ -41,6 +41,8 @@ std::string duration(double seconds) {
   return print("%lld h %02lld min", whole / 3600, whole % 3600 / 60);
 }
 
-std::string shortest(double number) { return print("%.4g", number); }
+std::string shortest(double number) {
+  return print("%.4g", number);
+}
 
 }  // namespace infinitybatch::app

@@ -17,8 +17,8 @@ constexpr size_t kBarWidth = 20;
 }  // namespace
 
 std::string bar(double share, size_t width, bool utf8) {
-  const auto filled = static_cast<size_t>(
-      std::lround(std::clamp(share, 0.0, 1.0) * static_cast<double>(width)));
+  const auto filled =
+      static_cast<size_t>(std::lround(std::clamp(share, 0.0, 1.0) * static_cast<double>(width)));
   std::string text;
   for (size_t i = 0; i < width; ++i) {
     text += i < filled ? (utf8 ? "━" : "=") : (utf8 ? "─" : "-");
@@ -55,7 +55,8 @@ std::string ProgressLine::text(const Progress& progress) const {
   const double epochs_done = static_cast<double>(progress.epoch - 1) + share;
   const double per_epoch = (finished_seconds_ + progress.seconds) / std::max(epochs_done, 1e-9);
   const double left = per_epoch * (static_cast<double>(epochs_) - epochs_done);
-  std::string line = "epoch " + std::to_string(progress.epoch) + "/" + std::to_string(epochs_) + " ";
+  std::string line =
+      "epoch " + std::to_string(progress.epoch) + "/" + std::to_string(epochs_) + " ";
   if (terminal_.is_terminal()) {
     line += bar(share, kBarWidth, terminal_.is_utf8()) + " ";
   }

@@ -9,8 +9,8 @@
 
 namespace infinitybatch::app {
 
-/// The line that shows how far training is. Refreshed by time, not by step: about ten times a second
-/// on a terminal; elsewhere (a file, a pipe, CI) a plain line every five seconds.
+/// The line that shows how far training is. Refreshed by time, not by step: about ten times a
+/// second on a terminal; elsewhere (a file, a pipe, CI) a plain line every five seconds.
 class ProgressLine {
  public:
   ProgressLine(Terminal& terminal, int64_t epochs);

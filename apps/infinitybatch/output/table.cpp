@@ -12,6 +12,10 @@ constexpr const char* kGap = "  ";
 
 }  // namespace
 
+std::string peak_heading(bool utf8) {
+  return utf8 ? "peak ÷ budget" : "peak / budget";
+}
+
 Table::Table(std::vector<Column> columns) : columns_(std::move(columns)) {
   for (Column& column : columns_) {
     column.width = std::max(column.width, columns_of(column.heading));

@@ -12,8 +12,11 @@ struct Column {
   bool is_text = false;
 };
 
-/// Lines of a table whose rows come one by one, so widths are fixed from the start. A cell that is too
-/// wide moves its row, rather than being cut.
+/// The heading of a peak's share of the budget.
+std::string peak_heading(bool utf8);
+
+/// Lines of a table whose rows come one by one, so widths are fixed from the start. A cell that is
+/// too wide moves its row, rather than being cut.
 class Table {
  public:
   explicit Table(std::vector<Column> columns);

@@ -24,7 +24,9 @@ bool can_be_written_over(std::FILE* stream) {
   return ::isatty(fileno(stream)) == 1 && name != nullptr && std::string_view(name) != "dumb";
 }
 
-bool begins_code_point(char c) { return (static_cast<unsigned char>(c) & 0xC0) != 0x80; }
+bool begins_code_point(char c) {
+  return (static_cast<unsigned char>(c) & 0xC0) != 0x80;
+}
 
 }  // namespace
 

@@ -16,22 +16,22 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::vector<Column> columns(bool has_budget) {
-  std::vector<Column> all = {{"epoch"},
-                             {"loss", 8},
-                             {"held-out accuracy"},
-                             {"samples/s", 9},
-                             {"micro-batch"},
-                             {"peak", 9}};
+std::vector<Column> columns(bool has_budget, bool utf8) {
+  std::vector<Column> all = {{"epoch"},        {"loss", 8},     {"held-out accuracy"},
+                             {"samples/s", 9}, {"micro-batch"}, {"peak", 9}};
   if (has_budget) {
-    all.push_back({"peak ÷ budget"});
+    all.push_back({peak_heading(utf8)});
   }
   return all;
 }
 
-std::string percent(double share) { return fixed(100 * share, 1) + " %"; }
+std::string percent(double share) {
+  return fixed(100 * share, 1) + " %";
+}
 
-Json or_null(const std::optional<double>& value) { return value ? Json(*value) : Json(nullptr); }
+Json or_null(const std::optional<double>& value) {
+  return value ? Json(*value) : Json(nullptr);
+}
 
 }  // namespace
 
@@ -39,7 +39,7 @@ TrainingReport::TrainingReport(Terminal& terminal, const Settings& settings)
     : terminal_(terminal),
       settings_(settings),
       budget_(settings.training.step.memory_budget),
-      table_(columns(budget_.has_value())),
+      table_(columns(budget_.has_value(), terminal.is_utf8())),
       progress_(terminal, settings.training.epochs) {}
 
 std::optional<double> TrainingReport::share_of_budget(int64_t peak_bytes) const {
@@ -56,7 +56,8 @@ void TrainingReport::begin(const Dataset& data, const Network& network) {
   const auto& training = settings_.training;
   const double lr = training.optimizer.lr.value_or(default_lr(training.optimizer.name));
   terminal_.line(training.optimizer.name + ", lr " + shortest(lr) + ", " +
-                 std::to_string(training.epochs) + " epochs, seed " + std::to_string(training.seed));
+                 std::to_string(training.epochs) + " epochs, seed " +
+                 std::to_string(training.seed));
   terminal_.line("");
   terminal_.line(table_.heading());
   terminal_.line(table_.rule(terminal_.is_utf8()));
@@ -74,7 +75,9 @@ void TrainingReport::begin(const Dataset& data, const Network& network) {
   }
 }
 
-void TrainingReport::on_progress(const Progress& progress) { progress_.update(progress); }
+void TrainingReport::on_progress(const Progress& progress) {
+  progress_.update(progress);
+}
 
 void TrainingReport::on_epoch(const EpochResult& result) {
   last_ = result;
@@ -86,30 +89,30 @@ void TrainingReport::on_epoch(const EpochResult& result) {
     best_epoch_ = result.epoch;
   }
   const auto share = share_of_budget(result.peak_bytes);
-  std::vector<std::string> cells = {
-      std::to_string(result.epoch),
-      fixed(result.loss, 4),
-      result.held_out ? percent(result.held_out->accuracy) : "-",
-      with_commas(static_cast<int64_t>(result.samples_per_second)),
-      with_commas(result.micro_batch_size),
-      format_bytes(result.peak_bytes)};
+  std::vector<std::string> cells = {std::to_string(result.epoch),
+                                    fixed(result.loss, 4),
+                                    result.held_out ? percent(result.held_out->accuracy) : "-",
+                                    with_commas(static_cast<int64_t>(result.samples_per_second)),
+                                    with_commas(result.micro_batch_size),
+                                    format_bytes(result.peak_bytes)};
   if (share) {
     cells.push_back(fixed(*share, 3));
   }
   terminal_.line(table_.row(cells));
   if (settings_.json) {
     const auto& scores = result.held_out;
-    write_json("epoch", {{"epoch", result.epoch},
-                         {"loss", result.loss},
-                         {"held_out_loss", or_null(scores ? std::optional(scores->loss) : std::nullopt)},
-                         {"held_out_accuracy",
-                          or_null(scores ? std::optional(scores->accuracy) : std::nullopt)},
-                         {"seconds", result.seconds},
-                         {"samples_per_second", result.samples_per_second},
-                         {"micro_batch_size", result.micro_batch_size},
-                         {"restarts", result.restarts},
-                         {"peak_bytes", result.peak_bytes},
-                         {"peak_over_budget", or_null(share)}});
+    write_json(
+        "epoch",
+        {{"epoch", result.epoch},
+         {"loss", result.loss},
+         {"held_out_loss", or_null(scores ? std::optional(scores->loss) : std::nullopt)},
+         {"held_out_accuracy", or_null(scores ? std::optional(scores->accuracy) : std::nullopt)},
+         {"seconds", result.seconds},
+         {"samples_per_second", result.samples_per_second},
+         {"micro_batch_size", result.micro_batch_size},
+         {"restarts", result.restarts},
+         {"peak_bytes", result.peak_bytes},
+         {"peak_over_budget", or_null(share)}});
   }
 }
 

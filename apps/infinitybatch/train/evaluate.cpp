@@ -19,8 +19,7 @@ struct Sums {
   double count = 0;
 };
 
-Sums measure(Network& network, const Split& split, c10::Device device, int64_t begin,
-             int64_t end) {
+Sums measure(Network& network, const Split& split, c10::Device device, int64_t begin, int64_t end) {
   const at::Tensor indices = at::arange(begin, end, at::kLong);
   const at::Tensor targets = split.targets(indices).to(device);
   const at::Tensor scores = network.forward(split.inputs(indices).to(device));

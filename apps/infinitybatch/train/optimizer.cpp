@@ -74,7 +74,9 @@ const Entry& entry(const std::string& name) {
 
 }  // namespace
 
-double default_lr(const std::string& name) { return entry(name).lr; }
+double default_lr(const std::string& name) {
+  return entry(name).lr;
+}
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const OptimizerOptions& options,
                                                         std::vector<at::Tensor> parameters) {

@@ -13,10 +13,10 @@
 namespace infinitybatch::app {
 
 struct StepOptions {
-  std::optional<int64_t> batch_size = 512;    ///< samples per optimizer step; empty: all of them
+  std::optional<int64_t> batch_size = 512;  ///< samples per optimizer step; empty: all of them
   std::optional<int64_t> micro_batch_size;
-  std::optional<int64_t> memory_budget;       ///< bytes
-  std::string strategy = "auto";              ///< "auto", "stream" or "native"
+  std::optional<int64_t> memory_budget;  ///< bytes
+  std::string strategy = "auto";         ///< "auto", "stream" or "native"
 };
 
 struct StepOutcome {

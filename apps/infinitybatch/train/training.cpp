@@ -92,7 +92,8 @@ class Training {
       }
       optimizer_->step();
       progress.loss = outcome.loss;
-      result.loss += outcome.loss * static_cast<double>(indices.size(0)) / static_cast<double>(total);
+      result.loss +=
+          outcome.loss * static_cast<double>(indices.size(0)) / static_cast<double>(total);
       result.micro_batch_size = std::max(result.micro_batch_size, outcome.micro_batch_size);
       result.restarts += outcome.restarts;
     }

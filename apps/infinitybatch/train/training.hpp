@@ -23,8 +23,8 @@ struct TrainingOptions {
 
 /// How far an epoch is, told after each micro-batch.
 struct Progress {
-  int64_t epoch = 0;   ///< counted from 1
-  int64_t done = 0;    ///< samples of this epoch
+  int64_t epoch = 0;  ///< counted from 1
+  int64_t done = 0;   ///< samples of this epoch
   int64_t total = 0;
   double loss = 0;     ///< of the last whole step; NaN before the first
   double seconds = 0;  ///< since the epoch began
@@ -36,7 +36,7 @@ struct EpochResult {
   std::optional<Scores> held_out;  ///< empty where nothing is held out
   double seconds = 0;              ///< of training; measuring is not in it
   double samples_per_second = 0;
-  int64_t peak_bytes = 0;          ///< steps, optimizer and measuring
+  int64_t peak_bytes = 0;  ///< steps, optimizer and measuring
   int64_t micro_batch_size = 0;
   int64_t restarts = 0;
 };

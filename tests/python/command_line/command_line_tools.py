@@ -28,9 +28,9 @@ def binary() -> str:
 
 
 def environment(**changes) -> dict[str, str]:
-    """One thread unless a test says otherwise: two that wait for each other on a busy machine take a
-    hundred times as long."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", **changes}
+    """UTF-8, and one thread, unless a test says otherwise: two that wait for each other on a busy machine take
+    a hundred times as long."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8", **changes}
 
 
 def run(*arguments, cwd=None, **changes) -> subprocess.CompletedProcess:

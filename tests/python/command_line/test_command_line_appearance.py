@@ -28,6 +28,15 @@ def test_table_is_plain_where_nobody_watches(pair):
     assert [row[0] for row in rows] == ["1", "2", "3"]
 
 
+def test_table_is_ascii_where_the_locale_is(pair):
+    arguments = ("--model", "mlp", "--epochs", "1", "--memory-budget", "64MiB")
+    for command in ("train", "plan"):
+        result = run(
+            command, *pair, *(arguments if command == "train" else arguments[:2]), LC_ALL="C"
+        )
+        assert result.returncode == OK and result.stdout.isascii(), result.stdout
+
+
 def test_long_epochs_tell_plainly_how_far_they_are(folder):
     """A plain line every five seconds; this epoch is made longer than that."""
     process = subprocess.Popen(

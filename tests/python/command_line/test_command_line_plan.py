@@ -22,14 +22,14 @@ def test_plan_agrees_with_training(pair):
     peaks = [c["peak_bytes"] for c in candidates]
     assert peaks == sorted(peaks)
 
-    # A training with that size has that peak: within 2 %, the order of samples being the difference.
-    fixed = ("--micro-batch-size", plan["micro_batch_size"], "--epochs", "3", "--held-out", "0")
-    plain = run("plan", *settings, "--held-out", "0")
-    wanted = {c["micro_batch_size"]: c for c in events(plain)[:-1]}
-    ours = epochs(run("train", *settings, *fixed))
-    if plan["micro_batch_size"] in wanted:
-        expected = wanted[plan["micro_batch_size"]]["peak_bytes"]
-        assert ours[-1]["peak_bytes"] == pytest.approx(expected, rel=0.02)
+
+def test_training_has_the_peak_that_was_planned(pair):
+    settings = (*pair, *RESNET, "--batch-size", "all", "--held-out", "0", "--json")
+    plan = events(run("plan", *settings, "--memory-budget", TIGHT))[-1]
+    size = plan["micro_batch_size"]
+    ours = epochs(run("train", *settings, "--micro-batch-size", size, "--epochs", "3"))
+    # The first step has no optimizer state yet; the order of the samples, 2.4 kB, is not planned.
+    assert ours[-1]["peak_bytes"] == pytest.approx(plan["predicted_peak_bytes"], rel=0.02)
 
 
 def test_plan_is_a_table_for_people(pair):

@@ -14,6 +14,7 @@ from command_line_tools import (
     RESNET,
     ROOT,
     TIGHT,
+    USAGE,
     binary,
     epochs,
     events,
@@ -46,6 +47,12 @@ def test_errors_are_events_too(pair):
     error = events(result)[-1]
     assert error["event"] == "error" and error["exit_code"] == OUT_OF_MEMORY
     assert result.stderr.endswith(f"infinitybatch: {error['message']}\n")
+
+
+def test_usage_errors_are_events_too():
+    result = run("train", "--json", "--epoch", "3")
+    (error,) = events(result)
+    assert error["exit_code"] == result.returncode == USAGE and "--epochs" in error["message"]
 
 
 def test_native_dies_and_ours_finishes_in_the_same_memory(pair):
@@ -214,7 +221,7 @@ def test_digits(tmp_path):
     first = {p.name: p.read_bytes() for p in (tmp_path / "data" / "digits").iterdir()}
     subprocess.run(export, check=True, capture_output=True)
     assert first == {p.name: p.read_bytes() for p in (tmp_path / "data" / "digits").iterdir()}
-    result = run("train", "--epochs", "12", "--memory-budget", "24MiB", "--json", cwd=tmp_path)
+    result = run("train", "--epochs", "8", "--memory-budget", "24MiB", "--json", cwd=tmp_path)
     start, *_, summary = events(result)
     assert (start["samples"], start["held_out"], start["classes"]) == (1438, 359, 10)
     assert summary["best_held_out_accuracy"] > 0.9
