@@ -80,6 +80,8 @@ class GradientSinks::Sink : public Node {
     } else {
       compat::accumulate(variable, slot_->buffer, gradients[0], /*references=*/1);
     }
+    // A sum of sparse gradients keeps all their entries: it would grow with the logical batch.
+    if (slot_->buffer.is_sparse()) slot_->buffer = slot_->buffer.coalesce();
     if (*slot_->watcher) {
       (*slot_->watcher)({incoming, address(slot_->buffer), bytes_of(slot_->buffer)});
     }
