@@ -11,6 +11,7 @@
 #include <infinitybatch/plan/planner.hpp>
 #include <infinitybatch/step/admission.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <utility>
@@ -65,6 +66,7 @@ class VirtualBatch::State {
   Options options_;
   Planner planner_;
   Plan plan_;
+  bool planning_ = false;        // the planner knows of the attempt at work
   std::exception_ptr coupling_;  // why only the whole batch as one micro-batch is exact
 };
 
@@ -121,6 +123,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
 
 StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int64_t>& budget,
                                         bool hand_out) {
+  planning_ = false;
   const RngSnapshot random = RngSnapshot::capture(devices_of(job));
   std::optional<Executor> executor;
   try {
@@ -177,6 +180,7 @@ void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int
   request.budget_bytes = budget;
   request.penalty = loss_.has_penalty();
   planner_.begin(request);
+  planning_ = true;
   int64_t row = 0;
   while (std::optional<Piece> piece = planner_.next()) {
     append(report.micro_batch_sizes, piece->plan.micro_batch_sizes);
@@ -193,6 +197,10 @@ void VirtualBatch::State::answer_out_of_memory(int64_t needed, int64_t budget) {
   if (options_.micro_batch_size) {
     throw BudgetExceeded(needed, budget, std::nullopt,
                          "micro_batch_size=" + std::to_string(*options_.micro_batch_size));
+  }
+  if (!planning_) {
+    throw BudgetExceeded(std::max(needed, budget + 1), budget, std::nullopt,
+                         "what the step holds before its first micro-batch");
   }
   try {
     planner_.ran_out_of_memory(needed);
