@@ -1,0 +1,169 @@
+#pragma once
+
+#include "exactness/oracle.hpp"
+#include "loss/criterion_cases.hpp"
+
+#include <infinitybatch/infinitybatch.hpp>
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <vector>
+
+// The conformance suite that every strategy passes. A strategy is a type with
+//     static std::string name();                 // StepReport::strategy
+//     static StepReport run(const Model& model, const SeparableLoss& loss, const Batch& inputs,
+//                           const Batch& targets, int64_t samples, int64_t micro_batch_size);
+// and its whole test file is
+//     const bool registered = register_exactness<MyStrategy>();
+namespace infinitybatch::testing {
+
+struct Sizes {
+  int64_t samples;
+  int64_t micro_batch_size;
+};
+
+/// One by one, even, uneven, larger than N, and a single sample.
+inline const std::vector<Sizes>& all_sizes() {
+  static const std::vector<Sizes> sizes = {{6, 1}, {6, 2}, {7, 3}, {5, 9}, {1, 1}, {1, 4}};
+  return sizes;
+}
+
+struct Pair {
+  const Family* family;
+  const CriterionCase* criterion;
+};
+
+/// Every criterion in every hard case, each on a few families that change from row to row; with
+/// INFINITYBATCH_LONG_TESTS on all of them.
+const std::vector<Pair>& pairs();
+
+/// \throws std::out_of_range for a name that is none
+const CriterionCase& criterion_named(const std::string& name);
+
+template <typename Strategy>
+StepReport run_strategy(const std::shared_ptr<Subject>& subject, const CriterionCase& criterion,
+                        const Data& data, const Sizes& sizes, at::ScalarType type, bool autocast) {
+  subject->drop_gradients();
+  subject->take_forwards();
+  const MaybeAutocast casting(autocast);
+  const StepReport report = Strategy::run(Model(subject), criterion.loss(at::TensorOptions(type)),
+                                          data.inputs, data.targets, sizes.samples,
+                                          sizes.micro_batch_size);
+  // Cost and bookkeeping: one forward for each micro-batch, of the sizes that were asked for.
+  const std::vector<int64_t> wanted = split_by(sizes.samples, sizes.micro_batch_size);
+  EXPECT_EQ(subject->take_forwards(), wanted);
+  EXPECT_EQ(report.micro_batch_sizes, wanted);
+  EXPECT_EQ(report.strategy, Strategy::name());
+  EXPECT_EQ(report.restarts, 0);
+  EXPECT_EQ(report.loss.dim(), 0);
+  EXPECT_FALSE(report.loss.requires_grad());
+  return report;
+}
+
+template <typename Strategy>
+class ExactInDouble : public ::testing::Test {
+ public:
+  explicit ExactInDouble(Pair pair) : pair_(pair) {}
+
+  void TestBody() override {
+    const auto& [family, criterion] = pair_;
+    const auto subject = make_subject(*family, *criterion, at::kDouble, 11);
+    for (const Sizes& sizes : all_sizes()) {
+      SCOPED_TRACE("N=" + std::to_string(sizes.samples) +
+                   ", micro_batch_size=" + std::to_string(sizes.micro_batch_size));
+      const Data data = make_data(*family, *criterion, sizes.samples, at::kDouble, 23);
+      const Gradients reference = native(*subject, *criterion, data, false);
+      const Gradients moved = native(*subject, *criterion, reversed(data), false);
+      const StepReport report =
+          run_strategy<Strategy>(subject, *criterion, data, sizes, at::kDouble, false);
+      EXPECT_EQ(report.loss.scalar_type(), at::kDouble);
+      expect_exact_double(gradients_of(*subject, report.loss), reference, moved);
+    }
+  }
+
+ private:
+  Pair pair_;
+};
+
+template <typename Strategy>
+class ExactInFloat : public ::testing::Test {
+ public:
+  explicit ExactInFloat(Pair pair) : pair_(pair) {}
+
+  void TestBody() override {
+    const auto& [family, criterion] = pair_;
+    const auto subject = make_subject(*family, *criterion, at::kFloat, 11);
+    const auto exact = make_subject(*family, *criterion, at::kDouble, 11);
+    for (const Sizes& sizes : all_sizes()) {
+      SCOPED_TRACE("N=" + std::to_string(sizes.samples) +
+                   ", micro_batch_size=" + std::to_string(sizes.micro_batch_size));
+      const Data data = make_data(*family, *criterion, sizes.samples, at::kFloat, 23);
+      const Data wide = make_data(*family, *criterion, sizes.samples, at::kDouble, 23);
+      const Gradients reference = native(*exact, *criterion, wide, false);
+      std::vector<Gradients> natives;
+      for (const Data& order : {data, reversed(data), rotated(data, 1), rotated(data, 3)}) {
+        natives.push_back(native(*subject, *criterion, order, family->autocast));
+      }
+      const StepReport report =
+          run_strategy<Strategy>(subject, *criterion, data, sizes, at::kFloat, family->autocast);
+      expect_exact_single(gradients_of(*subject, report.loss), natives, reference,
+                          family->autocast ? at::kBFloat16 : at::kFloat);
+    }
+  }
+
+ private:
+  Pair pair_;
+};
+
+/// The more micro-batches, the less memory: for every family.
+template <typename Strategy>
+class PeakFalls : public ::testing::Test {
+ public:
+  explicit PeakFalls(const Family& family) : family_(family) {}
+
+  void TestBody() override {
+    const CriterionCase& criterion = criterion_named("mse_loss/plain_mean");
+    constexpr int64_t kSamples = 96;
+    const auto subject = make_subject(family_, criterion, at::kFloat, 11);
+    const Data data = make_data(family_, criterion, kSamples, at::kFloat, 23);
+    std::vector<int64_t> peaks;
+    for (const int64_t size : {96, 24, 6}) {
+      const StepReport report = run_strategy<Strategy>(
+          subject, criterion, data, {kSamples, size}, at::kFloat, family_.autocast);
+      peaks.push_back(report.peak_bytes - memory::stats(at::kCPU).live);
+    }
+    // Above what the step leaves behind: a quarter of the samples takes two thirds at most.
+    EXPECT_LT(peaks[1], 0.65 * static_cast<double>(peaks[0]));
+    EXPECT_LT(peaks[2], peaks[1]);
+  }
+
+ private:
+  const Family& family_;
+};
+
+/// Enters every row into gtest's list; call it once a strategy, before tests run.
+template <typename Strategy>
+bool register_exactness() {
+  const auto add = [](const std::string& kind, const std::string& name, auto make) {
+    const std::string suite = Strategy::name() + "_" + kind;
+    ::testing::RegisterTest(suite.c_str(), name.c_str(), nullptr, nullptr, __FILE__, __LINE__,
+                            std::move(make));
+  };
+  for (const Pair& pair : pairs()) {
+    const std::string name = pair.family->name + "__" + test_name(*pair.criterion);
+    if (!pair.family->autocast) {  // which leaves float64 alone
+      add("fp64", name,
+          [pair]() -> ::testing::Test* { return new ExactInDouble<Strategy>(pair); });
+    }
+    add(pair.family->autocast ? "autocast" : "fp32", name,
+        [pair]() -> ::testing::Test* { return new ExactInFloat<Strategy>(pair); });
+  }
+  for (const Family& family : families()) {
+    add("peak_falls", family.name,
+        [&family]() -> ::testing::Test* { return new PeakFalls<Strategy>(family); });
+  }
+  return true;
+}
+
+}  // namespace infinitybatch::testing

@@ -1,0 +1,21 @@
+// Streaming: forward, share of the loss and backward of each micro-batch in turn.
+#include "exactness/exactness.hpp"
+
+namespace infinitybatch::testing {
+namespace {
+
+struct Stream {
+  static std::string name() { return "stream"; }
+  static StepReport run(const Model& model, const SeparableLoss& loss, const Batch& inputs,
+                        const Batch& targets, int64_t /*samples*/, int64_t micro_batch_size) {
+    Options options;
+    options.micro_batch_size = micro_batch_size;
+    VirtualBatch batch(model, loss, options);
+    return batch.backward(inputs, targets);
+  }
+};
+
+const bool registered = register_exactness<Stream>();
+
+}  // namespace
+}  // namespace infinitybatch::testing
