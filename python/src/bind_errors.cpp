@@ -2,6 +2,7 @@
 #include "bind.hpp"
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
 
 #include <torch/csrc/Exceptions.h>
@@ -76,6 +77,20 @@ bool says_out_of_memory(py::object error) {
   return false;
 }
 
+/// A python_error may leave the Python exception in the interpreter, or have it in both places (after
+/// the autograd engine): takes it into the C++ exception, so that Python code can run. Translation
+/// puts it back.
+void keep_python_error(const std::exception_ptr& pointer) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (python_error& error) {
+    const py::gil_scoped_acquire gil;
+    error.persist();
+    PyErr_Clear();
+  } catch (...) {
+  }
+}
+
 bool is_python_out_of_memory(const std::exception_ptr& pointer) {
   const py::gil_scoped_acquire gil;
   try {
@@ -83,10 +98,7 @@ bool is_python_out_of_memory(const std::exception_ptr& pointer) {
   } catch (py::error_already_set& error) {
     return says_out_of_memory(error.value());
   } catch (python_error& error) {
-    error.persist();
-    // The engine also left the error in the interpreter, which must be clean if the step goes on.
-    // Translation puts it back.
-    PyErr_Clear();
+    keep_python_error(pointer);
     PyErr_NormalizeException(&error.type, &error.value, &error.traceback);
     return says_out_of_memory(py::reinterpret_borrow<py::object>(error.value));
   } catch (...) {
@@ -100,6 +112,7 @@ void bind_errors(py::module_&) {
   error_classes();
   torch_out_of_memory();
   py::register_local_exception_translator(&translate);
+  register_exception_keeper(&keep_python_error);
   register_out_of_memory(&is_python_out_of_memory);
 }
 

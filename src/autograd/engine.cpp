@@ -1,5 +1,7 @@
 #include <infinitybatch/autograd/engine.hpp>
 
+#include <infinitybatch/core/foreign_exception.hpp>
+
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -52,6 +54,7 @@ void execute_or_drain(const Edge& root, const at::Tensor& gradient) {
   try {
     execute(root, gradient);
   } catch (...) {
+    keep_foreign_exception(std::current_exception());
     execute(Edge(compat::make_node<DrainNode>(), 0), no_gradient());
     throw;
   }

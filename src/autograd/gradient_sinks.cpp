@@ -2,6 +2,7 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
 
 #include <ATen/Functions.h>
@@ -259,6 +260,7 @@ void GradientSinks::hand_out() {
   try {
     run_root(root);
   } catch (...) {
+    keep_foreign_exception(std::current_exception());
     at::NoGradGuard no_grad;
     for (const GradBackup& backup : backups) {
       if (backup.values.defined()) backup.grad.copy_(backup.values);

@@ -3,6 +3,7 @@
 #include "meter.hpp"
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/memory/foreign_storage.hpp>
@@ -142,6 +143,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     report.outputs = executor->take_outputs();
     return report;
   } catch (...) {
+    keep_foreign_exception(std::current_exception());
     if (executor) executor->roll_back();
     random.restore();
     throw;
