@@ -1,5 +1,6 @@
 """What the C++ step asks of a torch.nn.Module: how to run it and what it owns."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -7,6 +8,9 @@ import torch
 from torch import nn
 
 from .errors import CouplingError, InvalidType, StateError, Unsupported
+
+#: A buffer: its name, and the dict (or the module, in TorchScript) that holds it under a key.
+Slot = tuple[str, dict[str, torch.Tensor | None] | nn.Module, str]
 
 
 class CallableModel:
@@ -31,9 +35,6 @@ class CallableModel:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((f"parameter {i}", tensor) for i, tensor in enumerate(self._parameters))
-
-    def modules(self) -> Iterator[nn.Module]:
-        return iter(())
 
 
 def make_model(forward: Callable[..., Any], parameters: Iterable[torch.Tensor]) -> CallableModel:
@@ -62,47 +63,61 @@ class ModelView:
         return self.forward.training
 
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
-        for module in self.forward.modules():
-            self._check(module)
-        parameters = list(self.forward.named_parameters())
-        for name, parameter in parameters:
-            if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
-                raise StateError(
-                    f"parameter '{name}' has no shape yet (a lazy module): run the model once on a "
-                    f"few samples, model(inputs[:2]), before the first step and before making the "
-                    f"optimizer"
-                )
+        if isinstance(self.forward, CallableModel):
+            self._slots: list[Slot] = []
+            return list(self.forward.named_parameters())
+        parameters, self._slots = self._walk(self.forward)
         return parameters
 
-    def buffers(self) -> list[tuple[str, Any, str]]:
-        """(name, owner, key) of each buffer; the owner is the module's own dict of buffers."""
-        slots: list[tuple[str, Any, str]] = []
+    def buffers(self) -> list[Slot]:
+        """Those that were found beside the parameters, for which C++ asks first."""
+        return self._slots
+
+    def _walk(self, model: nn.Module) -> tuple[list[tuple[str, torch.Tensor]], list[Slot]]:
+        """Parameters and buffers in one pass: it is made in every step."""
+        parameters: list[tuple[str, torch.Tensor]] = []
+        slots: list[Slot] = []
         seen: set[int] = set()
-        for prefix, module in getattr(self.forward, "named_modules", tuple)():
-            owner: Any = module._buffers
-            scripted = not isinstance(owner, dict)
-            for key, buffer in owner.items():
-                if buffer is None or id(buffer) in seen:
+        for prefix, module in model.named_modules():
+            self._check(module)
+            prefix += "." if prefix else ""
+            for key, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in seen:
                     continue
-                seen.add(id(buffer))
-                name = f"{prefix}.{key}" if prefix else key
-                slots.append((name, module if scripted else owner, key))
-        return slots
+                seen.add(id(parameter))
+                name = prefix + key
+                if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+                    raise StateError(
+                        f"parameter '{name}' has no shape yet (a lazy module): run the model once "
+                        f"on a few samples, model(inputs[:2]), before the first step and before "
+                        f"making the optimizer"
+                    )
+                parameters.append((name, parameter))
+            owner: Any = module._buffers
+            for key, buffer in owner.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    # TorchScript keeps no dict of its own: C++ asks the module for the attribute.
+                    slots.append((prefix + key, owner if type(owner) is dict else module, key))
+        return parameters, slots
 
     def _check(self, module: nn.Module) -> None:
         kind = type(module)
-        if isinstance(module, nn.parallel.DistributedDataParallel):
+        verdict = _verdict(kind)
+        if verdict == "distributed":
             raise Unsupported(
                 "the model contains DistributedDataParallel, whose hooks would run once per "
                 "micro-batch; for now pass the inner module (ddp.module) and average .grad over "
                 "the ranks after backward"
             )
-        if any(base.__name__ in _SHARDED and "fsdp" in base.__module__ for base in kind.__mro__):
+        if verdict == "sharded":
             raise Unsupported(
                 f"the model contains {kind.__name__}, which shards parameters while it runs; pass "
                 f"a model whose parameters are whole tensors"
             )
-        if self._exact_coupling and _is_compiled(module):
+        if self._exact_coupling and (
+            verdict == "compiled" or getattr(module, "_compiled_call_impl", None) is not None
+        ):
             self._check_compiled(module)
 
     @staticmethod
@@ -121,14 +136,15 @@ class ModelView:
                 )
 
 
-_SHARDED = frozenset({"FullyShardedDataParallel", "FSDPModule"})
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return (
-        getattr(module, "_compiled_call_impl", None) is not None
-        or type(module).__name__ == "OptimizedModule"
-    )
+@functools.lru_cache(maxsize=1024)
+def _verdict(kind: type[nn.Module]) -> str:
+    """What is to be known of a class of modules."""
+    if issubclass(kind, nn.parallel.DistributedDataParallel):
+        return "distributed"
+    sharded = ("FullyShardedDataParallel", "FSDPModule")
+    if any(base.__name__ in sharded and "fsdp" in base.__module__ for base in kind.__mro__):
+        return "sharded"
+    return "compiled" if kind.__name__ == "OptimizedModule" else "ordinary"
 
 
 def _coupled_op(module: nn.Module) -> str:
