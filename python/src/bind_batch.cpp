@@ -53,10 +53,7 @@ Made by `shared` and `batch_dim`.)");
   Marked::type = py::handle(marked).inc_ref();
 
   module.def(
-      "shared",
-      [](py::object value) {
-        return Marked{std::move(value), Leaf::kShared};
-      },
+      "shared", [](py::object value) { return Marked{std::move(value), Leaf::kShared}; },
       py::arg("value"), R"(Marks a part of a batch that every micro-batch sees whole.
 
 Args:
@@ -66,9 +63,7 @@ Example:
     batch.backward({"ids": ids, "positions": ib.shared(positions)}, labels))");
   module.def(
       "batch_dim",
-      [](py::object value, int64_t dim) {
-        return Marked{std::move(value), checked_dim(dim)};
-      },
+      [](py::object value, int64_t dim) { return Marked{std::move(value), checked_dim(dim)}; },
       py::arg("value"), py::arg("dim"),
       R"(Marks a part of a batch whose samples do not lie along dimension 0.
 

@@ -77,9 +77,9 @@ bool says_out_of_memory(py::object error) {
   return false;
 }
 
-/// A python_error may leave the Python exception in the interpreter, or have it in both places (after
-/// the autograd engine): takes it into the C++ exception, so that Python code can run. Translation
-/// puts it back.
+/// A python_error may leave the Python exception in the interpreter, or have it in both places
+/// (after the autograd engine): takes it into the C++ exception, so that Python code can run.
+/// Translation puts it back.
 void keep_python_error(const std::exception_ptr& pointer) {
   try {
     std::rethrow_exception(pointer);

@@ -19,6 +19,8 @@ void keep_foreign_exception(const std::exception_ptr& error) noexcept {
   for (const Keeper& keeper : keepers()) keeper(error);
 }
 
-void register_exception_keeper(Keeper keeper) { keepers().push_back(std::move(keeper)); }
+void register_exception_keeper(Keeper keeper) {
+  keepers().push_back(std::move(keeper));
+}
 
 }  // namespace infinitybatch
