@@ -87,12 +87,13 @@ def assert_exact(
     wrap: Callable[[Any], Any] = lambda x: x,
     **options: Any,
 ) -> None:
-    """`model` gives the same loss, gradients and buffers at every micro-batch size as at once."""
+    """`model` gives the same loss, gradients and buffers at every size, and planned, as at once."""
     wanted = native(model, criterion, inputs, targets)
-    for size in sizes:
-        found = ours(model, wrap(criterion), inputs, targets, micro_batch_size=size, **options)
+    ways = [{"micro_batch_size": size} for size in sizes] + [{"memory_budget": "256MiB"}]
+    for way in ways:
+        found = ours(model, wrap(criterion), inputs, targets, **way, **options)
         worst = worst_error(found, wanted)
-        assert worst <= tolerance, f"micro_batch_size={size}: relative error {worst}"
+        assert worst <= tolerance, f"{way}: relative error {worst}"
         torch.testing.assert_close(
             found.loss, wanted.loss, rtol=max(tolerance, 1e-13), atol=0, equal_nan=True
         )

@@ -27,12 +27,11 @@ def in_threads(*functions):
     return errors
 
 
-def test_two_models_in_two_threads():
+@pytest.mark.parametrize("options", [{"micro_batch_size": 1}, {"memory_budget": "64MiB"}])
+def test_two_models_in_two_threads(options):
     pairs = [(mlp(), classification(60)) for _ in range(2)]
     wanted = [native(model, nn.CrossEntropyLoss(), *data) for model, data in pairs]
-    batches = [
-        ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=1) for model, _ in pairs
-    ]
+    batches = [ib.VirtualBatch(model, nn.CrossEntropyLoss(), **options) for model, _ in pairs]
 
     def work(i):
         def run():
