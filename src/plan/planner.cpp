@@ -120,7 +120,11 @@ std::optional<int64_t> Planner::probe_size() const {
     return known.peaks.empty() ? std::optional(std::min(request_.batch_size, known.largest))
                                : std::nullopt;
   }
-  if (known.traces.empty()) return std::min(kSmallProbe, known.largest);
+  // Where two samples do not fit there is nothing to compare: one is run to see what it needs.
+  if (known.largest < kSmallProbe) {
+    return known.peaks.contains(1) ? std::nullopt : std::optional<int64_t>(1);
+  }
+  if (known.traces.empty()) return kSmallProbe;
   if (known.largest < kLargeProbe) return std::nullopt;
   // A third trace replaces the first, in which some kernels ran for the first time.
   return known.traces.size() == 1 ? kLargeProbe : kSmallProbe;

@@ -186,7 +186,8 @@ void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int
   int64_t row = 0;
   while (std::optional<Piece> piece = planner_.next()) {
     append(report.micro_batch_sizes, piece->plan.micro_batch_sizes);
-    if (piece->settled) report.predicted_peak_bytes = piece->plan.predicted_peak_bytes;
+    // Set where one settled plan is the whole step, be it for the first time at this baseline.
+    report.predicted_peak_bytes = piece->plan.predicted_peak_bytes;
     const int64_t rows = piece->plan.batch_size;
     *piece = prepare(std::move(*piece), hand_out);
     planner_.observe(*piece, run(executor, *piece, row, job.device));

@@ -194,6 +194,26 @@ TEST(Planner, PlansSmallerAfterRunningOutOfMemoryUntilNothingIsLeft) {
   }
 }
 
+TEST(Planner, SettlesOnSinglesWhereTwoSamplesDoNotFit) {
+  Planner planner;
+  const Request small = request(64, 5000);
+  planner.begin(small);
+  ASSERT_EQ(planner.next()->plan.micro_batch_size(), 2);
+  planner.ran_out_of_memory(6000);
+  Measurement measured;
+  measured.peak_bytes = 4900;
+  for (int step = 0; step < 3; ++step) {
+    planner.begin(small);
+    while (const auto piece = planner.next()) {
+      EXPECT_EQ(piece->plan.micro_batch_size(), 1);
+      EXPECT_EQ(piece->settled, step == 2);
+      planner.observe(*piece, measured);
+    }
+    EXPECT_TRUE(planner.settled());
+  }
+  EXPECT_EQ(planner.plan().predicted_peak_bytes, 4900);
+}
+
 TEST(Planner, SaysTheSmallestBudgetOnceMemoryIsKnown) {
   Planner planner;
   Machine machine;
