@@ -19,8 +19,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 MODULES = {"time": "time_to_native", "loop": "loop_cost", "budget": "budget"}
-ROUNDS = {"time": 20, "loop": 100, "budget": 24}
-UNTUNED = {"time": 8, "loop": 0, "budget": 0}  # rounds with malloc as it is by default
+ROUNDS = {"time": 15, "loop": 100, "budget": 12}
+UNTUNED = {"time": 5, "loop": 0, "budget": 0}  # rounds with malloc as it is by default
 TOY_ROUNDS = 4
 BUSY = 0.1  # cores used by others from which on a run is called disturbed
 

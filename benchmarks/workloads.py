@@ -77,8 +77,8 @@ def for_time(toy: bool) -> list[Workload]:
         ]
     return [
         Workload("convnet", lambda: convnet(32, 32), (3, 32, 32), batch_size=512),
-        Workload("encoder", lambda: Encoder(128, 4, 4), (64, 128), batch_size=256),
-        Workload("wide MLP", lambda: mlp(1024, 1024, 1024, 10), (1024,), batch_size=1024),
+        Workload("encoder", lambda: Encoder(128, 4, 2), (128, 128), batch_size=256),
+        Workload("wide MLP", lambda: mlp(1024, 1024, 1024, 1024, 10), (1024,), batch_size=1024),
     ]
 
 

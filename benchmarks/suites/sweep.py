@@ -9,7 +9,7 @@ from contestants import Ours
 from harness.clock import Sample, interleave
 from harness.ratios import Ratio, median, paired
 
-STRETCH = 1024  # rows of a larger batch that each size is timed on, about
+STRETCH = 512  # rows of a larger batch that each size is timed on, about
 GRID = 1.3  # between neighbouring sizes of a larger batch
 HOPELESS = 1.5
 FIRST_ROUNDS = 2
