@@ -40,7 +40,6 @@ def flatten(value: Any) -> tuple[list[Any], list[int], list[str], _pytree.TreeSp
         value = _pytree.tree_unflatten([_opened(leaf) for leaf in leaves], spec)
         leaves, spec = _pytree.tree_flatten(value)
         dims = opened_dims
-    leaves = [as_tensor(leaf, leaf) for leaf in leaves]
     paths, _ = _pytree.tree_flatten_with_path(value)
     return leaves, dims, [_pytree.keystr(path) for path, _ in paths], spec
 
