@@ -9,14 +9,11 @@ library under the same names.
 are summed in float32.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional
 
 from ._C.losses import (
     SeparableLoss,
@@ -46,7 +43,8 @@ from ._C.losses import (
 )
 from ._C.losses import separable as _separable
 from ._C.losses import with_penalty as _with_penalty
-from .errors import InvalidArgument, InvalidType, Unsupported
+from ._criteria import name_of, resolve
+from .errors import InvalidArgument, InvalidType
 
 __all__ = [
     "SeparableLoss",
@@ -109,11 +107,11 @@ def separable(
         )
     """
     if not callable(sum):
-        raise InvalidType(f"sum must be callable as sum(outputs, targets), not {_name(sum)}")
+        raise InvalidType(f"sum must be callable as sum(outputs, targets), not {name_of(sum)}")
     if denominator is not None and not callable(denominator):
         raise InvalidType(
             f"denominator must be callable as denominator(targets), or None where the loss is the "
-            f"sum itself, not {_name(denominator)}"
+            f"sum itself, not {name_of(denominator)}"
         )
     loss = _separable(sum, None if denominator is None else _two_arguments(denominator))
     return loss if penalty is None else with_penalty(loss, penalty)
@@ -130,7 +128,7 @@ def with_penalty(loss: Any, penalty: Callable[[], torch.Tensor]) -> SeparableLos
         ib.losses.with_penalty(nn.MSELoss(), lambda: 1e-4 * model.weight.square().sum())
     """
     if not callable(penalty):
-        raise InvalidType(f"penalty must be callable without arguments, not {_name(penalty)}")
+        raise InvalidType(f"penalty must be callable without arguments, not {name_of(penalty)}")
     return _with_penalty(resolve(loss), penalty)
 
 
@@ -152,7 +150,7 @@ def from_model(denominator: Denominator) -> SeparableLoss:
     """
     if not callable(denominator):
         raise InvalidType(
-            f"denominator must be callable as denominator(targets), not {_name(denominator)}"
+            f"denominator must be callable as denominator(targets), not {name_of(denominator)}"
         )
     part = _two_arguments(denominator)
 
@@ -182,7 +180,7 @@ def _own_loss(outputs: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise InvalidType(
             f"losses.from_model needs a model that returns its loss, one number, as outputs.loss or "
-            f"first; this one returned {_name(outputs)}; pass it the labels among the inputs, or "
+            f"first; this one returned {name_of(outputs)}; pass it the labels among the inputs, or "
             f"declare the loss with losses.separable"
         )
     return loss.reshape(())
@@ -219,259 +217,3 @@ def _two_arguments(denominator: Denominator) -> Callable[[Any, int], Number]:
         f"denominator takes {len(positional)} arguments; it is called as denominator(targets) or "
         f"denominator(targets, samples)"
     )
-
-
-# torch.nn's criteria: the attributes that decide what they compute, and the loss that does the same.
-_Maker = Callable[..., SeparableLoss]
-_CRITERIA: dict[type, tuple[_Maker, dict[str, str]]] = {}
-_FUNCTIONS: dict[Any, tuple[_Maker, tuple[str, ...]]] = {}
-
-
-def _register(
-    maker: _Maker, criteria: tuple[type, ...], function: Any, *options: str, **renamed: str
-) -> None:
-    """`renamed`: option=attribute where a criterion's attribute has another name."""
-    attributes = {option: renamed.get(option, option) for option in options}
-    for criterion in criteria:
-        _CRITERIA[criterion] = (maker, attributes)
-    if function is not None:
-        _FUNCTIONS[function] = (maker, options)
-
-
-_register(
-    cross_entropy,
-    (nn.CrossEntropyLoss,),
-    functional.cross_entropy,
-    "weight",
-    "ignore_index",
-    "label_smoothing",
-    "reduction",
-)
-_register(
-    nll, (nn.NLLLoss, nn.NLLLoss2d), functional.nll_loss, "weight", "ignore_index", "reduction"
-)
-_register(
-    multi_margin,
-    (nn.MultiMarginLoss,),
-    functional.multi_margin_loss,
-    "p",
-    "margin",
-    "weight",
-    "reduction",
-)
-_register(mse, (nn.MSELoss,), functional.mse_loss, "reduction")
-_register(l1, (nn.L1Loss,), functional.l1_loss, "reduction")
-_register(smooth_l1, (nn.SmoothL1Loss,), functional.smooth_l1_loss, "beta", "reduction")
-_register(huber, (nn.HuberLoss,), functional.huber_loss, "delta", "reduction")
-_register(
-    poisson_nll,
-    (nn.PoissonNLLLoss,),
-    functional.poisson_nll_loss,
-    "log_input",
-    "full",
-    "eps",
-    "reduction",
-)
-_register(
-    gaussian_nll, (nn.GaussianNLLLoss,), functional.gaussian_nll_loss, "full", "eps", "reduction"
-)
-_register(kl_div, (nn.KLDivLoss,), functional.kl_div, "log_target", "reduction")
-_register(
-    binary_cross_entropy,
-    (nn.BCELoss,),
-    functional.binary_cross_entropy,
-    "weight",
-    "reduction",
-)
-_register(
-    binary_cross_entropy_with_logits,
-    (nn.BCEWithLogitsLoss,),
-    functional.binary_cross_entropy_with_logits,
-    "weight",
-    "pos_weight",
-    "reduction",
-)
-_register(soft_margin, (nn.SoftMarginLoss,), functional.soft_margin_loss, "reduction")
-_register(
-    multilabel_margin, (nn.MultiLabelMarginLoss,), functional.multilabel_margin_loss, "reduction"
-)
-_register(
-    multilabel_soft_margin,
-    (nn.MultiLabelSoftMarginLoss,),
-    functional.multilabel_soft_margin_loss,
-    "weight",
-    "reduction",
-)
-_register(
-    hinge_embedding,
-    (nn.HingeEmbeddingLoss,),
-    functional.hinge_embedding_loss,
-    "margin",
-    "reduction",
-)
-_register(
-    cosine_embedding,
-    (nn.CosineEmbeddingLoss,),
-    functional.cosine_embedding_loss,
-    "margin",
-    "reduction",
-)
-_register(
-    margin_ranking,
-    (nn.MarginRankingLoss,),
-    functional.margin_ranking_loss,
-    "margin",
-    "reduction",
-)
-_register(
-    triplet_margin,
-    (nn.TripletMarginLoss,),
-    functional.triplet_margin_loss,
-    "margin",
-    "p",
-    "eps",
-    "swap",
-    "reduction",
-)
-_register(
-    triplet_margin_with_distance,
-    (nn.TripletMarginWithDistanceLoss,),
-    functional.triplet_margin_with_distance_loss,
-    "distance_function",
-    "margin",
-    "swap",
-    "reduction",
-)
-_register(ctc, (nn.CTCLoss,), functional.ctc_loss, "blank", "zero_infinity", "reduction")
-
-
-def _adaptive_log_softmax(criterion: nn.AdaptiveLogSoftmaxWithLoss) -> SeparableLoss:
-    """Its loss is the mean over the samples; its own parameters get their gradients too."""
-
-    def sum(outputs: Any, targets: Any) -> torch.Tensor:
-        return criterion(outputs, targets).loss * targets.shape[0]
-
-    return _separable(sum, lambda targets, samples: samples)
-
-
-def _linear_cross_entropy(criterion: Any) -> SeparableLoss:
-    """Its linear layer is its own; the weight is read anew for each micro-batch."""
-    nothing_ignored = -(2**62)  # no class index
-
-    def now() -> SeparableLoss:
-        linear = criterion.linear
-        shape = (criterion.num_classes, *criterion.out_features)
-        ignore_index = criterion.ignore_index
-        return linear_cross_entropy(
-            linear.weight.reshape(*shape, linear.in_features),
-            None if linear.bias is None else linear.bias.reshape(shape),
-            weight=criterion.weight,
-            ignore_index=nothing_ignored if ignore_index is None else ignore_index,
-            label_smoothing=criterion.label_smoothing,
-            reduction=criterion.reduction,
-        )
-
-    return _separable(
-        lambda outputs, targets: now().sum(outputs, targets),
-        lambda targets, samples: (
-            now().denominator(targets, samples) if criterion.reduction == "mean" else None
-        ),
-    )
-
-
-def resolve(loss: Any) -> SeparableLoss:
-    """The loss that computes what `loss` computes.
-
-    Raises:
-        InvalidType: for a callable of which nobody can know that it is separable.
-        InvalidArgument: for reduction="none".
-        Unsupported: for a criterion with hooks.
-    """
-    if isinstance(loss, SeparableLoss):
-        return loss
-    if isinstance(loss, nn.Module):
-        return _resolve_criterion(loss)
-    options: dict[str, Any] = {}
-    function = loss
-    while isinstance(function, functools.partial):
-        if function.args:
-            raise InvalidType(
-                f"{loss!r} fixes positional arguments of the loss; fix options by keyword only"
-            )
-        options = {**function.keywords, **options}
-        function = function.func
-    try:
-        known = _FUNCTIONS.get(function)
-    except TypeError:  # not hashable
-        known = None
-    if known is None:
-        raise _unknown(loss)
-    maker, names = known
-    strange = sorted(set(options) - set(names))
-    if strange:
-        raise InvalidArgument(
-            f"{function.__name__} was given {', '.join(strange)}, which cannot be used here; it "
-            f"takes {', '.join(names)}"
-        )
-    return _make(maker, options)
-
-
-def _resolve_criterion(criterion: nn.Module) -> SeparableLoss:
-    for base, (maker, attributes) in _CRITERIA.items():
-        if isinstance(criterion, base):
-            _check_unchanged(criterion, base)
-            options = {name: getattr(criterion, source) for name, source in attributes.items()}
-            return _make(maker, options)
-    if isinstance(criterion, nn.AdaptiveLogSoftmaxWithLoss):
-        _check_unchanged(criterion, nn.AdaptiveLogSoftmaxWithLoss)
-        return _adaptive_log_softmax(criterion)
-    linear = getattr(nn, "LinearCrossEntropyLoss", None)  # since torch 2.13
-    if linear is not None and isinstance(criterion, linear):
-        _check_unchanged(criterion, linear)
-        return _linear_cross_entropy(criterion)
-    raise _unknown(criterion)
-
-
-def _check_unchanged(criterion: nn.Module, base: type[nn.Module]) -> None:
-    kind = type(criterion)
-    if kind.forward is not base.forward or kind.__call__ is not nn.Module.__call__:
-        raise InvalidType(
-            f"{kind.__name__} overrides the forward of {base.__name__}, so it can't be known to be "
-            f"separable; declare it with infinitybatch.losses.separable(sum, denominator)"
-        )
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(criterion, name) for name in hooks):
-        raise Unsupported(
-            f"{kind.__name__} has hooks, which would not run because its C++ counterpart computes "
-            f"it; remove them, or call it inside of infinitybatch.losses.separable"
-        )
-
-
-def _make(maker: _Maker, options: dict[str, Any]) -> SeparableLoss:
-    # An integer p or margin is as good as a float to torch.
-    return maker(**options)
-
-
-def _unknown(loss: Any) -> InvalidType:
-    if not callable(loss):
-        return InvalidType(
-            f"loss must be a criterion of torch.nn or one of infinitybatch.losses, not {_name(loss)}"
-        )
-    return InvalidType(
-        f"{_name(loss)} can't be known to be separable, a sum over samples divided by a "
-        f"denominator: declare it with infinitybatch.losses.separable(sum, denominator), or pass a "
-        f"criterion of torch.nn; losses that compare samples with each other are not supported yet"
-    )
-
-
-def _name(value: Any) -> str:
-    name = getattr(value, "__qualname__", None)
-    return name if isinstance(name, str) else type(value).__name__
-
-
-def options_of(loss: Any) -> tuple[Any, ...] | None:
-    """What decides what a recognised criterion computes, to notice changes between steps."""
-    for base, (_, attributes) in _CRITERIA.items():
-        if isinstance(loss, base):
-            return tuple(getattr(loss, name) for name in attributes.values())
-    return None

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from . import _C, _tree, losses
+from . import _C, _criteria, _tree
 from ._C import BatchSource, Plan, StepReport
 from ._model import CallableModel, ModelView
 from .errors import InvalidArgument, InvalidType
@@ -156,13 +156,13 @@ class VirtualBatch:
         return f"VirtualBatch({described})"
 
     def _make_step(self) -> _C.VirtualBatch:
-        self._step_loss = losses.resolve(self._loss)
-        self._loss_options = losses.options_of(self._loss)
+        self._step_loss = _criteria.resolve(self._loss)
+        self._loss_options = _criteria.options_of(self._loss)
         return _C.VirtualBatch(loss=self._step_loss, **self._options)
 
     def _current_step(self) -> _C.VirtualBatch:
         # A criterion's attributes may change between steps (its weights moved to a device).
-        now = losses.options_of(self._loss)
+        now = _criteria.options_of(self._loss)
         if now is not None and any(
             a is not b and (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or a != b)
             for a, b in zip(now, self._loss_options or (), strict=True)

@@ -1,0 +1,287 @@
+"""Recognises torch.nn's criteria and torch.nn.functional's functions, and makes losses of them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ._C.losses import (
+    SeparableLoss,
+    binary_cross_entropy,
+    binary_cross_entropy_with_logits,
+    cosine_embedding,
+    cross_entropy,
+    ctc,
+    gaussian_nll,
+    hinge_embedding,
+    huber,
+    kl_div,
+    l1,
+    linear_cross_entropy,
+    margin_ranking,
+    mse,
+    multi_margin,
+    multilabel_margin,
+    multilabel_soft_margin,
+    nll,
+    poisson_nll,
+    separable,
+    smooth_l1,
+    soft_margin,
+    triplet_margin,
+    triplet_margin_with_distance,
+)
+from .errors import InvalidArgument, InvalidType, Unsupported
+
+# torch.nn's criteria: the attributes that decide what they compute, and the loss that does the same.
+_Maker = Callable[..., SeparableLoss]
+_CRITERIA: dict[type, tuple[_Maker, dict[str, str]]] = {}
+_FUNCTIONS: dict[Any, tuple[_Maker, tuple[str, ...]]] = {}
+
+
+def _register(
+    maker: _Maker, criteria: tuple[type, ...], function: Any, *options: str, **renamed: str
+) -> None:
+    """`renamed`: option=attribute where a criterion's attribute has another name."""
+    attributes = {option: renamed.get(option, option) for option in options}
+    for criterion in criteria:
+        _CRITERIA[criterion] = (maker, attributes)
+    if function is not None:
+        _FUNCTIONS[function] = (maker, options)
+
+
+_register(
+    cross_entropy,
+    (nn.CrossEntropyLoss,),
+    functional.cross_entropy,
+    "weight",
+    "ignore_index",
+    "label_smoothing",
+    "reduction",
+)
+_register(
+    nll, (nn.NLLLoss, nn.NLLLoss2d), functional.nll_loss, "weight", "ignore_index", "reduction"
+)
+_register(
+    multi_margin,
+    (nn.MultiMarginLoss,),
+    functional.multi_margin_loss,
+    "p",
+    "margin",
+    "weight",
+    "reduction",
+)
+_register(mse, (nn.MSELoss,), functional.mse_loss, "reduction")
+_register(l1, (nn.L1Loss,), functional.l1_loss, "reduction")
+_register(smooth_l1, (nn.SmoothL1Loss,), functional.smooth_l1_loss, "beta", "reduction")
+_register(huber, (nn.HuberLoss,), functional.huber_loss, "delta", "reduction")
+_register(
+    poisson_nll,
+    (nn.PoissonNLLLoss,),
+    functional.poisson_nll_loss,
+    "log_input",
+    "full",
+    "eps",
+    "reduction",
+)
+_register(
+    gaussian_nll, (nn.GaussianNLLLoss,), functional.gaussian_nll_loss, "full", "eps", "reduction"
+)
+_register(kl_div, (nn.KLDivLoss,), functional.kl_div, "log_target", "reduction")
+_register(
+    binary_cross_entropy,
+    (nn.BCELoss,),
+    functional.binary_cross_entropy,
+    "weight",
+    "reduction",
+)
+_register(
+    binary_cross_entropy_with_logits,
+    (nn.BCEWithLogitsLoss,),
+    functional.binary_cross_entropy_with_logits,
+    "weight",
+    "pos_weight",
+    "reduction",
+)
+_register(soft_margin, (nn.SoftMarginLoss,), functional.soft_margin_loss, "reduction")
+_register(
+    multilabel_margin, (nn.MultiLabelMarginLoss,), functional.multilabel_margin_loss, "reduction"
+)
+_register(
+    multilabel_soft_margin,
+    (nn.MultiLabelSoftMarginLoss,),
+    functional.multilabel_soft_margin_loss,
+    "weight",
+    "reduction",
+)
+_register(
+    hinge_embedding,
+    (nn.HingeEmbeddingLoss,),
+    functional.hinge_embedding_loss,
+    "margin",
+    "reduction",
+)
+_register(
+    cosine_embedding,
+    (nn.CosineEmbeddingLoss,),
+    functional.cosine_embedding_loss,
+    "margin",
+    "reduction",
+)
+_register(
+    margin_ranking,
+    (nn.MarginRankingLoss,),
+    functional.margin_ranking_loss,
+    "margin",
+    "reduction",
+)
+_register(
+    triplet_margin,
+    (nn.TripletMarginLoss,),
+    functional.triplet_margin_loss,
+    "margin",
+    "p",
+    "eps",
+    "swap",
+    "reduction",
+)
+_register(
+    triplet_margin_with_distance,
+    (nn.TripletMarginWithDistanceLoss,),
+    functional.triplet_margin_with_distance_loss,
+    "distance_function",
+    "margin",
+    "swap",
+    "reduction",
+)
+_register(ctc, (nn.CTCLoss,), functional.ctc_loss, "blank", "zero_infinity", "reduction")
+
+
+def _adaptive_log_softmax(criterion: nn.AdaptiveLogSoftmaxWithLoss) -> SeparableLoss:
+    """Its loss is the mean over the samples; its own parameters get their gradients too."""
+
+    def sum(outputs: Any, targets: Any) -> torch.Tensor:
+        return criterion(outputs, targets).loss * targets.shape[0]
+
+    return separable(sum, lambda targets, samples: samples)
+
+
+def _linear_cross_entropy(criterion: Any) -> SeparableLoss:
+    """Its linear layer is its own; the weight is read anew for each micro-batch."""
+    nothing_ignored = -(2**62)  # no class index
+
+    def now() -> SeparableLoss:
+        linear = criterion.linear
+        shape = (criterion.num_classes, *criterion.out_features)
+        ignore_index = criterion.ignore_index
+        return linear_cross_entropy(
+            linear.weight.reshape(*shape, linear.in_features),
+            None if linear.bias is None else linear.bias.reshape(shape),
+            weight=criterion.weight,
+            ignore_index=nothing_ignored if ignore_index is None else ignore_index,
+            label_smoothing=criterion.label_smoothing,
+            reduction=criterion.reduction,
+        )
+
+    return separable(
+        lambda outputs, targets: now().sum(outputs, targets),
+        lambda targets, samples: (
+            now().denominator(targets, samples) if criterion.reduction == "mean" else None
+        ),
+    )
+
+
+def resolve(loss: Any) -> SeparableLoss:
+    """The loss that computes what `loss` computes.
+
+    Raises:
+        InvalidType: for a callable of which nobody can know that it is separable.
+        InvalidArgument: for reduction="none".
+        Unsupported: for a criterion with hooks.
+    """
+    if isinstance(loss, SeparableLoss):
+        return loss
+    if isinstance(loss, nn.Module):
+        return _resolve_criterion(loss)
+    options: dict[str, Any] = {}
+    function = loss
+    while isinstance(function, functools.partial):
+        if function.args:
+            raise InvalidType(
+                f"{loss!r} fixes positional arguments of the loss; fix options by keyword only"
+            )
+        options = {**function.keywords, **options}
+        function = function.func
+    try:
+        known = _FUNCTIONS.get(function)
+    except TypeError:  # not hashable
+        known = None
+    if known is None:
+        raise _unknown(loss)
+    maker, names = known
+    strange = sorted(set(options) - set(names))
+    if strange:
+        raise InvalidArgument(
+            f"{function.__name__} was given {', '.join(strange)}, which cannot be used here; it "
+            f"takes {', '.join(names)}"
+        )
+    return maker(**options)
+
+
+def _resolve_criterion(criterion: nn.Module) -> SeparableLoss:
+    for base, (maker, attributes) in _CRITERIA.items():
+        if isinstance(criterion, base):
+            _check_unchanged(criterion, base)
+            options = {name: getattr(criterion, source) for name, source in attributes.items()}
+            return maker(**options)
+    if isinstance(criterion, nn.AdaptiveLogSoftmaxWithLoss):
+        _check_unchanged(criterion, nn.AdaptiveLogSoftmaxWithLoss)
+        return _adaptive_log_softmax(criterion)
+    linear = getattr(nn, "LinearCrossEntropyLoss", None)  # since torch 2.13
+    if linear is not None and isinstance(criterion, linear):
+        _check_unchanged(criterion, linear)
+        return _linear_cross_entropy(criterion)
+    raise _unknown(criterion)
+
+
+def _check_unchanged(criterion: nn.Module, base: type[nn.Module]) -> None:
+    kind = type(criterion)
+    if kind.forward is not base.forward or kind.__call__ is not nn.Module.__call__:
+        raise InvalidType(
+            f"{kind.__name__} overrides the forward of {base.__name__}, so it can't be known to be "
+            f"separable; declare it with infinitybatch.losses.separable(sum, denominator)"
+        )
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(criterion, name) for name in hooks):
+        raise Unsupported(
+            f"{kind.__name__} has hooks, which would not run because its C++ counterpart computes "
+            f"it; remove them, or call it inside of infinitybatch.losses.separable"
+        )
+
+
+def _unknown(loss: Any) -> InvalidType:
+    if not callable(loss):
+        return InvalidType(
+            f"loss must be a criterion of torch.nn or one of infinitybatch.losses, not {name_of(loss)}"
+        )
+    return InvalidType(
+        f"{name_of(loss)} can't be known to be separable, a sum over samples divided by a "
+        f"denominator: declare it with infinitybatch.losses.separable(sum, denominator), or pass a "
+        f"criterion of torch.nn; losses that compare samples with each other are not supported yet"
+    )
+
+
+def options_of(loss: Any) -> tuple[Any, ...] | None:
+    """What decides what a recognised criterion computes, to notice changes between steps."""
+    for base, (_, attributes) in _CRITERIA.items():
+        if isinstance(loss, base):
+            return tuple(getattr(loss, name) for name in attributes.values())
+    return None
+
+
+def name_of(value: Any) -> str:
+    name = getattr(value, "__qualname__", None)
+    return name if isinstance(name, str) else type(value).__name__
