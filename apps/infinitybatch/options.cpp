@@ -73,7 +73,7 @@ void add_batch(CLI::App& app, Settings& settings) {
       ->capture_default_str()
       ->group("Batch and memory");
   app.add_option("--memory-budget", settings.memory_budget,
-                 "what tensors may occupy: 24MiB, 0.8 (of the device) or auto [unlimited]")
+                 "what tensors may occupy: 24MiB, 0.8 (of the device) or auto [auto; native: none]")
       ->type_name("BYTES")
       ->group("Batch and memory");
   app.add_option("--device", settings.device, "cpu, or an accelerator as torch names it")

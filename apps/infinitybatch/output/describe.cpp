@@ -58,8 +58,12 @@ std::vector<std::string> describe_job(const Dataset& data, const Settings& setti
   std::string batch = "batch of " + with_commas(batch_size_for(step, data)) +
                       (step.batch_size ? " samples" : " samples (all)") + ", strategy " +
                       step.strategy + " on " + settings.training.device.str() + ", ";
-  batch += step.memory_budget ? "memory budget " + format_bytes(*step.memory_budget)
-                              : "no memory budget";
+  if (step.memory_budget) {
+    batch += "memory budget " + format_bytes(*step.memory_budget);
+  } else {
+    // Without one VirtualBatch takes most of what is free; plain training takes what it takes.
+    batch += step.strategy == "native" ? "no memory budget" : "memory budget auto";
+  }
   return {samples, model, batch};
 }
 

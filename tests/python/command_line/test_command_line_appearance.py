@@ -7,6 +7,7 @@ import select
 import signal
 import struct
 import subprocess
+import threading
 import time
 
 import pytest
@@ -46,12 +47,15 @@ def test_long_epochs_tell_plainly_how_far_they_are(folder):
         text=True,
         env=environment(),
     )
+    too_long = threading.Timer(60, process.kill)
+    too_long.start()
     try:
-        line = next(line for line in process.stdout if " left" in line)
+        line = next((line for line in process.stdout if " left" in line), "nothing came")
         assert re.fullmatch(
             r"epoch \d+/1000 \d+ of 240 samples, \d+/s(, loss [\d.]+)?, .+ left\n", line
         )
     finally:
+        too_long.cancel()
         process.kill()
         process.wait()
 

@@ -82,6 +82,19 @@ def test_native_dies_and_ours_finishes_in_the_same_memory(pair):
     assert whole[0]["peak_bytes"] > 2 * (4 << 20) > 2 * max(e["peak_bytes"] for e in ours)
 
 
+@pytest.mark.parametrize("strategy", ["stream", "native"])
+def test_every_epoch_sees_every_sample_once(pair, strategy):
+    """With a learning rate of 0 the loss is a mean over all samples, whatever their order."""
+    settings = ("train", *pair, "--model", "mlp", "--lr", "0", "--epochs", "3", "--json")
+    settings += ("--strategy", strategy)
+    losses = [
+        epoch["loss"]
+        for size in (7, "all")
+        for epoch in epochs(run(*settings, "--batch-size", size))
+    ]
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-6)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "rmsprop", "adagrad"])
 def test_micro_batches_train_as_the_whole_batch(pair, optimizer):
     settings = ("train", *pair, "--model", "convnet", "--width", "8", "--epochs", "3", "--json")
@@ -143,6 +156,15 @@ def test_every_format_gives_the_same_samples(folder, data, labels):
     pair = ("--data", folder / "pair", *arguments[arguments.index("--model") :])
     reference = epochs(run("train", *pair))
     assert [e["loss"] for e in ours] == [e["loss"] for e in reference]
+
+
+def test_units_of_the_inputs_do_not_matter(folder, samples, tmp_path):
+    numpy.save(tmp_path / "x.npy", samples[0].astype(numpy.float64) * 3 + 1000)
+    settings = ("--labels", folder / "y.npy", "--model", "mlp", "--epochs", "3", "--json")
+    moved = epochs(run("train", "--data", tmp_path / "x.npy", *settings))
+    plain = epochs(run("train", "--data", folder / "x.npy", *settings))
+    for a, b in zip(moved, plain, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
