@@ -38,19 +38,15 @@ from .errors import InvalidArgument, InvalidType, Unsupported
 
 # torch.nn's criteria: the attributes that decide what they compute, and the loss that does the same.
 _Maker = Callable[..., SeparableLoss]
-_CRITERIA: dict[type, tuple[_Maker, dict[str, str]]] = {}
+_CRITERIA: dict[type, tuple[_Maker, tuple[str, ...]]] = {}
 _FUNCTIONS: dict[Any, tuple[_Maker, tuple[str, ...]]] = {}
 
 
-def _register(
-    maker: _Maker, criteria: tuple[type, ...], function: Any, *options: str, **renamed: str
-) -> None:
-    """`renamed`: option=attribute where a criterion's attribute has another name."""
-    attributes = {option: renamed.get(option, option) for option in options}
+def _register(maker: _Maker, criteria: tuple[type, ...], function: Any, *options: str) -> None:
+    """A criterion's attributes, its function's keywords and our options have one name each."""
     for criterion in criteria:
-        _CRITERIA[criterion] = (maker, attributes)
-    if function is not None:
-        _FUNCTIONS[function] = (maker, options)
+        _CRITERIA[criterion] = (maker, options)
+    _FUNCTIONS[function] = (maker, options)
 
 
 _register(
@@ -232,11 +228,10 @@ def resolve(loss: Any) -> SeparableLoss:
 
 
 def _resolve_criterion(criterion: nn.Module) -> SeparableLoss:
-    for base, (maker, attributes) in _CRITERIA.items():
+    for base, (maker, options) in _CRITERIA.items():
         if isinstance(criterion, base):
             _check_unchanged(criterion, base)
-            options = {name: getattr(criterion, source) for name, source in attributes.items()}
-            return maker(**options)
+            return maker(**{name: getattr(criterion, name) for name in options})
     if isinstance(criterion, nn.AdaptiveLogSoftmaxWithLoss):
         _check_unchanged(criterion, nn.AdaptiveLogSoftmaxWithLoss)
         return _adaptive_log_softmax(criterion)
@@ -276,9 +271,9 @@ def _unknown(loss: Any) -> InvalidType:
 
 def options_of(loss: Any) -> tuple[Any, ...] | None:
     """What decides what a recognised criterion computes, to notice changes between steps."""
-    for base, (_, attributes) in _CRITERIA.items():
+    for base, (_, options) in _CRITERIA.items():
         if isinstance(loss, base):
-            return tuple(getattr(loss, name) for name in attributes.values())
+            return tuple(getattr(loss, name) for name in options)
     return None
 
 
