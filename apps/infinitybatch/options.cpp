@@ -8,124 +8,14 @@
 #include "config_file.hpp"
 #include "device.hpp"
 #include "errors.hpp"
+#include "flags.hpp"
 #include "help.hpp"
 #include "suggest.hpp"
 
 namespace infinitybatch::app {
 namespace {
 
-constexpr int64_t kMost = int64_t{1} << 40;  // far above anything sensible, far below overflow
-
-// Validators describe themselves in the help beside the type; here the texts do that.
-CLI::Validator between(double smallest, double largest) {
-  return CLI::Range(smallest, largest).description("");
-}
-CLI::Validator at_least(int64_t smallest) {
-  return CLI::Range(smallest, kMost).description("");
-}
-CLI::Validator one_of(const std::vector<std::string>& names) {
-  return CLI::IsMember(names).description("");
-}
-
-void add_data(CLI::App& app, Settings& settings) {
-  app.add_option("--data", settings.data.data,
-                 "folder of MNIST-format IDX files, .npy, IDX or text file, or a name under data/")
-      ->type_name("PATH")
-      ->capture_default_str()
-      ->group("Data");
-  app.add_option("--labels", settings.data.labels,
-                 "classes of the samples, where --data is a .npy or IDX file")
-      ->type_name("FILE")
-      ->group("Data");
-  app.add_option("--held-out", settings.data.held_out,
-                 "share of the samples kept for measuring [0.2, or the files' own split]")
-      ->check(between(0.0, 0.9))
-      ->type_name("SHARE")
-      ->group("Data");
-}
-
-void add_model(CLI::App& app, Settings& settings) {
-  app.add_option("--model", settings.model.model,
-                 "mlp, convnet, resnet or transformer [what suits the data]")
-      ->check(one_of(model_names()))
-      ->type_name("NAME")
-      ->group("Model");
-  app.add_option("--width", settings.model.width, "units, channels or embedding size")
-      ->check(at_least(1))
-      ->type_name("NUMBER")
-      ->group("Model");
-  app.add_option("--depth", settings.model.depth,
-                 "hidden layers, convolutions, blocks a stage, or transformer layers")
-      ->check(at_least(1))
-      ->type_name("NUMBER")
-      ->group("Model");
-  app.add_option("--context", settings.model.context, "bytes of text that a transformer sees")
-      ->check(at_least(1))
-      ->type_name("NUMBER")
-      ->capture_default_str()
-      ->group("Model");
-}
-
-void add_batch(CLI::App& app, Settings& settings) {
-  app.add_option("--batch-size", settings.batch_size,
-                 "samples per optimizer step; \"all\" is the whole data set")
-      ->type_name("NUMBER|all")
-      ->capture_default_str()
-      ->group("Batch and memory");
-  app.add_option("--memory-budget", settings.memory_budget,
-                 "what tensors may occupy: 24MiB, 0.8 (of the device) or auto [auto; native: none]")
-      ->type_name("BYTES")
-      ->group("Batch and memory");
-  app.add_option("--device", settings.device, "cpu, or an accelerator as torch names it")
-      ->type_name("NAME")
-      ->capture_default_str()
-      ->group("Batch and memory");
-}
-
-void add_common(CLI::App& app, Settings& settings) {
-  app.add_option("--seed", settings.training.seed, "for parameters and the order of samples")
-      ->type_name("NUMBER")
-      ->capture_default_str();
-  app.add_option("--config", settings.config, "read flags from a TOML file; flags given here win")
-      ->type_name("FILE")
-      ->configurable(false);
-}
-
-void add_optimizer(CLI::App& app, Settings& settings) {
-  app.add_option("--optimizer", settings.training.optimizer.name,
-                 "sgd (momentum 0.9), adam, adamw, rmsprop or adagrad")
-      ->type_name("NAME")
-      ->capture_default_str()
-      ->group("Training");
-}
-
-void add_json(CLI::App& app, Settings& settings) {
-  app.add_flag("--json", settings.json, "JSON lines on stdout, everything else on stderr");
-}
-
-void add_training(CLI::App& app, Settings& settings) {
-  auto& training = settings.training;
-  app.add_option("--epochs", training.epochs, "how often each sample is seen")
-      ->check(at_least(1))
-      ->type_name("NUMBER")
-      ->capture_default_str()
-      ->group("Training");
-  app.add_option("--lr", training.optimizer.lr, "learning rate [the optimizer's usual one]")
-      ->check(between(0.0, 1e6))
-      ->type_name("NUMBER")
-      ->group("Training");
-  app.add_option("--micro-batch-size", training.step.micro_batch_size,
-                 "samples at once [the fastest that fits]")
-      ->check(at_least(1))
-      ->type_name("NUMBER")
-      ->group("Batch and memory");
-  app.add_option("--strategy", training.step.strategy,
-                 "auto, stream (micro-batches) or native (the whole batch at once)")
-      ->check(one_of({"auto", "stream", "native"}))
-      ->type_name("NAME")
-      ->capture_default_str()
-      ->group("Batch and memory");
-}
+constexpr int64_t kMostSamples = int64_t{1} << 40;
 
 /// Turns text into values and refuses what contradicts itself.
 void finish(Settings& settings) {
@@ -135,7 +25,7 @@ void finish(Settings& settings) {
     step.batch_size.reset();
   } else {
     int64_t size = 0;
-    if (!CLI::detail::lexical_cast(settings.batch_size, size) || size < 1 || size > kMost) {
+    if (!CLI::detail::lexical_cast(settings.batch_size, size) || size < 1 || size > kMostSamples) {
       throw UsageError("--batch-size " + settings.batch_size +
                        " is neither a number of 1 or more nor \"all\"");
     }
@@ -154,8 +44,8 @@ void finish(Settings& settings) {
         "--micro-batch-size means nothing with --strategy native, which computes the "
         "whole batch at once; leave one of them out");
   }
-  default_lr(
-      settings.training.optimizer.name);  // an unknown optimizer is told before data are read
+  // An unknown optimizer is told before any data are read.
+  default_lr(settings.training.optimizer.name);
 }
 
 /// The long names of all flags and commands of `app`.
@@ -206,19 +96,9 @@ Parsed parse_command_line(int argc, const char* const* argv) {
   train.footer(help::kTrainFooter);
   plan.footer(help::kPlanFooter);
   doctor.footer(help::kDoctorFooter);
-  for (CLI::App* command : {&train, &plan}) {
-    add_data(*command, settings);
-    add_model(*command, settings);
-    add_batch(*command, settings);
-    add_optimizer(*command, settings);
-  }
-  add_training(train, settings);
-  for (CLI::App* command : {&train, &plan, &doctor}) {
-    if (command != &doctor) {
-      add_common(*command, settings);
-    }
-    add_json(*command, settings);
-  }
+  add_train_flags(train, settings);
+  add_plan_flags(plan, settings);
+  add_doctor_flags(doctor, settings);
 
   std::string command;
   try {

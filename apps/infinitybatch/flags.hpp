@@ -1,0 +1,14 @@
+#pragma once
+
+#include <CLI/CLI.hpp>
+
+#include "options.hpp"
+
+namespace infinitybatch::app {
+
+/// The flags of each command, writing into `settings`, which must outlive `command`.
+void add_train_flags(CLI::App& command, Settings& settings);
+void add_plan_flags(CLI::App& command, Settings& settings);
+void add_doctor_flags(CLI::App& command, Settings& settings);
+
+}  // namespace infinitybatch::app
