@@ -112,6 +112,24 @@ bool Planner::fits(int64_t size) const {
   return size <= known_->largest && predicted_peak(size) <= request_.budget_bytes;
 }
 
+/// Whether one micro-batch of `size` fits at the row at work. In a whole step the first micro-batch,
+/// the largest of all, still finds no gradient buffers; in the middle of a step every one does.
+bool Planner::fits_here(int64_t size) const {
+  if (row_ == 0 || !known_->profile) return true;
+  const int64_t baseline = request_.baseline_bytes;
+  const int64_t peak =
+      simulate_peak(stream_plan({size}, false), *known_->profile, baseline, /*begun=*/true);
+  const double above = std::ceil(static_cast<double>(peak - baseline) * known_->correction);
+  return baseline + static_cast<int64_t>(above) <= request_.budget_bytes;
+}
+
+/// The rows that are left, in the fastest size that fits here.
+std::vector<int64_t> Planner::split_rest() const {
+  int64_t size = size_under(fastest());
+  while (size > 1 && !fits_here(size)) size -= (size + 31) / 32;
+  return split_evenly(request_.batch_size - row_, size);
+}
+
 std::optional<int64_t> Planner::probe_size() const {
   const Knowledge& known = *known_;
   if (known.profile || known.irregular || known.whole_batch_only) return std::nullopt;
@@ -198,15 +216,15 @@ std::optional<Piece> Planner::next() {
     sizes = {std::min(*probe, remaining)};
     piece.trace = sizes.front() >= kSmallProbe && request_.batch_size >= kSmallestProfiled;
   } else if (settled()) {
-    sizes = split_evenly(remaining, fastest());
+    sizes = split_rest();
   } else {
     for (const int64_t cap : candidates()) {
-      if (size_under(cap) > remaining || !wants_timing(cap)) continue;
+      if (size_under(cap) > remaining || !wants_timing(cap) || !fits_here(size_under(cap))) continue;
       sizes = {size_under(cap)};
       piece.timed_cap = cap;
       break;
     }
-    if (sizes.empty()) sizes = split_evenly(remaining, fastest());
+    if (sizes.empty()) sizes = split_rest();
   }
   if (!sizes.empty()) {
     const bool last = std::accumulate(sizes.begin(), sizes.end(), row_) == request_.batch_size;

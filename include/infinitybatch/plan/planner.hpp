@@ -88,6 +88,8 @@ class Planner {
   int64_t predicted_peak(int64_t size) const;
   int64_t simulated_peak(int64_t size) const;
   bool fits(int64_t size) const;
+  bool fits_here(int64_t size) const;
+  std::vector<int64_t> split_rest() const;
   bool promising(int64_t cap) const;
   bool wants_timing(int64_t cap) const;
   int64_t fastest() const;
