@@ -17,39 +17,42 @@ enum class Kind { batch_norm, always, embedding, embedding_renorm };
 struct Watched {
   std::string_view op;
   Kind kind;
-  size_t argument;  // the place of `training` or `scale_grad_by_freq` in the schema
 };
 
 // Every spelling: the composite op that modules call, and the kernels that code may call directly.
-constexpr std::array<Watched, 16> kWatched{{
-    {"aten::batch_norm", Kind::batch_norm, 5},
-    {"aten::_batch_norm_impl_index", Kind::batch_norm, 5},
-    {"aten::native_batch_norm", Kind::batch_norm, 5},
-    {"aten::cudnn_batch_norm", Kind::batch_norm, 5},
-    {"aten::miopen_batch_norm", Kind::batch_norm, 5},
-    {"aten::_native_batch_norm_legit", Kind::batch_norm, 5},
-    {"aten::_batch_norm_with_update", Kind::always, 0},
-    {"aten::_batch_norm_no_update", Kind::always, 0},
-    {"aten::batch_norm_update_stats", Kind::always, 0},
-    {"aten::batch_norm_stats", Kind::always, 0},
-    {"aten::batch_norm_gather_stats", Kind::always, 0},
-    {"aten::batch_norm_gather_stats_with_counts", Kind::always, 0},
-    {"aten::embedding", Kind::embedding, 3},
-    {"aten::embedding_bag", Kind::embedding, 3},
-    {"aten::_embedding_bag", Kind::embedding, 3},
-    {"aten::embedding_renorm_", Kind::embedding_renorm, 0},
+constexpr std::array<Watched, 15> kWatched{{
+    {"aten::batch_norm", Kind::batch_norm},
+    {"aten::_batch_norm_impl_index", Kind::batch_norm},
+    {"aten::native_batch_norm", Kind::batch_norm},
+    {"aten::cudnn_batch_norm", Kind::batch_norm},
+    {"aten::miopen_batch_norm", Kind::batch_norm},
+    {"aten::_native_batch_norm_legit", Kind::batch_norm},
+    {"aten::_batch_norm_with_update", Kind::always},
+    {"aten::batch_norm_update_stats", Kind::always},
+    {"aten::batch_norm_stats", Kind::always},
+    {"aten::batch_norm_gather_stats", Kind::always},
+    {"aten::batch_norm_gather_stats_with_counts", Kind::always},
+    {"aten::embedding", Kind::embedding},
+    {"aten::embedding_bag", Kind::embedding},
+    {"aten::_embedding_bag", Kind::embedding},
+    {"aten::embedding_renorm_", Kind::embedding_renorm},
 }};
 
-bool is_true(const c10::ArrayRef<const c10::IValue>& inputs, size_t argument) {
-  return inputs.size() > argument && inputs[argument].isBool() && inputs[argument].toBool();
+/// `training` of every batch_norm and `scale_grad_by_freq` of every embedding is the first argument
+/// that is a bool; its place differs between overloads.
+bool first_bool(const c10::ArrayRef<const c10::IValue>& inputs) {
+  for (const c10::IValue& input : inputs) {
+    if (input.isBool()) return input.toBool();
+  }
+  return false;
 }
 
-bool couples(const Watched& watched, const c10::ArrayRef<const c10::IValue>& inputs) {
-  switch (watched.kind) {
+bool couples(Kind kind, const c10::ArrayRef<const c10::IValue>& inputs) {
+  switch (kind) {
     case Kind::batch_norm:
-      return is_true(inputs, watched.argument);
+      return first_bool(inputs);
     case Kind::embedding:
-      return is_true(inputs, watched.argument) && inputs[0].isTensor() &&
+      return first_bool(inputs) && inputs[0].isTensor() &&
              inputs[0].toTensor().requires_grad();
     case Kind::always:
     case Kind::embedding_renorm:
@@ -100,7 +103,7 @@ std::unique_ptr<at::ObserverContext> CouplingWatch::on_op(const at::RecordFuncti
   if (name == "aten::embedding_renorm_") watch->remember(op.inputs()[0].toTensor());
   if (watch->found_ || watch->instance_norm_depth_ > 0) return nullptr;
   for (const Watched& watched : kWatched) {
-    if (name == watched.op && couples(watched, op.inputs())) {
+    if (name == watched.op && couples(watched.kind, op.inputs())) {
       watch->found_ = CoupledOp{std::string(name), reason(watched.kind)};
     }
   }
