@@ -33,10 +33,11 @@ std::vector<double> errors(const Gradients& value, const Gradients& reference);
 void expect_exact_double(const Gradients& ours, const Gradients& reference,
                          const Gradients& reference_reversed);
 
-/// Contract 1 in `type`: twice native's own error, or eight roundings of `type`.
-/// \param natives what native gives in `type` for several orders of the batch. With a few numbers one
-///                order's rounding error is luck: the largest is native's own.
-void expect_exact_single(const Gradients& ours, const std::vector<Gradients>& natives,
-                         const Gradients& reference, at::ScalarType type);
+/// Contract 1 in `type`: twice native's own error, or `roundings` (eight) of `type`. With a few numbers
+/// the rounding error of one order of the batch is luck, so native's own is the largest over its
+/// rotations, forwards and backwards; `native_of` is asked for no more of them than it takes.
+void expect_exact_single(const Gradients& ours, const Gradients& reference, at::ScalarType type,
+                         double roundings, const Data& data, int64_t samples,
+                         const std::function<Gradients(const Data&)>& native_of);
 
 }  // namespace infinitybatch::testing

@@ -6,7 +6,7 @@ namespace infinitybatch::testing {
 namespace {
 
 // How many families see each row of the criterion table in an ordinary run.
-constexpr size_t kFamiliesEach = 4;
+constexpr size_t kFamiliesEach = 3;
 
 /// Shapes are tiny: a second thread only waits, and makes rounding depend on the machine.
 class OneThread : public ::testing::Environment {
