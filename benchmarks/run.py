@@ -22,13 +22,14 @@ MODULES = {"time": "time_to_native", "loop": "loop_cost", "budget": "budget"}
 ROUNDS = {"time": 15, "loop": 100, "budget": 12}
 UNTUNED = {"time": 5, "loop": 0, "budget": 0}  # rounds with malloc as it is by default
 TOY_ROUNDS = 4
+THREADS = [1, 2]
 BUSY = 0.1  # cores used by others from which on a run is called disturbed
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("suites", nargs="*", metavar="suite", help=", ".join(MODULES))
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], metavar="N")
+    parser.add_argument("--threads", type=int, nargs="+", default=THREADS, metavar="N")
     parser.add_argument("--rounds", type=int, help="of each tuned run, in place of the suite's own")
     parser.add_argument("--toy", action="store_true", help="sizes that only try the harness")
     parser.add_argument("--no-peers", action="store_true", help="install no other libraries")
@@ -145,7 +146,10 @@ def main(arguments: list[str]) -> int:
         report = report_on(suite, options, command, python)
         if reason:
             report["runs"][0]["findings"].notes.append(f"Peers: {reason}")
-        name = f"{report['date']}-{suite}" + ("-toy" if options.toy else "")
+        name = f"{report['date']}-{suite}"
+        if options.threads != THREADS:
+            name += "-threads-" + "-".join(map(str, options.threads))
+        name += "-toy" if options.toy else ""
         for path in write(report, options.output, name):
             print(f"{suite}: wrote {os.path.relpath(path)}", flush=True)
         for run in report["runs"]:

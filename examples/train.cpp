@@ -1,12 +1,13 @@
-#include <infinitybatch/infinitybatch.hpp>
 #include <torch/torch.h>
+#include <infinitybatch/infinitybatch.hpp>
 
 #include <iostream>
 
 namespace ib = infinitybatch;
 
 int main() {
-  torch::nn::Sequential model(torch::nn::Linear(784, 1024), torch::nn::ReLU(), torch::nn::Linear(1024, 10));
+  torch::nn::Sequential model(torch::nn::Linear(784, 1024), torch::nn::ReLU(),
+                              torch::nn::Linear(1024, 10));
   torch::optim::Adam optimizer(model->parameters());
   ib::VirtualBatch batch(model, ib::losses::cross_entropy(), {.memory_budget = "64MiB"});
 
@@ -15,6 +16,7 @@ int main() {
     optimizer.zero_grad();
     const ib::StepReport report = batch.backward(images, labels);  // exact gradients now in .grad()
     optimizer.step();
-    std::cout << "loss " << report.loss.item<float>() << ", peak " << report.peak_bytes << " bytes\n";
+    std::cout << "loss " << report.loss.item<float>() << ", peak " << report.peak_bytes
+              << " bytes\n";
   }
 }

@@ -70,6 +70,8 @@ void run_backward(const at::Tensor& root, const at::Tensor& gradient) {
   execute_or_drain(torch::autograd::impl::gradient_edge(root), gradient);
 }
 
-void run_root(const compat::NodePtr& node) { execute_or_drain(Edge(node, 0), no_gradient()); }
+void run_root(const compat::NodePtr& node) {
+  execute_or_drain(Edge(node, 0), no_gradient());
+}
 
 }  // namespace infinitybatch::autograd

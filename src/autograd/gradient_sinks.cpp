@@ -40,7 +40,8 @@ int64_t bytes_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-/// A buffer and whose it is. Shared with the graph, which may outlive the step in user code's hands.
+/// A buffer and whose it is. Shared with the graph, which may outlive the step in user code's
+/// hands.
 struct GradientSinks::Slot {
   explicit Slot(const at::Tensor& owner) : variable(owner.getIntrusivePtr()) {}
 
@@ -245,8 +246,7 @@ void GradientSinks::hand_out() {
     const at::Tensor variable = entry->slot->lock();
     if (!variable.defined() || !entry->slot->buffer.defined()) continue;
     backups.push_back({variable, variable.grad(), {}});
-    back_up_values =
-        back_up_values || can_fail(variable, entry->previous, entry->slot->buffer);
+    back_up_values = back_up_values || can_fail(variable, entry->previous, entry->slot->buffer);
     at::Tensor sum = std::move(entry->slot->buffer);
     if (sum.scalar_type() != variable.scalar_type()) sum = sum.to(variable.scalar_type());
     root->add(variable, std::move(sum));
@@ -270,7 +270,9 @@ void GradientSinks::hand_out() {
   }
 }
 
-void GradientSinks::watch(Watcher watcher) { *watcher_ = std::move(watcher); }
+void GradientSinks::watch(Watcher watcher) {
+  *watcher_ = std::move(watcher);
+}
 
 int64_t GradientSinks::bytes() const {
   int64_t total = 0;

@@ -65,7 +65,9 @@ Batch Batch::object(std::any value) {
   return batch;
 }
 
-Batch Batch::shared() const { return with_batch_dim(Leaf::kShared); }
+Batch Batch::shared() const {
+  return with_batch_dim(Leaf::kShared);
+}
 
 Batch Batch::with_batch_dim(int64_t dim) const {
   if (dim < Leaf::kShared) {
@@ -86,12 +88,15 @@ bool Batch::is_tensor() const noexcept {
 const at::Tensor& Batch::tensor() const {
   if (!is_tensor()) {
     throw InvalidType("a single tensor was wanted, but this batch has " +
-                      std::to_string(leaves_.size()) + " leaves; take one with [index] or [\"key\"]");
+                      std::to_string(leaves_.size()) +
+                      " leaves; take one with [index] or [\"key\"]");
   }
   return leaves_.front().tensor;
 }
 
-size_t Batch::size() const noexcept { return structure_->children().size(); }
+size_t Batch::size() const noexcept {
+  return structure_->children().size();
+}
 
 Batch Batch::child(size_t index) const {
   const auto& children = structure_->children();
@@ -106,7 +111,9 @@ Batch Batch::child(size_t index) const {
   return {std::vector<Leaf>(begin, end), children[index]};
 }
 
-Batch Batch::operator[](size_t index) const { return child(index); }
+Batch Batch::operator[](size_t index) const {
+  return child(index);
+}
 
 Batch Batch::operator[](std::string_view key) const {
   const auto& keys = structure_->keys();

@@ -39,8 +39,7 @@ RngSnapshot RngSnapshot::capture(const std::vector<at::Device>& devices) {
   snapshot.restorers_.push_back(save_generator(at::globalContext().defaultGenerator(at::kCPU)));
   for (const at::Device& device : devices) {
     if (!device.is_cpu()) {
-      snapshot.restorers_.push_back(
-          save_generator(at::globalContext().defaultGenerator(device)));
+      snapshot.restorers_.push_back(save_generator(at::globalContext().defaultGenerator(device)));
     }
   }
   std::vector<Save> registered;

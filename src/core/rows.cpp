@@ -24,9 +24,10 @@ std::string shape(const at::Tensor& tensor) {
 int64_t leaf_size(const Batch& batch, size_t index, std::string_view name) {
   const Leaf& leaf = batch.leaves()[index];
   if (leaf.tensor.dim() == 0) {
-    throw BatchError(describe(name, batch, index) +
-                     " is a 0-dimensional tensor and has no batch dimension; mark it shared, so that "
-                     "every micro-batch sees it whole");
+    throw BatchError(
+        describe(name, batch, index) +
+        " is a 0-dimensional tensor and has no batch dimension; mark it shared, so that "
+        "every micro-batch sees it whole");
   }
   if (leaf.batch_dim >= leaf.tensor.dim()) {
     throw BatchError(describe(name, batch, index) + " has shape " + shape(leaf.tensor) +
@@ -73,9 +74,8 @@ int64_t batch_size(const Batch& batch, std::string_view name) {
 
 Batch rows(const Batch& batch, int64_t begin, int64_t end) {
   return with_tensors(batch, [&](const Leaf& leaf) {
-    return leaf.batch_dim == Leaf::kShared
-               ? leaf.tensor
-               : leaf.tensor.narrow(leaf.batch_dim, begin, end - begin);
+    return leaf.batch_dim == Leaf::kShared ? leaf.tensor
+                                           : leaf.tensor.narrow(leaf.batch_dim, begin, end - begin);
   });
 }
 

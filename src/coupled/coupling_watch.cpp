@@ -52,8 +52,7 @@ bool couples(Kind kind, const c10::ArrayRef<const c10::IValue>& inputs) {
     case Kind::batch_norm:
       return first_bool(inputs);
     case Kind::embedding:
-      return first_bool(inputs) && inputs[0].isTensor() &&
-             inputs[0].toTensor().requires_grad();
+      return first_bool(inputs) && inputs[0].isTensor() && inputs[0].toTensor().requires_grad();
     case Kind::always:
     case Kind::embedding_renorm:
       return true;

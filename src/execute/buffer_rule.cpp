@@ -12,7 +12,8 @@ bool same_form(const at::Tensor& a, const at::Tensor& b) {
   return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && a.device() == b.device();
 }
 
-/// Whether any bit differs, as a 0-dimensional tensor: nothing waits for the device, NaN equals NaN.
+/// Whether any bit differs, as a 0-dimensional tensor: nothing waits for the device, NaN equals
+/// NaN.
 at::Tensor any_bit_differs(const at::Tensor& a, const at::Tensor& b) {
   const auto bytes = [](const at::Tensor& tensor) {
     return tensor.contiguous().reshape({-1}).view(at::kByte);
@@ -44,7 +45,8 @@ void BufferRule::end_micro_batch() {
     // that does this once does it in the first micro-batch, so that values are compared only then.
     const bool silent = same && first_ && exact_ && silently_written(entry);
     if (same && !silent && !entry.written) continue;
-    // Written now for the first time, though earlier micro-batches left it alone: they left `initial`.
+    // Written now for the first time, though earlier micro-batches left it alone: they left
+    // `initial`.
     if (!entry.written && !first_) entry.left = entry.initial;
     entry.written = true;
     entry.rebound = entry.rebound || !now.is_same(entry.tensor);

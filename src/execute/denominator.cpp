@@ -19,7 +19,9 @@ int64_t rows_per_piece(const Job& job) {
   return std::clamp<int64_t>(kElements / widest, 1, job.batch_size());
 }
 
-bool has_double(const at::Device& device) { return device.type() != at::kMPS; }
+bool has_double(const at::Device& device) {
+  return device.type() != at::kMPS;
+}
 
 }  // namespace
 

@@ -9,7 +9,6 @@
 
 #include <utility>
 
-
 namespace infinitybatch {
 namespace {
 
@@ -18,7 +17,8 @@ at::Tensor zero_total(const at::Device& device) {
   return at::zeros({}, at::TensorOptions().dtype(type).device(device));
 }
 
-/// Leaves on the host go to the model's device; leaves on an accelerator stay where the user put them.
+/// Leaves on the host go to the model's device; leaves on an accelerator stay where the user put
+/// them.
 Batch load_rows(const BatchSource& source, Rows rows, const at::Device& device) {
   Batch batch = source.rows(rows.begin, rows.end);
   return to_device(batch, device);
@@ -107,7 +107,8 @@ void Executor::loss(Rows rows) {
 void Executor::differentiate(const at::Tensor& share) {
   if (!share.requires_grad()) {
     throw InvalidArgument(
-        "the loss does not depend on anything that requires grad; check that the model's parameters "
+        "the loss does not depend on anything that requires grad; check that the model's "
+        "parameters "
         "require grad and that its outputs are not detached");
   }
   sinks_.redirect_other_leaves(share);
@@ -117,7 +118,9 @@ void Executor::differentiate(const at::Tensor& share) {
   autograd::run_backward(share, gradient);
 }
 
-void Executor::backward() { differentiate(share_); }
+void Executor::backward() {
+  differentiate(share_);
+}
 
 void Executor::free() {
   share_.reset();

@@ -42,17 +42,15 @@ std::vector<int64_t> split_evenly(int64_t batch_size, int64_t size) {
 }
 
 const std::vector<Operation>& stream_operations() {
-  static const std::vector<Operation> operations{Operation::load, Operation::forward,
-                                                 Operation::loss, Operation::backward,
-                                                 Operation::free};
+  static const std::vector<Operation> operations{
+      Operation::load, Operation::forward, Operation::loss, Operation::backward, Operation::free};
   return operations;
 }
 
 Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty) {
   Plan plan;
   plan.strategy = "stream";
-  plan.batch_size =
-      std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
+  plan.batch_size = std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
   for (size_t i = 0; i < micro_batch_sizes.size(); ++i) {
     for (const Operation operation : stream_operations()) {
       plan.instructions.push_back({operation, static_cast<int64_t>(i)});
@@ -74,7 +72,8 @@ namespace {
 
 std::string seconds(double value) {
   char text[32];
-  std::snprintf(text, sizeof text, value < 1 ? "%.3g ms" : "%.3g s", value < 1 ? value * 1e3 : value);
+  std::snprintf(text, sizeof text, value < 1 ? "%.3g ms" : "%.3g s",
+                value < 1 ? value * 1e3 : value);
   return text;
 }
 
@@ -84,7 +83,8 @@ std::string describe_sizes(const std::vector<int64_t>& sizes) {
   for (size_t i = 0; i < sizes.size();) {
     size_t end = i;
     while (end < sizes.size() && sizes[end] == sizes[i]) ++end;
-    text += (text.empty() ? "" : " + ") + std::to_string(end - i) + " × " + std::to_string(sizes[i]);
+    text +=
+        (text.empty() ? "" : " + ") + std::to_string(end - i) + " × " + std::to_string(sizes[i]);
     i = end;
   }
   return text;
@@ -106,7 +106,8 @@ std::string Plan::explain() const {
   std::string text = "strategy " + strategy + ": " + std::to_string(batch_size) + " samples as " +
                      describe_sizes(micro_batch_sizes) + "\n";
   text += "instructions for each micro-batch: ";
-  for (const Operation operation : stream_operations()) text += std::string(name_of(operation)) + ", ";
+  for (const Operation operation : stream_operations())
+    text += std::string(name_of(operation)) + ", ";
   text += "then hand out once\n";
   if (budget_bytes) text += "budget " + format_bytes(*budget_bytes) + "; ";
   text += "live before the step " + format_bytes(baseline_bytes);

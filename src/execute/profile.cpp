@@ -16,7 +16,8 @@ struct Story {
 };
 
 /// Takes out what differs between the first micro-batch and later ones: the first gradient of a
-/// parameter becomes (or is copied into) its buffer, later ones are freed as soon as they are added.
+/// parameter becomes (or is copied into) its buffer, later ones are freed as soon as they are
+/// added.
 class StoryTeller {
  public:
   explicit StoryTeller(const MicroBatchTrace& trace) : trace_(trace) {
@@ -95,8 +96,7 @@ std::optional<MicroBatchProfile> MicroBatchProfile::fit(const MicroBatchTrace& a
   profile.events_ = first.events;
   profile.operation_starts_ = first.starts;
   for (size_t i = 0; i < first.sizes.size(); ++i) {
-    const double slope =
-        (second.sizes[i] - first.sizes[i]) / static_cast<double>(b.size - a.size);
+    const double slope = (second.sizes[i] - first.sizes[i]) / static_cast<double>(b.size - a.size);
     profile.blocks_.push_back({first.sizes[i] - slope * static_cast<double>(a.size), slope});
   }
   for (size_t i = 0; i < profile.events_.size(); ++i) {

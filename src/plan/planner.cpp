@@ -19,7 +19,8 @@ constexpr int64_t kLargeProbe = 4;
 constexpr int64_t kSmallestProfiled = kSmallProbe + kLargeProbe;
 // Added to the largest measured peak per sample where memory depends on the data's values.
 constexpr double kIrregularMargin = 0.25;
-// Sizes this much slower than the fastest are not timed again; larger ones behind two of them never.
+// Sizes this much slower than the fastest are not timed again; larger ones behind two of them
+// never.
 constexpr double kSlower = 1.05;
 constexpr double kClose = 1.10;
 constexpr int kTimings = 2;
@@ -73,7 +74,9 @@ std::vector<int64_t> Planner::candidates() const {
   return caps;
 }
 
-int64_t Planner::size_under(int64_t cap) const { return even_size(request_.batch_size, cap); }
+int64_t Planner::size_under(int64_t cap) const {
+  return even_size(request_.batch_size, cap);
+}
 
 int64_t Planner::predicted_peak(int64_t size) const {
   const int64_t baseline = request_.baseline_bytes;
@@ -112,8 +115,9 @@ bool Planner::fits(int64_t size) const {
   return size <= known_->largest && predicted_peak(size) <= request_.budget_bytes;
 }
 
-/// Whether one micro-batch of `size` fits at the row at work. In a whole step the first micro-batch,
-/// the largest of all, still finds no gradient buffers; in the middle of a step every one does.
+/// Whether one micro-batch of `size` fits at the row at work. In a whole step the first
+/// micro-batch, the largest of all, still finds no gradient buffers; in the middle of a step every
+/// one does.
 bool Planner::fits_here(int64_t size) const {
   if (row_ == 0 || !known_->profile) return true;
   const int64_t baseline = request_.baseline_bytes;
@@ -159,8 +163,7 @@ bool Planner::promising(int64_t cap) const {
   }
   const auto found = known_->timings.find(cap);
   if (found != known_->timings.end()) {
-    return found->second.best_seconds_per_sample <= best * kClose ||
-           found->second.count < kTimings;
+    return found->second.best_seconds_per_sample <= best * kClose || found->second.count < kTimings;
   }
   int slower = 0;
   for (const auto& [timed, timing] : known_->timings) {
@@ -189,7 +192,8 @@ int64_t Planner::fastest() const {
     }
   }
   if (best_cap > 0) return best_cap;
-  // Nothing timed yet: the largest size that probes have shown to work, else the smallest that fits.
+  // Nothing timed yet: the largest size that probes have shown to work, else the smallest that
+  // fits.
   for (auto cap = caps.rbegin(); cap != caps.rend(); ++cap) {
     if (*cap <= kLargeProbe) return *cap;
   }
@@ -219,7 +223,8 @@ std::optional<Piece> Planner::next() {
     sizes = split_rest();
   } else {
     for (const int64_t cap : candidates()) {
-      if (size_under(cap) > remaining || !wants_timing(cap) || !fits_here(size_under(cap))) continue;
+      if (size_under(cap) > remaining || !wants_timing(cap) || !fits_here(size_under(cap)))
+        continue;
       sizes = {size_under(cap)};
       piece.timed_cap = cap;
       break;
@@ -252,8 +257,8 @@ void Planner::observe(const Piece& piece, const Measurement& measured) {
         simulate_peak(piece.plan, *known_->profile, request_.baseline_bytes, begun) -
         request_.baseline_bytes;
     if (predicted > 0) {
-      known_->correction = std::max(
-          known_->correction, static_cast<double>(above) / static_cast<double>(predicted));
+      known_->correction =
+          std::max(known_->correction, static_cast<double>(above) / static_cast<double>(predicted));
     }
   }
   if (piece.timed_cap > 0) {
@@ -282,12 +287,11 @@ void Planner::ran_out_of_memory(int64_t needed_bytes) {
                          std::nullopt, "what the step holds before its first micro-batch");
   }
   if (known_->whole_batch_only || attempted_ <= 1) {
-    throw BudgetExceeded(std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes,
-                         std::nullopt,
-                         known_->whole_batch_only
-                             ? "one micro-batch of all " + std::to_string(request_.batch_size) +
-                                   " samples (they are coupled)"
-                             : "a single sample");
+    throw BudgetExceeded(
+        std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes, std::nullopt,
+        known_->whole_batch_only ? "one micro-batch of all " + std::to_string(request_.batch_size) +
+                                       " samples (they are coupled)"
+                                 : "a single sample");
   }
   known_->largest = std::min(known_->largest, attempted_ - 1);
   attempted_ = 0;
@@ -311,8 +315,7 @@ Plan Planner::plan() const {
     // The chosen size stands in its place, whether a power of two or not.
     const bool chosen_next = cap > power / 2 && cap < power;
     if (chosen_next) plan.candidates.push_back(candidate(cap));
-    if (plan.candidates.empty() ||
-        plan.candidates.back().micro_batch_size < size_under(power)) {
+    if (plan.candidates.empty() || plan.candidates.back().micro_batch_size < size_under(power)) {
       plan.candidates.push_back(candidate(power));
     }
     if (power >= request_.batch_size) break;

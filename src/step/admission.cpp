@@ -19,7 +19,8 @@ void check_grad_mode() {
         "backward was called in inference mode, where no gradient exists; call it outside");
   }
   if (!at::GradMode::is_enabled()) {
-    throw StateError("backward was called under no_grad; call it outside, gradients are its purpose");
+    throw StateError(
+        "backward was called under no_grad; call it outside, gradients are its purpose");
   }
 }
 
@@ -35,7 +36,8 @@ void check_tensor(const std::string& what, const at::Tensor& tensor) {
                       "exact yet; pass a model of plain tensors");
   }
   if (tensor.is_meta()) {
-    throw Unsupported(what + " is on the meta device and has no values; materialise the model first");
+    throw Unsupported(what +
+                      " is on the meta device and has no values; materialise the model first");
   }
 }
 

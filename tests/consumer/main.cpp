@@ -1,5 +1,5 @@
-// One step through the installed headers: the gradient of 1,000 samples inside 256 KiB is the native
-// one, and the budget that native breaks is kept.
+// One step through the installed headers: the gradient of 1,000 samples inside 256 KiB is the
+// native one, and the budget that native breaks is kept.
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/infinitybatch.hpp>
 

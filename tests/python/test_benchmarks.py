@@ -83,7 +83,7 @@ def test_every_suite_runs_and_its_results_are_complete(suite, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (found,) = tmp_path.glob("*.json")
-    assert found.stem.endswith(f"-{suite}-toy")
+    assert found.stem.endswith(f"-{suite}-threads-1-toy")
     report = json.loads(found.read_text())
     (run,) = report["runs"]
     assert run["setting"] == "one thread, tuned malloc, toy sizes"

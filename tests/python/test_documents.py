@@ -28,7 +28,7 @@ def test_the_python_example_runs():
         [sys.executable, ROOT / "examples/train.py"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^loss \d+\.\d+, peak \d+ bytes$", done.stdout, re.MULTILINE)) == 3
+    assert len(re.findall(r"^step \d: loss \d+\.\d+, peak \d+ bytes$", done.stdout, re.MULTILINE)) == 3
     peaks = [int(peak) for peak in re.findall(r"peak (\d+)", done.stdout)]
     assert max(peaks) <= 64 * 2**20
 
@@ -62,5 +62,7 @@ def test_architecture_names_every_folder_of_the_library():
 
 
 def test_changelog_knows_the_version_being_built():
-    version = re.search(r"project\(infinitybatch VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text())
+    version = re.search(
+        r"project\(infinitybatch VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text()
+    )
     assert f"## [{version.group(1)}]" in (ROOT / "CHANGELOG.md").read_text()

@@ -4,9 +4,9 @@
 
 namespace infinitybatch::autograd {
 
-/// Runs the graph behind `root` backward and frees it. Gradients go wherever the graph's leaves send
-/// them. Autocast is off meanwhile, as it is when `backward()` is called outside the autocast region.
-/// After a failure the engine's queue of this thread holds nothing of the failed run.
+/// Runs the graph behind `root` backward and frees it. Gradients go wherever the graph's leaves
+/// send them. Autocast is off meanwhile, as it is when `backward()` is called outside the autocast
+/// region. After a failure the engine's queue of this thread holds nothing of the failed run.
 /// \param gradient the gradient of `root`, same shape and device
 void run_backward(const at::Tensor& root, const at::Tensor& gradient);
 

@@ -11,7 +11,7 @@ namespace infinitybatch::autograd {
 /// What a sink did with one gradient; the planner reads it beside an allocation trace.
 struct SinkEvent {
   const void* gradient = nullptr;  ///< address of the gradient that came in
-  const void* buffer = nullptr;    ///< address of the buffer after it: equal where it was taken over
+  const void* buffer = nullptr;  ///< address of the buffer after it: equal where it was taken over
   int64_t buffer_bytes = 0;
 };
 
@@ -19,8 +19,8 @@ struct SinkEvent {
 ///
 /// While it lives, graphs that are built send the parameters' gradients here: they are added in
 /// place, no hook fires, and `.grad` is untouched, so that a failure leaves nothing behind.
-/// `hand_out` passes each sum through torch's own accumulator: hooks fire once, on the full gradient.
-/// Buffers of half precision parameters are fp32.
+/// `hand_out` passes each sum through torch's own accumulator: hooks fire once, on the full
+/// gradient. Buffers of half precision parameters are fp32.
 class GradientSinks {
  public:
   /// \throws StateError where another step is running on one of `parameters`
@@ -30,7 +30,8 @@ class GradientSinks {
   GradientSinks& operator=(const GradientSinks&) = delete;
 
   /// Gives a sink of its own to each leaf of the graph behind `root` that is no parameter (an own
-  /// tensor of the loss, an input that requires grad), so that its gradient waits for `hand_out` too.
+  /// tensor of the loss, an input that requires grad), so that its gradient waits for `hand_out`
+  /// too.
   void redirect_other_leaves(const at::Tensor& root);
 
   /// Lets go of leaves that died with their micro-batch. Call it when the graph is gone.

@@ -12,12 +12,12 @@
 
 namespace infinitybatch {
 
-/// One leaf of a Batch: a tensor with a batch dimension, a tensor that every micro-batch sees whole,
-/// or a value that is no tensor (always seen whole).
+/// One leaf of a Batch: a tensor with a batch dimension, a tensor that every micro-batch sees
+/// whole, or a value that is no tensor (always seen whole).
 struct Leaf {
-  at::Tensor tensor;       ///< undefined where the leaf is no tensor
-  std::any object;         ///< the value where the leaf is no tensor
-  int64_t batch_dim = 0;   ///< the dimension that is split; `kShared` where the leaf is seen whole
+  at::Tensor tensor;      ///< undefined where the leaf is no tensor
+  std::any object;        ///< the value where the leaf is no tensor
+  int64_t batch_dim = 0;  ///< the dimension that is split; `kShared` where the leaf is seen whole
 
   static constexpr int64_t kShared = -1;
 };
@@ -58,8 +58,8 @@ class Structure {
 
 /// Nested tensors with a batch dimension: what a model takes and what it returns.
 ///
-/// A Batch is a flat list of leaves and a structure. The first dimension of each tensor is the batch
-/// unless told otherwise.
+/// A Batch is a flat list of leaves and a structure. The first dimension of each tensor is the
+/// batch unless told otherwise.
 ///
 ///     Batch images = tensor;
 ///     Batch pair = Batch::tuple({ids, mask});
@@ -88,10 +88,10 @@ class Batch {
 
   /// The only tensor of this batch. \throws InvalidType where the batch is nested.
   const at::Tensor& tensor() const;
-  size_t size() const noexcept;                ///< children of a tuple, list or dict
-  Batch operator[](size_t index) const;        ///< child of a tuple or list
+  size_t size() const noexcept;                  ///< children of a tuple, list or dict
+  Batch operator[](size_t index) const;          ///< child of a tuple or list
   Batch operator[](std::string_view key) const;  ///< child of a dict
-  std::vector<at::Tensor> tensors() const;     ///< all tensor leaves, in order
+  std::vector<at::Tensor> tensors() const;       ///< all tensor leaves, in order
 
  private:
   Batch child(size_t index) const;
@@ -102,18 +102,20 @@ class Batch {
 
 /// The number of samples in `batch`.
 /// \param name what the batch is called in messages: "inputs", "targets"
-/// \throws BatchError naming the leaf where sizes differ, a tensor has no batch dimension, the batch
+/// \throws BatchError naming the leaf where sizes differ, a tensor has no batch dimension, the
+/// batch
 ///         is empty, or no leaf has a batch dimension
 int64_t batch_size(const Batch& batch, std::string_view name);
 
 /// Rows begin to end of every leaf that has a batch dimension, as views.
 Batch rows(const Batch& batch, int64_t begin, int64_t end);
 
-/// Tensors that live on the host brought to `device`; tensors on any accelerator stay where they are.
+/// Tensors that live on the host brought to `device`; tensors on any accelerator stay where they
+/// are.
 Batch to_device(const Batch& batch, at::Device device);
 
-/// Joins what the model returned for consecutive micro-batches along the dimension whose size is the
-/// number of rows in every one of them; leaves that are no tensor are taken from the first.
+/// Joins what the model returned for consecutive micro-batches along the dimension whose size is
+/// the number of rows in every one of them; leaves that are no tensor are taken from the first.
 /// \param row_counts rows of each part
 /// \throws BatchError naming the leaf that has no such dimension
 Batch concatenate(std::vector<Batch> parts, const std::vector<int64_t>& row_counts,

@@ -36,8 +36,7 @@ class BatchError : public InvalidArgument {
 /// Something that couples samples, so that micro-batches alone cannot give the exact gradient.
 class CouplingError : public Error {
  public:
-  CouplingError(std::string op, const std::string& message)
-      : Error(message), op_(std::move(op)) {}
+  CouplingError(std::string op, const std::string& message) : Error(message), op_(std::move(op)) {}
   /// What couples the samples: an operator ("aten::batch_norm") or a buffer's name.
   const std::string& op() const noexcept { return op_; }
 
@@ -61,7 +60,8 @@ class StateError : public Error {
 /// Raised before any observable change.
 class BudgetExceeded : public Error {
  public:
-  /// \param needed            bytes that the request needs; a lower bound if `smallest_feasible` is empty
+  /// \param needed            bytes that the request needs; a lower bound if `smallest_feasible` is
+  /// empty
   /// \param limit             bytes that the user allows
   /// \param smallest_feasible the smallest budget in bytes that would work, where it is known
   BudgetExceeded(int64_t needed, int64_t limit, std::optional<int64_t> smallest_feasible,

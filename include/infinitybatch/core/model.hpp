@@ -32,7 +32,8 @@ struct Model {
   /// From anything that has a ModelOf: module holders, shared pointers to modules, AnyModule.
   template <typename T>
     requires requires(const T& module) { ModelOf<T>::make(module); }
-  Model(const T& module) : Model(ModelOf<T>::make(module)) {}  // NOLINT: reads as VirtualBatch(net, …)
+  Model(const T& module)
+      : Model(ModelOf<T>::make(module)) {}  // NOLINT: reads as VirtualBatch(net, …)
 
   /// Runs the model on one micro-batch, in the caller's grad mode.
   std::function<Batch(const Batch& inputs)> forward;

@@ -5,8 +5,8 @@
 
 namespace infinitybatch {
 
-/// Whether `error` says that a device ran out of memory: c10::OutOfMemoryError, or what a registered
-/// classifier knows (a Python exception on its way through C++).
+/// Whether `error` says that a device ran out of memory: c10::OutOfMemoryError, or what a
+/// registered classifier knows (a Python exception on its way through C++).
 bool is_out_of_memory(const std::exception_ptr& error);
 
 /// Adds a kind of exception. For bindings; call it at load time.

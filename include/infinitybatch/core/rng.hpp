@@ -18,8 +18,8 @@ class RngSnapshot {
   std::vector<std::function<void()>> restorers_;
 };
 
-/// Adds a source of random numbers that lives outside torch. `save` returns a function that puts the
-/// state back which it found. For bindings; call it at load time.
+/// Adds a source of random numbers that lives outside torch. `save` returns a function that puts
+/// the state back which it found. For bindings; call it at load time.
 void register_random_source(std::function<std::function<void()>()> save);
 
 }  // namespace infinitybatch

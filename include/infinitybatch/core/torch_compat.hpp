@@ -1,7 +1,8 @@
 #pragma once
 
 // Everything that is no public promise of LibTorch stands in this file, so that a new release is
-// checked in one place. Checked by the test suite on: 2.13. Written for, by their headers: 2.11, 2.12.
+// checked in one place. Checked by the test suite on: 2.13. Written for, by their
+// headers: 2.11, 2.12.
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -54,11 +55,10 @@ inline NodePtr accumulator_of(const at::Tensor& variable) {
   return torch::autograd::impl::try_get_grad_accumulator(variable);
 }
 
-/// Sends gradients of the leaf `variable` to `node` in graphs that are built from now on. The slot is
-/// weak: the caller keeps `node` alive. A null node lets torch make a new accumulator.
+/// Sends gradients of the leaf `variable` to `node` in graphs that are built from now on. The slot
+/// is weak: the caller keeps `node` alive. A null node lets torch make a new accumulator.
 inline void set_accumulator(const at::Tensor& variable, const NodePtr& node) {
-  torch::autograd::impl::set_grad_accumulator(variable,
-                                              detail::Ownership<NodePtr>::weak(node));
+  torch::autograd::impl::set_grad_accumulator(variable, detail::Ownership<NodePtr>::weak(node));
 }
 
 /// Adds `gradient` to `buffer` as torch's own accumulator does: the first one is taken over without

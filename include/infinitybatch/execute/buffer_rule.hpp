@@ -6,8 +6,8 @@
 
 namespace infinitybatch {
 
-/// Every micro-batch starts from the buffers that the step began with, and a buffer that all of them
-/// leave equal is written once: as in one native forward over the whole batch (spectral_norm's
+/// Every micro-batch starts from the buffers that the step began with, and a buffer that all of
+/// them leave equal is written once: as in one native forward over the whole batch (spectral_norm's
 /// vectors, step counters). Buffers that they leave unequal couple the samples: a typed error.
 ///
 /// Holds a copy of every buffer during the step. Parameters are not covered.
@@ -34,8 +34,8 @@ class BufferRule {
     uint32_t version = 0;
     bool written = false;
     bool rebound = false;  // another tensor was put into the slot
-    at::Tensor left;      // what the first micro-batch left; undefined before
-    at::Tensor disagree;  // 0-dimensional bool on the buffer's device
+    at::Tensor left;       // what the first micro-batch left; undefined before
+    at::Tensor disagree;   // 0-dimensional bool on the buffer's device
   };
   static bool silently_written(const Entry& entry);
   void compare(Entry& entry, const at::Tensor& now);

@@ -13,7 +13,7 @@ class Denominator {
   at::Tensor divide(const at::Tensor& sum) const;
 
  private:
-  double known_ = 0;     // what shapes alone decide
+  double known_ = 0;  // what shapes alone decide
   bool undivided_ = false;
   at::Tensor computed_;  // what depends on values; stays on its device
 };

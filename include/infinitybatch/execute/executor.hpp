@@ -59,7 +59,7 @@ class Executor {
   coupled::CouplingWatch watch_;
   Denominator denominator_;
 
-  Batch inputs_;   // of the micro-batch at work
+  Batch inputs_;  // of the micro-batch at work
   Batch targets_;
   Batch outputs_;
   at::Tensor share_;

@@ -22,7 +22,8 @@ const char* name_of(Operation operation);
 
 struct Instruction {
   Operation operation = Operation::load;
-  int64_t micro_batch = -1;  ///< index into `Plan::micro_batch_sizes`; -1 for the whole logical batch
+  int64_t micro_batch =
+      -1;  ///< index into `Plan::micro_batch_sizes`; -1 for the whole logical batch
 };
 
 /// One micro-batch size that the planner looked at.
@@ -42,7 +43,8 @@ struct Plan {
   std::vector<Instruction> instructions;
 
   std::optional<int64_t> budget_bytes;
-  int64_t baseline_bytes = 0;  ///< live when the step starts: parameters, optimizer state, inputs there
+  int64_t baseline_bytes =
+      0;  ///< live when the step starts: parameters, optimizer state, inputs there
   std::optional<int64_t> predicted_peak_bytes;
   std::optional<double> predicted_seconds;
   std::vector<Candidate> candidates;

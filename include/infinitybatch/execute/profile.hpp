@@ -34,9 +34,9 @@ struct AffineBytes {
 struct ProfileEvent {
   enum class Kind : uint8_t { allocate, free, gradient };
   Kind kind = Kind::allocate;
-  uint32_t block = 0;         ///< index into MicroBatchProfile::blocks
-  int64_t buffer_bytes = 0;   ///< gradient: what its buffer occupies from the first micro-batch on
-  bool taken_over = false;    ///< gradient: the first one becomes the buffer
+  uint32_t block = 0;        ///< index into MicroBatchProfile::blocks
+  int64_t buffer_bytes = 0;  ///< gradient: what its buffer occupies from the first micro-batch on
+  bool taken_over = false;   ///< gradient: the first one becomes the buffer
 };
 
 /// The memory story of one micro-batch as a function of its size. The peak is a maximum of affine

@@ -23,7 +23,8 @@ struct Request {
 struct Piece {
   Plan plan;
   bool trace = false;  ///< record allocations (a single micro-batch)
-  int64_t timed_cap = 0;  ///< where above 0: measure time; on accelerators this waits for the device
+  int64_t timed_cap =
+      0;                 ///< where above 0: measure time; on accelerators this waits for the device
   bool settled = false;  ///< a whole step of a plan that is settled
 };
 
@@ -37,9 +38,9 @@ struct Measurement {
 /// Chooses micro-batch sizes under a memory budget.
 ///
 /// The first step with a new kind of sample is its own experiment: real micro-batches of 2 and 4
-/// samples are traced, every size's peak is predicted from them, and growing sizes that fit are timed
-/// while their gradients are kept. Once every promising size has been timed often enough the plan is
-/// settled: the fastest size whose predicted peak is inside the budget.
+/// samples are traced, every size's peak is predicted from them, and growing sizes that fit are
+/// timed while their gradients are kept. Once every promising size has been timed often enough the
+/// plan is settled: the fastest size whose predicted peak is inside the budget.
 class Planner {
  public:
   /// Begins a step. \throws BudgetExceeded where no size can fit
@@ -80,9 +81,9 @@ class Planner {
     bool whole_batch_only = false;
   };
 
-  /// Sizes to choose from, as upper ends: powers of two and the largest that fits. A logical batch is
-  /// split evenly into micro-batches of at most that size, so that batches of different sizes share
-  /// what was timed.
+  /// Sizes to choose from, as upper ends: powers of two and the largest that fits. A logical batch
+  /// is split evenly into micro-batches of at most that size, so that batches of different sizes
+  /// share what was timed.
   std::vector<int64_t> candidates() const;
   int64_t size_under(int64_t cap) const;
   int64_t predicted_peak(int64_t size) const;
@@ -101,9 +102,9 @@ class Planner {
   Request request_;
   std::map<std::string, Knowledge> knowledge_;
   Knowledge* known_ = nullptr;
-  int64_t row_ = 0;         // rows handed to the step so far
+  int64_t row_ = 0;                   // rows handed to the step so far
   std::optional<Plan> settled_plan_;  // for the current request
-  int64_t attempted_ = 0;   // the largest micro-batch of the current attempt
+  int64_t attempted_ = 0;             // the largest micro-batch of the current attempt
 };
 
 }  // namespace infinitybatch

@@ -15,8 +15,12 @@
 namespace infinitybatch {
 namespace detail {
 
-inline Batch to_batch(at::Tensor tensor) { return Batch(std::move(tensor)); }
-inline Batch to_batch(Batch batch) { return batch; }
+inline Batch to_batch(at::Tensor tensor) {
+  return Batch(std::move(tensor));
+}
+inline Batch to_batch(Batch batch) {
+  return batch;
+}
 inline Batch to_batch(std::vector<at::Tensor> tensors) {
   return Batch::list({tensors.begin(), tensors.end()});
 }

@@ -43,15 +43,15 @@ struct Options {
 
 /// What one step did.
 struct StepReport {
-  at::Tensor loss;                          ///< detached, 0-dimensional, on the model's device
-  std::optional<Batch> outputs;             ///< with `keep_outputs`
-  int64_t peak_bytes = 0;                   ///< the most that tensors occupied on the device
-  std::optional<int64_t> memory_budget;     ///< in bytes, where one was given
+  at::Tensor loss;                       ///< detached, 0-dimensional, on the model's device
+  std::optional<Batch> outputs;          ///< with `keep_outputs`
+  int64_t peak_bytes = 0;                ///< the most that tensors occupied on the device
+  std::optional<int64_t> memory_budget;  ///< in bytes, where one was given
   std::optional<int64_t> predicted_peak_bytes;
-  std::vector<int64_t> micro_batch_sizes;   ///< in the order they ran
+  std::vector<int64_t> micro_batch_sizes;  ///< in the order they ran
   double seconds = 0;
-  int64_t restarts = 0;                     ///< begun again with a smaller plan after running out of memory
-  std::string strategy;                     ///< "stream"
+  int64_t restarts = 0;  ///< begun again with a smaller plan after running out of memory
+  std::string strategy;  ///< "stream"
 };
 
 /// A training step over a logical batch of any size.

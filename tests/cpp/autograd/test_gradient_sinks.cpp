@@ -4,8 +4,8 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 
-#include <gtest/gtest.h>
 #include <ATen/autocast_mode.h>
+#include <gtest/gtest.h>
 #include <torch/torch.h>
 
 namespace infinitybatch::autograd {
@@ -23,7 +23,9 @@ std::vector<NamedParameter> named(const std::vector<at::Tensor>& tensors) {
   return result;
 }
 
-void backward(const at::Tensor& root) { run_backward(root, at::ones_like(root)); }
+void backward(const at::Tensor& root) {
+  run_backward(root, at::ones_like(root));
+}
 
 TEST(Sinks, KeepGradientsOutOfSightUntilTheHandOut) {
   const at::Tensor w = leaf();
@@ -222,9 +224,8 @@ TEST(Engine, RunsBackwardWithoutAutocastAndPutsItBack) {
   const at::Tensor w = leaf();
   bool during = true;
   const at::Tensor doubled = w * 2;
-  doubled.register_hook([&](const at::Tensor&) {
-    during = at::autocast::is_autocast_enabled(at::kCPU);
-  });
+  doubled.register_hook(
+      [&](const at::Tensor&) { during = at::autocast::is_autocast_enabled(at::kCPU); });
   backward(doubled.sum());
   EXPECT_FALSE(during);
   EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU));

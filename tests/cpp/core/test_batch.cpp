@@ -116,7 +116,8 @@ TEST(Concatenate, IsTheInverseOfRows) {
                                    {"second", Batch(at::randn({2, 7})).with_batch_dim(1)},
                                    {"note", Batch::object(1)}});
   std::vector<Batch> parts;
-  for (const auto& [begin, end] : std::vector<std::pair<int64_t, int64_t>>{{0, 3}, {3, 6}, {6, 7}}) {
+  for (const auto& [begin, end] :
+       std::vector<std::pair<int64_t, int64_t>>{{0, 3}, {3, 6}, {6, 7}}) {
     parts.push_back(rows(whole, begin, end));
   }
   const Batch joined = concatenate(parts, {3, 3, 1}, "outputs");
@@ -148,7 +149,8 @@ TEST(Source, MakesRowsAndTellsKindsApart) {
   const auto signature = [](const Batch& batch) {
     return BatchSource::from(batch, "inputs").signature;
   };
-  EXPECT_EQ(source.signature, signature(at::arange(20).reshape({10, 2}))) << "the size is no matter";
+  EXPECT_EQ(source.signature, signature(at::arange(20).reshape({10, 2})))
+      << "the size is no matter";
   EXPECT_NE(source.signature, signature(at::ones({4, 2})));
   EXPECT_NE(source.signature, signature(at::arange(12).reshape({4, 3})));
   EXPECT_NE(source.signature, signature(Batch(at::arange(8).reshape({2, 4})).with_batch_dim(1)));

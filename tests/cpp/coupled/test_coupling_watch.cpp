@@ -20,7 +20,9 @@ const at::Tensor& images() {
   return tensor;
 }
 
-at::Tensor weight() { return at::ones({3}).requires_grad_(); }
+at::Tensor weight() {
+  return at::ones({3}).requires_grad_();
+}
 
 std::vector<Row> rows() {
   const at::Tensor none;
@@ -52,9 +54,7 @@ std::vector<Row> rows() {
        },
        ""},
       {"legit_batch_norm",
-       [=] {
-         at::_native_batch_norm_legit(images(), weight(), none, true, 0.1, 1e-5);
-       },
+       [=] { at::_native_batch_norm_legit(images(), weight(), none, true, 0.1, 1e-5); },
        "aten::_native_batch_norm_legit"},
       {"no_update",  // which is how inference is spelled there
        [=] {
@@ -72,8 +72,8 @@ std::vector<Row> rows() {
        "aten::batch_norm"},
       {"instance_norm_that_fails_then_batch_norm",
        [=] {
-         EXPECT_ANY_THROW(at::instance_norm(images(), at::ones({7}), none, none, none, true, 0.1,
-                                            1e-5, false));
+         EXPECT_ANY_THROW(
+             at::instance_norm(images(), at::ones({7}), none, none, none, true, 0.1, 1e-5, false));
          nn::BatchNorm2d(3)(images());
        },
        "aten::batch_norm"},
@@ -81,9 +81,7 @@ std::vector<Row> rows() {
       {"layer_norm", [] { nn::LayerNorm(nn::LayerNormOptions({5}))(images()); }, ""},
       {"embedding", [] { nn::Embedding(4, 2)(at::arange(3)); }, ""},
       {"embedding_scaled_by_frequency",
-       [] {
-         nn::Embedding(nn::EmbeddingOptions(4, 2).scale_grad_by_freq(true))(at::arange(3));
-       },
+       [] { nn::Embedding(nn::EmbeddingOptions(4, 2).scale_grad_by_freq(true))(at::arange(3)); },
        "aten::embedding"},
       {"frozen_embedding_scaled_by_frequency",
        [] {
@@ -128,7 +126,9 @@ INSTANTIATE_TEST_SUITE_P(CouplingWatch, Watched, ::testing::ValuesIn(rows()),
 TEST(CouplingWatch, SeesNothingOutsideOfItsScope) {
   CouplingWatch watch;
   nn::BatchNorm2d(3)(images());
-  { const CouplingWatch::Scope scope(watch); }
+  {
+    const CouplingWatch::Scope scope(watch);
+  }
   nn::BatchNorm2d(3)(images());
   EXPECT_FALSE(watch.found().has_value());
 }

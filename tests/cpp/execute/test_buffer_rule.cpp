@@ -12,7 +12,8 @@ namespace {
 struct Place {
   at::Tensor tensor = at::zeros({3});
   BufferSlot slot() {
-    return {"place", [this] { return tensor; }, [this](const at::Tensor& value) { tensor = value; }};
+    return {"place", [this] { return tensor; },
+            [this](const at::Tensor& value) { tensor = value; }};
   }
 };
 
@@ -95,10 +96,20 @@ INSTANTIATE_TEST_SUITE_P(
     BufferRule, Disagreements,
     ::testing::Values(
         Disagreement{"other_values", [](Place& place, int i) { place.tensor.add_(i + 1); }},
-        Disagreement{"one_bit", [](Place& place, int i) { place.tensor.fill_(i == 2 ? -0.0 : 0.0); }},
-        Disagreement{"only_the_first", [](Place& place, int i) { if (i == 0) place.tensor.add_(1); }},
-        Disagreement{"only_the_last", [](Place& place, int i) { if (i == 2) place.tensor.add_(1); }},
-        Disagreement{"not_the_last", [](Place& place, int i) { if (i < 2) place.tensor.add_(1); }},
+        Disagreement{"one_bit",
+                     [](Place& place, int i) { place.tensor.fill_(i == 2 ? -0.0 : 0.0); }},
+        Disagreement{"only_the_first",
+                     [](Place& place, int i) {
+                       if (i == 0) place.tensor.add_(1);
+                     }},
+        Disagreement{"only_the_last",
+                     [](Place& place, int i) {
+                       if (i == 2) place.tensor.add_(1);
+                     }},
+        Disagreement{"not_the_last",
+                     [](Place& place, int i) {
+                       if (i < 2) place.tensor.add_(1);
+                     }},
         Disagreement{"another_shape",
                      [](Place& place, int i) { place.tensor = at::zeros({i + 1}); }},
         Disagreement{"another_type",
@@ -155,9 +166,12 @@ TEST(BufferRule, WithoutExactnessBuffersCarryOn) {
 }
 
 TEST(BufferRule, AcceptsEveryKindOfBuffer) {
-  std::vector<at::Tensor> tensors{at::zeros({}, at::kLong), at::zeros({2, 3}, at::kBool),
-                                  at::zeros({0}), at::zeros({2, 2}, at::kComplexDouble),
-                                  at::zeros({4, 4}).t().slice(0, 0, 4, 2), at::Tensor()};
+  std::vector<at::Tensor> tensors{at::zeros({}, at::kLong),
+                                  at::zeros({2, 3}, at::kBool),
+                                  at::zeros({0}),
+                                  at::zeros({2, 2}, at::kComplexDouble),
+                                  at::zeros({4, 4}).t().slice(0, 0, 4, 2),
+                                  at::Tensor()};
   std::vector<BufferSlot> slots;
   for (at::Tensor& tensor : tensors) {
     slots.push_back({"slot", [&tensor] { return tensor; },

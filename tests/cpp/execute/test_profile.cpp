@@ -49,8 +49,8 @@ class Script {
 ///   load      nothing (rows are views)
 ///   forward   output, 8 bytes a sample
 ///   loss      scratch of 4 bytes a sample, freed; the loss, 16 bytes
-///   backward  output's gradient 8 bytes a sample; the weight's 100 bytes; output and its gradient go
-///   free      the loss
+///   backward  output's gradient 8 bytes a sample; the weight's 100 bytes; output and its gradient
+///   go free      the loss
 /// \param first the weight's gradient becomes the buffer; else it is added to it and freed
 MicroBatchTrace linear(int64_t n, bool first) {
   Script script(n);
@@ -215,8 +215,8 @@ TEST(Plan, StreamsMicroBatchAfterMicroBatchAndHandsOutOnce) {
   const Plan plan = stream_plan({3, 2}, true);
   std::string text;
   for (const Instruction& instruction : plan.instructions) {
-    text += std::string(name_of(instruction.operation)) + std::to_string(instruction.micro_batch) +
-            " ";
+    text +=
+        std::string(name_of(instruction.operation)) + std::to_string(instruction.micro_batch) + " ";
   }
   EXPECT_EQ(text,
             "load0 forward0 loss0 backward0 free0 load1 forward1 loss1 backward1 free1 penalty-1 "

@@ -117,39 +117,33 @@ inline void add_pos_weight_cases(std::vector<CriterionCase>& cases, Reduction r)
 
 inline void add_label_cases(std::vector<CriterionCase>& cases, Reduction r) {
   cases.push_back({std::string("soft_margin_loss/plain") + suffix(r), 6, reshaped({2, 3}),
-                   [](Draw& draw) {
-                     return Batch(draw.signs({2, 3}));
-                   },
+                   [](Draw& draw) { return Batch(draw.signs({2, 3})); },
                    [=](const Tensors& o, const Tensors& t) {
                      return F::soft_margin_loss(o[0], t[0],
                                                 with_reduction(F::SoftMarginLossFuncOptions(), r));
                    },
                    [=](const at::TensorOptions&) { return losses::soft_margin(r); }});
-  cases.push_back(
-      {std::string("multilabel_margin_loss/plain") + suffix(r), 4, reshaped({4}),
-       [](Draw& draw) {  // one or two labels, then -1
-         const at::Tensor first = draw.integers(0, 2, {1});
-         const at::Tensor second = draw.integers(1, 4, {1});
-         const at::Tensor end = at::full_like(first, -1);
-         return Batch(at::cat({first, at::where(second.eq(1), end, second), end, first}, 1));
-       },
-       [=](const Tensors& o, const Tensors& t) {
-         return F::multilabel_margin_loss(o[0], t[0],
-                                          with_reduction(F::MultilabelMarginLossFuncOptions(), r));
-       },
-       [=](const at::TensorOptions&) { return losses::multilabel_margin(r); }});
-  cases.push_back({std::string("multilabel_soft_margin_loss/broadcast") + suffix(r), 12,
-                   reshaped({3, 4}),
-                   [](Draw& draw) {
-                     return Batch(draw.uniform({1, 4}));
+  cases.push_back({std::string("multilabel_margin_loss/plain") + suffix(r), 4, reshaped({4}),
+                   [](Draw& draw) {  // one or two labels, then -1
+                     const at::Tensor first = draw.integers(0, 2, {1});
+                     const at::Tensor second = draw.integers(1, 4, {1});
+                     const at::Tensor end = at::full_like(first, -1);
+                     return Batch(
+                         at::cat({first, at::where(second.eq(1), end, second), end, first}, 1));
                    },
                    [=](const Tensors& o, const Tensors& t) {
-                     return F::multilabel_soft_margin_loss(
-                         o[0], t[0], with_reduction(F::MultilabelSoftMarginLossFuncOptions(), r));
+                     return F::multilabel_margin_loss(
+                         o[0], t[0], with_reduction(F::MultilabelMarginLossFuncOptions(), r));
                    },
-                   [=](const at::TensorOptions&) {
-                     return losses::multilabel_soft_margin({{}, r});
-                   }});
+                   [=](const at::TensorOptions&) { return losses::multilabel_margin(r); }});
+  cases.push_back(
+      {std::string("multilabel_soft_margin_loss/broadcast") + suffix(r), 12, reshaped({3, 4}),
+       [](Draw& draw) { return Batch(draw.uniform({1, 4})); },
+       [=](const Tensors& o, const Tensors& t) {
+         return F::multilabel_soft_margin_loss(
+             o[0], t[0], with_reduction(F::MultilabelSoftMarginLossFuncOptions(), r));
+       },
+       [=](const at::TensorOptions&) { return losses::multilabel_soft_margin({{}, r}); }});
 }
 
 inline void add_binary_cases(std::vector<CriterionCase>& cases) {

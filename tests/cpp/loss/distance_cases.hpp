@@ -14,31 +14,23 @@ inline void add_pair_cases(std::vector<CriterionCase>& cases, Reduction r) {
          return F::hinge_embedding_loss(
              o[0], t[0], with_reduction(F::HingeEmbeddingLossFuncOptions().margin(0.7), r));
        },
-       [=](const at::TensorOptions&) {
-         return losses::hinge_embedding({0.7, r});
-       }});
+       [=](const at::TensorOptions&) { return losses::hinge_embedding({0.7, r}); }});
   cases.push_back(
       {std::string("cosine_embedding_loss/margin") + suffix(r), 8, several(2, {4}), signs({}),
        [=](const Tensors& o, const Tensors& t) {
          return F::cosine_embedding_loss(
              o[0], o[1], t[0], with_reduction(F::CosineEmbeddingLossFuncOptions().margin(0.1), r));
        },
-       [=](const at::TensorOptions&) {
-         return losses::cosine_embedding({0.1, r});
-       }});
+       [=](const at::TensorOptions&) { return losses::cosine_embedding({0.1, r}); }});
   // The second embedding is a target: only the order counts.
   cases.push_back({std::string("cosine_embedding_loss/embedding_in_targets") + suffix(r), 4,
                    reshaped({4}),
-                   [](Draw& draw) {
-                     return Batch::tuple({draw.normal({4}), draw.signs({})});
-                   },
+                   [](Draw& draw) { return Batch::tuple({draw.normal({4}), draw.signs({})}); },
                    [=](const Tensors& o, const Tensors& t) {
                      return F::cosine_embedding_loss(
                          o[0], t[0], t[1], with_reduction(F::CosineEmbeddingLossFuncOptions(), r));
                    },
-                   [=](const at::TensorOptions&) {
-                     return losses::cosine_embedding({0, r});
-                   }});
+                   [=](const at::TensorOptions&) { return losses::cosine_embedding({0, r}); }});
   for (bool broadcast : {false, true}) {
     cases.push_back(
         {std::string("margin_ranking_loss/") + (broadcast ? "broadcast" : "plain") + suffix(r), 12,
@@ -48,9 +40,7 @@ inline void add_pair_cases(std::vector<CriterionCase>& cases, Reduction r) {
            return F::margin_ranking_loss(
                o[0], o[1], t[0], with_reduction(F::MarginRankingLossFuncOptions().margin(0.3), r));
          },
-         [=](const at::TensorOptions&) {
-           return losses::margin_ranking({0.3, r});
-         }});
+         [=](const at::TensorOptions&) { return losses::margin_ranking({0.3, r}); }});
   }
 }
 
@@ -102,10 +92,7 @@ inline void add_triplet_cases(std::vector<CriterionCase>& cases, Reduction r) {
   // Anchors from the model, the others given.
   cases.push_back(
       {std::string("triplet_margin_with_distance_loss/default_given_targets") + suffix(r), 4,
-       reshaped({4}),
-       [](Draw& draw) {
-         return Batch::tuple({draw.normal({4}), draw.normal({4})});
-       },
+       reshaped({4}), [](Draw& draw) { return Batch::tuple({draw.normal({4}), draw.normal({4})}); },
        [=](const Tensors& o, const Tensors& t) {
          return F::triplet_margin_with_distance_loss(
              o[0], t[0], t[1], with_reduction(F::TripletMarginWithDistanceLossFuncOptions(), r));

@@ -34,29 +34,17 @@ at::Tensor labels(at::IntArrayRef sizes) {
 std::vector<Misuse> shape_misuses() {
   return {
       {"mse_column_against_row",
-       [] {
-         use(losses::mse(), zeros({4, 1}), zeros({4}));
-       },
+       [] { use(losses::mse(), zeros({4, 1}), zeros({4})); },
        {"mse_loss", "[4, 1]", "[4]", "squeeze"}},
       {"mse_row_against_column",
-       [] {
-         use(losses::mse(), zeros({4}), zeros({4, 1}));
-       },
+       [] { use(losses::mse(), zeros({4}), zeros({4, 1})); },
        {"mse_loss", "[4, 1]", "[4]"}},
-      {"mse_of_one_sample",
-       [] {
-         use(losses::mse(), zeros({1, 1}), zeros({1}));
-       },
-       {"[1, 1]"}},
+      {"mse_of_one_sample", [] { use(losses::mse(), zeros({1, 1}), zeros({1})); }, {"[1, 1]"}},
       {"smooth_l1_other_number_of_samples",
-       [] {
-         use(losses::smooth_l1(), zeros({4, 3}), zeros({1, 3}));
-       },
+       [] { use(losses::smooth_l1(), zeros({4, 3}), zeros({1, 3})); },
        {"[4, 3]", "[1, 3]"}},
       {"kl_div_other_rank",
-       [] {
-         use(losses::kl_div(), zeros({4, 3}), zeros({3}));
-       },
+       [] { use(losses::kl_div(), zeros({4, 3}), zeros({3})); },
        {"kl_div", "[4, 3]", "[3]"}},
       {"gaussian_target_rank",
        [] {
@@ -82,23 +70,17 @@ std::vector<Misuse> shape_misuses() {
        },
        {"negative", "softplus"}},
       {"bce_shape",
-       [] {
-         use(losses::binary_cross_entropy(), zeros({4, 1}), zeros({4}));
-       },
+       [] { use(losses::binary_cross_entropy(), zeros({4, 1}), zeros({4})); },
        {"binary_cross_entropy", "[4, 1]", "[4]"}},
       {"bce_logits_shape",
-       [] {
-         use(losses::binary_cross_entropy_with_logits(), zeros({4, 3}), zeros({4, 1}));
-       },
+       [] { use(losses::binary_cross_entropy_with_logits(), zeros({4, 3}), zeros({4, 1})); },
        {"[4, 3]", "[4, 1]"}},
       {"cross_entropy_without_classes",
        [] { use(losses::cross_entropy(), zeros({4}), labels({4})); },
        {"cross_entropy", "(N, C, ...)", "[4]"}},
       {"nll_without_classes", [] { use(losses::nll(), zeros({4}), labels({4})); }, {"nll_loss"}},
       {"cross_entropy_float_indices",
-       [] {
-         use(losses::cross_entropy(), zeros({4, 3}), zeros({4}));
-       },
+       [] { use(losses::cross_entropy(), zeros({4, 3}), zeros({4})); },
        {"[4]", "class probabilities", "integers"}},
       {"multi_margin_without_classes",
        [] { use(losses::multi_margin(), zeros({4}), labels({4})); },
@@ -136,9 +118,7 @@ std::vector<Misuse> shape_misuses() {
        },
        {"[1, 2]"}},
       {"linear_bias_shape",
-       [] {
-         losses::linear_cross_entropy(zeros({3, 2}), zeros({2}));
-       },
+       [] { losses::linear_cross_entropy(zeros({3, 2}), zeros({2})); },
        {"[2]", "[3, 2]"}},
       {"linear_weight_rank",
        [] { losses::linear_cross_entropy(zeros({3})); },
@@ -174,9 +154,7 @@ std::vector<Misuse> coupling_misuses() {
        },
        {"has shape []"}},
       {"bce_weight_of_each_sample",
-       [] {
-         use(losses::binary_cross_entropy({at::ones({7, 1})}), zeros({4, 3}), zeros({4, 3}));
-       },
+       [] { use(losses::binary_cross_entropy({at::ones({7, 1})}), zeros({4, 3}), zeros({4, 3})); },
        {"weight of shape [7, 1]", "[4, 3]", "(target, weight)"}},
       {"bce_weight_of_each_sample_1d",
        [] { use(losses::binary_cross_entropy({at::ones({4})}), zeros({4}), zeros({4})); },
@@ -205,14 +183,10 @@ std::vector<Misuse> coupling_misuses() {
        },
        {"[4, 3]", "[4]"}},
       {"mse_weight_shape",
-       [] {
-         use(losses::mse(), zeros({4, 3}), Batch::tuple({zeros({4, 3}), at::ones({4, 1})}));
-       },
+       [] { use(losses::mse(), zeros({4, 3}), Batch::tuple({zeros({4, 3}), at::ones({4, 1})})); },
        {"weight of shape [4, 1]", "[4, 3]"}},
       {"shared_targets",
-       [] {
-         use(losses::mse(), zeros({4, 3}), Batch(zeros({4, 3})).shared());
-       },
+       [] { use(losses::mse(), zeros({4, 3}), Batch(zeros({4, 3})).shared()); },
        {"every micro-batch sees whole"}},
       {"batchmean_over_another_dimension",
        [] {
@@ -241,15 +215,9 @@ std::vector<Misuse> coupling_misuses() {
       {"pad_ctc_sum",
        [] { losses::pad_ctc_targets(labels({5}), at::full({2}, 3, at::kLong)); },
        {"2 targets add up to 6", "5 labels"}},
-      {"pad_ctc_rank",
-       [] {
-         losses::pad_ctc_targets(labels({5, 2}), labels({2}));
-       },
-       {"[5, 2]"}},
+      {"pad_ctc_rank", [] { losses::pad_ctc_targets(labels({5, 2}), labels({2})); }, {"[5, 2]"}},
       {"pad_ctc_negative",
-       [] {
-         losses::pad_ctc_targets(labels({1}), at::tensor({int64_t{2}, int64_t{-1}}));
-       },
+       [] { losses::pad_ctc_targets(labels({1}), at::tensor({int64_t{2}, int64_t{-1}})); },
        {"-1"}},
   };
 }
@@ -263,24 +231,16 @@ std::vector<Misuse> argument_misuses() {
        [] { losses::mse(Reduction::sum).sum(zeros({4}), Batch()); },
        {"(input; target)", "1 tensor(s) of outputs and 0 of targets"}},
       {"two_outputs",
-       [] {
-         use(losses::mse(), Batch::tuple({zeros({4}), zeros({4})}), zeros({4}));
-       },
+       [] { use(losses::mse(), Batch::tuple({zeros({4}), zeros({4})}), zeros({4})); },
        {"mse_loss takes", "2 tensor(s) of outputs and 1 of targets"}},
       {"two_outputs_for_cross_entropy",
-       [] {
-         use(losses::cross_entropy(), Batch::tuple({zeros({4, 3}), zeros({4})}), labels({4}));
-       },
+       [] { use(losses::cross_entropy(), Batch::tuple({zeros({4, 3}), zeros({4})}), labels({4})); },
        {"cross_entropy takes", "2 tensor(s)"}},
       {"gaussian_without_variance",
-       [] {
-         use(losses::gaussian_nll(), zeros({4, 3}), zeros({4, 3}));
-       },
+       [] { use(losses::gaussian_nll(), zeros({4, 3}), zeros({4, 3})); },
        {"(mean, variance; target)", "(mean; target, variance)"}},
       {"ctc_without_lengths",
-       [] {
-         use(losses::ctc(), zeros({5, 4, 3}), labels({4, 2}));
-       },
+       [] { use(losses::ctc(), zeros({5, 4, 3}), labels({4, 2})); },
        {"input_lengths", "1 tensor(s) of outputs and 1 of targets"}},
       {"reduction_none", [] { parse_reduction("none"); }, {"'none'", "'mean' or 'sum'"}},
       {"reduction_unknown", [] { parse_reduction("median"); }, {"'median'"}},

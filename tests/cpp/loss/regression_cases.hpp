@@ -85,18 +85,14 @@ inline void add_distance_to_target_cases(std::vector<CriterionCase>& cases, Redu
                             return F::smooth_l1_loss(
                                 i, t, with_reduction(F::SmoothL1LossFuncOptions().beta(beta), r));
                           },
-                          [=] {
-                            return losses::smooth_l1({beta, r});
-                          }});
+                          [=] { return losses::smooth_l1({beta, r}); }});
   }
   add_broadcast(cases, {std::string("huber_loss/delta") + suffix(r),
                         [=](const Tensor& i, const Tensor& t) {
                           return F::huber_loss(
                               i, t, with_reduction(F::HuberLossFuncOptions().delta(0.6), r));
                         },
-                        [=] {
-                          return losses::huber({0.6, r});
-                        }});
+                        [=] { return losses::huber({0.6, r}); }});
   const auto squared = [](const Tensor& i, const Tensor& t) { return (i - t).pow(2); };
   const auto absolute = [](const Tensor& i, const Tensor& t) { return (i - t).abs(); };
   const auto huber = [](const Tensor& i, const Tensor& t) {
@@ -104,9 +100,8 @@ inline void add_distance_to_target_cases(std::vector<CriterionCase>& cases, Redu
   };
   add_weighted(cases, "mse_loss/weighted", squared, true, r, [=] { return losses::mse(r); });
   add_weighted(cases, "l1_loss/weighted", absolute, true, r, [=] { return losses::l1(r); });
-  add_weighted(cases, "huber_loss/weighted", huber, false, r, [=] {
-    return losses::huber({0.6, r});
-  });
+  add_weighted(cases, "huber_loss/weighted", huber, false, r,
+               [=] { return losses::huber({0.6, r}); });
 }
 
 inline void add_poisson_cases(std::vector<CriterionCase>& cases, Reduction r) {
@@ -122,9 +117,7 @@ inline void add_poisson_cases(std::vector<CriterionCase>& cases, Reduction r) {
                 with_reduction(
                     F::PoissonNLLLossFuncOptions().log_input(log_input).full(full).eps(1e-6), r));
           },
-          [=] {
-            return losses::poisson_nll({log_input, full, 1e-6, r});
-          }};
+          [=] { return losses::poisson_nll({log_input, full, 1e-6, r}); }};
       if (!log_input) row.of_output = [](const Tensor& output) { return output.exp(); };
       row.of_target = [](const Tensor& target) { return target.abs().mul(3).round(); };
       add_elementwise(cases, row);
@@ -153,9 +146,7 @@ inline void add_gaussian_cases(std::vector<CriterionCase>& cases, Reduction r) {
                        const Batch both = several(2, {3, 2})(features);
                        return Batch::tuple({both[0], both[1].tensor().pow(2).mul(0.2)});
                      },
-                     [](Draw& draw) {
-                       return Batch(draw.normal({3, 2}));
-                     },
+                     [](Draw& draw) { return Batch(draw.normal({3, 2})); },
                      [=](const Tensors& o, const Tensors& t) {
                        return native_gaussian(o[0], t[0], o[1], full, r);
                      },
@@ -199,9 +190,7 @@ inline void add_kl_div_cases(std::vector<CriterionCase>& cases) {
             if (r == Reduction::sum) return F::kl_div(i, t, options.reduction(torch::kSum));
             return F::kl_div(i, t, options.reduction(torch::kBatchMean));
           },
-          [=] {
-            return losses::kl_div({log_target, r});
-          }};
+          [=] { return losses::kl_div({log_target, r}); }};
       row.of_output = [](const Tensor& output) { return output.log_softmax(1); };
       row.of_target = [log_target](const Tensor& target) {
         return log_target ? target.log_softmax(1) : target.softmax(1);

@@ -88,7 +88,9 @@ class AcceleratorTest : public testing::Test {
 
 TEST_F(AcceleratorTest, StatisticsAreTheAllocators) {
   const c10::DataPtr kept = allocator_.allocate(1000);
-  { const c10::DataPtr passing = allocator_.allocate(500); }
+  {
+    const c10::DataPtr passing = allocator_.allocate(500);
+  }
   const Statistics now = stats(device_);
   EXPECT_EQ(now.live, 1000);
   EXPECT_EQ(now.peak, 1500);
@@ -124,18 +126,26 @@ TEST_F(AcceleratorTest, ThatDoesNotSayItsMemoryNeedsABudgetInBytes) {
 
 TEST_F(AcceleratorTest, PeakScopesNest) {
   const c10::DataPtr kept = allocator_.allocate(100);
-  { const c10::DataPtr passing = allocator_.allocate(5000); }
+  {
+    const c10::DataPtr passing = allocator_.allocate(5000);
+  }
   const PeakScope outer(device_);
   EXPECT_EQ(outer.peak(), 100);
-  { const c10::DataPtr passing = allocator_.allocate(1000); }
+  {
+    const c10::DataPtr passing = allocator_.allocate(1000);
+  }
   {
     const PeakScope other_device(c10::Device(kType, 1));
     const PeakScope inner(device_);
     EXPECT_EQ(inner.peak(), 100);
-    { const c10::DataPtr passing = allocator_.allocate(2000); }
+    {
+      const c10::DataPtr passing = allocator_.allocate(2000);
+    }
     {
       const PeakScope innermost(device_);
-      { const c10::DataPtr passing = allocator_.allocate(300); }
+      {
+        const c10::DataPtr passing = allocator_.allocate(300);
+      }
       EXPECT_EQ(innermost.peak(), 400);
       EXPECT_EQ(inner.peak(), 2100);
     }
@@ -144,7 +154,9 @@ TEST_F(AcceleratorTest, PeakScopesNest) {
     EXPECT_EQ(other_device.peak(), 0);
   }
   EXPECT_EQ(outer.peak(), 2100) << "handed over by the inner scope";
-  { const c10::DataPtr passing = allocator_.allocate(3000); }
+  {
+    const c10::DataPtr passing = allocator_.allocate(3000);
+  }
   EXPECT_EQ(outer.peak(), 3100);
 }
 

@@ -121,7 +121,9 @@ TEST(CpuAllocator, KeepsTheProcessPeak) {
   reset_peak(kCpu);
   const int64_t before = live();
   EXPECT_EQ(stats(kCpu).peak, before);
-  { const at::Tensor tensor = block(3000); }
+  {
+    const at::Tensor tensor = block(3000);
+  }
   std::thread([] { const at::Tensor tensor = block(5000); }).join();
   EXPECT_EQ(stats(kCpu).peak, before + 5000);
   reset_peak(kCpu);

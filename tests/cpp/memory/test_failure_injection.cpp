@@ -29,7 +29,9 @@ TEST(FailAllocation, FailsTheNthAndOnlyThat) {
 }
 
 TEST(FailAllocation, EndsWithItsScope) {
-  { const FailAllocation failure(1); }
+  {
+    const FailAllocation failure(1);
+  }
   EXPECT_NO_THROW(block(8));
 }
 

@@ -24,27 +24,37 @@ TEST(PeakScope, StartsAtWhatIsLive) {
 TEST(PeakScope, KeepsTheMost) {
   const int64_t base = live();
   const PeakScope scope(kCpu);
-  { const at::Tensor tensor = block(5000); }
+  {
+    const at::Tensor tensor = block(5000);
+  }
   const at::Tensor smaller = block(2000);
   EXPECT_EQ(scope.peak(), base + 5000);
 }
 
 TEST(PeakScope, SeesOnlyItsOwnTime) {
-  { const at::Tensor before = block(1 << 20); }
+  {
+    const at::Tensor before = block(1 << 20);
+  }
   const int64_t base = live();
   const PeakScope scope(kCpu);
-  { const at::Tensor tensor = block(100); }
+  {
+    const at::Tensor tensor = block(100);
+  }
   EXPECT_EQ(scope.peak(), base + 100);
 }
 
 TEST(PeakScope, InnerScopesCountTowardsOuterOnes) {
   const int64_t base = live();
   const PeakScope outer(kCpu);
-  { const at::Tensor tensor = block(1000); }
+  {
+    const at::Tensor tensor = block(1000);
+  }
   {
     const PeakScope inner(kCpu);
     EXPECT_EQ(inner.peak(), base);
-    { const at::Tensor tensor = block(300); }
+    {
+      const at::Tensor tensor = block(300);
+    }
     EXPECT_EQ(inner.peak(), base + 300);
     EXPECT_EQ(outer.peak(), base + 1000);
     {
@@ -57,7 +67,9 @@ TEST(PeakScope, InnerScopesCountTowardsOuterOnes) {
     EXPECT_EQ(outer.peak(), base + 4000);
   }
   EXPECT_EQ(outer.peak(), base + 4000);
-  { const at::Tensor tensor = block(5000); }
+  {
+    const at::Tensor tensor = block(5000);
+  }
   EXPECT_EQ(outer.peak(), base + 5000) << "the outer scope goes on after the inner one";
 }
 
@@ -67,8 +79,12 @@ TEST(PeakScope, WorksUnderALimit) {
   const PeakScope scope(kCpu);
   EXPECT_THROW(block(2000), c10::OutOfMemoryError);
   EXPECT_EQ(scope.peak(), base) << "a refused allocation is no peak";
-  { const at::Tensor tensor = block(900); }
-  { const at::Tensor tensor = block(100); }
+  {
+    const at::Tensor tensor = block(900);
+  }
+  {
+    const at::Tensor tensor = block(100);
+  }
   EXPECT_EQ(scope.peak(), base + 900);
   EXPECT_THROW(block(1001), c10::OutOfMemoryError);
 }
@@ -76,7 +92,9 @@ TEST(PeakScope, WorksUnderALimit) {
 TEST(PeakScope, ALimitSetInsideAScopeHolds) {
   const int64_t base = live();
   const PeakScope scope(kCpu);
-  { const at::Tensor tensor = block(5000); }
+  {
+    const at::Tensor tensor = block(5000);
+  }
   const Limit limit(base + 1000);
   EXPECT_THROW(block(1001), c10::OutOfMemoryError) << "below the scope's peak, above the limit";
 }
@@ -87,7 +105,9 @@ TEST(PeakScope, OtherThreadsRaiseItOnlyThroughWhatTheyHold) {
   at::Tensor theirs;
   std::thread([&theirs] { theirs = block(5000); }).join();
   EXPECT_EQ(scope.peak(), base);
-  { const at::Tensor tensor = block(1); }
+  {
+    const at::Tensor tensor = block(1);
+  }
   EXPECT_EQ(scope.peak(), base + 5001);
 }
 

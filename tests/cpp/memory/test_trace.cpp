@@ -116,7 +116,9 @@ TEST(AllocationTrace, LeavesLimitAndScopeInForce) {
   const PeakScope scope(kCpu);
   {
     const AllocationTrace trace(kCpu);
-    { const at::Tensor tensor = block(90); }
+    {
+      const at::Tensor tensor = block(90);
+    }
     EXPECT_THROW(block(101), c10::OutOfMemoryError);
     EXPECT_EQ(trace.events().size(), 2) << "a refused allocation is no event";
   }
@@ -136,7 +138,9 @@ TEST(AllocationTrace, WorksBesideTorchsProfiler) {
   {
     const AllocationTrace trace(kCpu);
     network.step();
-    { const at::Tensor tensor = block(98765); }
+    {
+      const at::Tensor tensor = block(98765);
+    }
     events = trace.events();
   }
   const auto result = profiler::disableProfiler();

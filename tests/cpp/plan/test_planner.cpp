@@ -15,8 +15,8 @@ namespace {
 
 constexpr int64_t kBaseline = 1000;
 
-/// One micro-batch allocates activations of 100 bytes a sample, then a fixed workspace of 5000 bytes
-/// and a gradient of 400 bytes: its peak is no straight line through two sizes' peaks.
+/// One micro-batch allocates activations of 100 bytes a sample, then a fixed workspace of 5000
+/// bytes and a gradient of 400 bytes: its peak is no straight line through two sizes' peaks.
 struct Machine {
   std::function<double(int64_t)> seconds_per_sample = [](int64_t) { return 1e-3; };
   double noise = 0;  // relative
@@ -63,8 +63,8 @@ struct Step {
   int64_t peak = 0;
 };
 
-/// Runs one step of `planner` on `machine`, as the executor would: what passes the budget runs out of
-/// memory, and the step begins again.
+/// Runs one step of `planner` on `machine`, as the executor would: what passes the budget runs out
+/// of memory, and the step begins again.
 Step run(Planner& planner, Machine& machine, Request request) {
   Step step;
   planner.begin(request);
@@ -131,8 +131,8 @@ TEST(Planner, FindsTheLargestSizeWhereLargerIsFaster) {
   Planner planner;
   Machine machine;
   machine.seconds_per_sample = [](int64_t size) { return 1e-3 / double(size); };
-  // Above the baseline 400 stay, 400 come and go, 5000 are workspace: 100 bytes a sample are left for
-  // 123 samples.
+  // Above the baseline 400 stay, 400 come and go, 5000 are workspace: 100 bytes a sample are left
+  // for 123 samples.
   const int64_t budget = kBaseline + 5800 + 12345;
   for (int i = 0; i < 12; ++i) run(planner, machine, request(100000, budget));
   EXPECT_EQ(planner.plan().micro_batch_size(), 123);
@@ -140,9 +140,11 @@ TEST(Planner, FindsTheLargestSizeWhereLargerIsFaster) {
 
 TEST(Planner, ChoosesWithinFivePercentOfTheFastestFeasibleSize) {
   const std::vector<std::function<double(int64_t)>> machines{
-      [](int64_t n) { return 1e-3 + 1e-2 / double(n); },                    // fixed cost
-      [](int64_t n) { return 1e-3 + 1e-2 / double(n) + 1e-5 * double(n); },  // and caches that overflow
-      [](int64_t n) { return n < 16 ? 2e-3 : 1e-3; },                       // a step
+      [](int64_t n) { return 1e-3 + 1e-2 / double(n); },  // fixed cost
+      [](int64_t n) {
+        return 1e-3 + 1e-2 / double(n) + 1e-5 * double(n);
+      },                                               // and caches that overflow
+      [](int64_t n) { return n < 16 ? 2e-3 : 1e-3; },  // a step
       [](int64_t) { return 1e-3; },
   };
   for (size_t m = 0; m < machines.size(); ++m) {
@@ -268,8 +270,8 @@ TEST(Planner, ExplainNamesChoiceBudgetAndAlternatives) {
   Machine machine;
   for (int i = 0; i < 12; ++i) run(planner, machine, request(1000, 20000));
   const std::string text = planner.plan().explain();
-  for (const char* part : {"strategy stream", "1000 samples", "budget 19.5 KiB", "too large", "fits",
-                           "load, forward, loss, backward, free, then hand out once"}) {
+  for (const char* part : {"strategy stream", "1000 samples", "budget 19.5 KiB", "too large",
+                           "fits", "load, forward, loss, backward, free, then hand out once"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
   }
 }
@@ -283,9 +285,9 @@ TEST(Split, CoversEveryRow) {
       const auto even = split_evenly(n, size);
       EXPECT_EQ(sum(even), n);
       EXPECT_LE(*std::max_element(even.begin(), even.end()), size);
-      EXPECT_LE(*std::max_element(even.begin(), even.end()) -
-                    *std::min_element(even.begin(), even.end()),
-                1);
+      EXPECT_LE(
+          *std::max_element(even.begin(), even.end()) - *std::min_element(even.begin(), even.end()),
+          1);
     }
   }
 }

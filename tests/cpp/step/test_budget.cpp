@@ -1,5 +1,5 @@
-// The budget is a promise: the peak never passes it, predictions are those of the executor, and what
-// cannot fit is said with numbers before anything changes.
+// The budget is a promise: the peak never passes it, predictions are those of the executor, and
+// what cannot fit is said with numbers before anything changes.
 #include "step/support.hpp"
 
 #include <cstdlib>
@@ -9,7 +9,9 @@ namespace {
 
 constexpr int64_t kKiB = 1024;
 
-int64_t live() { return memory::stats(at::kCPU).live; }
+int64_t live() {
+  return memory::stats(at::kCPU).live;
+}
 
 /// Threads as asked for while it lives, then as before.
 class Threads {
@@ -44,7 +46,8 @@ struct Encoder : nn::Module {
   nn::Linear out = nullptr;
 };
 
-/// \param two_threads leaves out the larger N where INFINITYBATCH_LONG_TESTS does not ask for it: with
+/// \param two_threads leaves out the larger N where INFINITYBATCH_LONG_TESTS does not ask for it:
+/// with
 ///                    other processes beside it two threads wait for each other most of the time
 std::vector<Workload> workloads(bool two_threads) {
   const auto mlp = [] {
@@ -59,7 +62,8 @@ std::vector<Workload> workloads(bool two_threads) {
   const auto encoder = [] { return Model(std::make_shared<Encoder>()); };
   std::vector<Workload> rows;
   for (const int64_t samples : {256, 4096}) {
-    if (two_threads && samples > 256 && std::getenv("INFINITYBATCH_LONG_TESTS") == nullptr) continue;
+    if (two_threads && samples > 256 && std::getenv("INFINITYBATCH_LONG_TESTS") == nullptr)
+      continue;
     // The whole batch would take several times the room.
     const std::string n = "_" + std::to_string(samples);
     rows.push_back({"mlp" + n, samples, 160 * kKiB + samples * 16, mlp, {16}});
@@ -101,7 +105,8 @@ class Budgeted : public ::testing::TestWithParam<Workload> {
     const Threads limited(threads);
     const Workload& work = GetParam();
     const Prepared prepared(work);
-    // The first call of a kernel keeps memory of its own: as in any training, not in the first step.
+    // The first call of a kernel keeps memory of its own: as in any training, not in the first
+    // step.
     prepared.model.forward(prepared.inputs.slice(0, 0, 4)).tensor().sum().backward();
     prepared.zero_grad();
     const int settled_steps = threads == 1 ? 4 : 2;
@@ -156,8 +161,12 @@ class Budgeted : public ::testing::TestWithParam<Workload> {
 
 class BudgetedWithTwoThreads : public Budgeted {};
 
-TEST_P(Budgeted, StaysInsideAndPredicts) { train(1, 0.01); }
-TEST_P(BudgetedWithTwoThreads, StaysInsideAndPredicts) { train(2, 0.02); }
+TEST_P(Budgeted, StaysInsideAndPredicts) {
+  train(1, 0.01);
+}
+TEST_P(BudgetedWithTwoThreads, StaysInsideAndPredicts) {
+  train(2, 0.02);
+}
 
 std::string name_of_workload(const ::testing::TestParamInfo<Workload>& info) {
   return info.param.name;
@@ -239,9 +248,9 @@ TEST(Budget, AFixedSizeKeepsTheBudgetToo) {
   Options options = of_size(256);
   options.memory_budget = live() + 96 * kKiB;
   VirtualBatch whole(prepared.model, losses::cross_entropy(), options);
-  expect_says(message_of<BudgetExceeded>(
-                  [&] { whole.backward(prepared.inputs, prepared.targets); }),
-              "micro_batch_size=256");
+  expect_says(
+      message_of<BudgetExceeded>([&] { whole.backward(prepared.inputs, prepared.targets); }),
+      "micro_batch_size=256");
   for (const at::Tensor& gradient : prepared.gradients()) EXPECT_FALSE(gradient.defined());
   options.micro_batch_size = 8;
   const StepReport report = VirtualBatch(prepared.model, losses::cross_entropy(), options)

@@ -1,4 +1,5 @@
-// Layers that mix samples, and buffers that depend on them: noticed, named, refused; and the ways out.
+// Layers that mix samples, and buffers that depend on them: noticed, named, refused; and the ways
+// out.
 #include "step/support.hpp"
 
 namespace infinitybatch::testing {
@@ -52,9 +53,8 @@ TEST(Coupling, BatchNormInEvalIsExact) {
   auto net = with_batch_norm();
   net->eval();
   const Data data;
-  const auto expected =
-      torch::autograd::grad({at::mse_loss(net->forward(data.inputs), data.targets)},
-                            net->parameters());
+  const auto expected = torch::autograd::grad(
+      {at::mse_loss(net->forward(data.inputs), data.targets)}, net->parameters());
   VirtualBatch(net, losses::mse(), of_size(3)).backward(data.inputs, data.targets);
   expect_gradients(*net, expected);
 }
@@ -144,7 +144,8 @@ struct Words : nn::Module {
 // It divides by how often a word occurs in the whole batch, in backward alone.
 TEST(Coupling, EmbeddingThatScalesByFrequencyIsRefused) {
   const auto net = std::make_shared<Words>(nn::EmbeddingOptions(5, 3).scale_grad_by_freq(true));
-  const at::Tensor ids = at::randint(5, {6, 4}, at::kLong), targets = at::randn({6, 2}, at::kDouble);
+  const at::Tensor ids = at::randint(5, {6, 4}, at::kLong),
+                   targets = at::randn({6, 2}, at::kDouble);
   VirtualBatch batch(net, losses::mse(), of_size(2));
   expect_says(message_of<CouplingError>([&] { batch.backward(ids, targets); }),
               "scale_grad_by_freq");
@@ -158,7 +159,8 @@ TEST(Coupling, EmbeddingThatScalesByFrequencyIsRefused) {
 TEST(Coupling, EmbeddingWithMaxNormIsRefusedAndItsWeightPutBack) {
   const auto options = nn::EmbeddingOptions(5, 3).max_norm(0.5);
   const auto net = std::make_shared<Words>(options), twin = std::make_shared<Words>(options);
-  const at::Tensor ids = at::randint(5, {6, 4}, at::kLong), targets = at::randn({6, 2}, at::kDouble);
+  const at::Tensor ids = at::randint(5, {6, 4}, at::kLong),
+                   targets = at::randn({6, 2}, at::kDouble);
   const at::Tensor weight = net->words->weight.detach().clone();
   VirtualBatch batch(net, losses::mse(), of_size(2));
   expect_says(message_of<CouplingError>([&] { batch.backward(ids, targets); }), "max_norm");
@@ -195,7 +197,8 @@ struct Spectral : nn::Module {
 TEST(Coupling, ABufferThatEveryMicroBatchWritesAlikeIsWrittenOnce) {
   const auto net = std::make_shared<Spectral>();
   const auto twin = std::make_shared<Spectral>();
-  const at::Tensor inputs = at::randn({7, 4}, at::kDouble), targets = at::randn({7, 3}, at::kDouble);
+  const at::Tensor inputs = at::randn({7, 4}, at::kDouble),
+                   targets = at::randn({7, 3}, at::kDouble);
   VirtualBatch batch(net, losses::mse(), of_size(2));
   for (int step = 1; step <= 3; ++step) {
     net->zero_grad();

@@ -59,8 +59,7 @@ class Faults : public ::testing::TestWithParam<std::string> {
 };
 
 TEST_P(Faults, AFixedSizeStepSurvivesAFailureOfAnyAllocation) {
-  const Undisturbed reference =
-      undisturbed(GetParam(), Randomness::dropout, with_fixed_size);
+  const Undisturbed reference = undisturbed(GetParam(), Randomness::dropout, with_fixed_size);
   ASSERT_GT(reference.allocations, 100);
   for (const int64_t place : places(reference.allocations)) {
     SCOPED_TRACE("allocation " + std::to_string(place) + " of " +
@@ -79,8 +78,7 @@ TEST_P(Faults, AFixedSizeStepSurvivesAFailureOfAnyAllocation) {
 }
 
 TEST_P(Faults, AFixedSizeStepSurvivesAnExceptionAnywhereInUserCode) {
-  const Undisturbed reference =
-      undisturbed(GetParam(), Randomness::dropout, with_fixed_size);
+  const Undisturbed reference = undisturbed(GetParam(), Randomness::dropout, with_fixed_size);
   ASSERT_GT(reference.places_of_user_code, 30);
   for (int64_t place = 1; place <= reference.places_of_user_code; ++place) {
     SCOPED_TRACE("place " + std::to_string(place) + " of " +

@@ -11,7 +11,8 @@ TEST(HandOut, TensorHooksFireOnceOnTheFullGradient) {
   const auto expected = task.native_gradients();
   const auto parameters = task.net->parameters();
   std::vector<at::Tensor> seen;
-  parameters[0].register_hook([&](const at::Tensor& gradient) { seen.push_back(gradient.clone()); });
+  parameters[0].register_hook(
+      [&](const at::Tensor& gradient) { seen.push_back(gradient.clone()); });
   parameters[2].register_hook([](const at::Tensor& gradient) { return gradient * 2; });
   VirtualBatch(task.net, losses::mse(), of_size(2)).backward(task.inputs, task.targets);
   ASSERT_EQ(seen.size(), 1u);
@@ -155,9 +156,8 @@ TEST(HandOut, LeavesThatTheModuleDoesNotListGetTheirGradient) {
   options.on_micro_batch = [&](const MicroBatch&) {
     if (gain.grad().defined() || temperature.grad().defined()) ++during;
   };
-  gain.register_hook([&](const at::Tensor& gradient) {
-    EXPECT_LE(error(gradient, expected[4]), 1e-12);
-  });
+  gain.register_hook(
+      [&](const at::Tensor& gradient) { EXPECT_LE(error(gradient, expected[4]), 1e-12); });
   VirtualBatch(make_model(forward, net->parameters()), loss, options)
       .backward(task.inputs, task.targets);
   EXPECT_EQ(during, 0) << "it must wait for the hand-out";

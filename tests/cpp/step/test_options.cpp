@@ -20,6 +20,31 @@ TEST(Step, TheDocumentedCallWorks) {
   EXPECT_GT(report.seconds, 0);
 }
 
+// Targets too large to be read at once: their denominator is added up piece by piece, the part that
+// shapes decide (elements) as well as the part that values decide (weights, ignored labels).
+TEST(Step, TheDenominatorOfLargeTargetsIsSummedOverPieces) {
+  constexpr int64_t kPlaces = 200'000;
+  const at::Tensor gain = at::full({}, 1.5, at::kDouble).requires_grad_();
+  const auto model = make_model(
+      [gain](const Batch& inputs) { return Batch(inputs.tensor() * gain); }, {gain});
+  const at::Tensor outputs = at::randn({3, 2, kPlaces}, at::kDouble);
+  const auto check = [&](const SeparableLoss& loss, const at::Tensor& native,
+                         const at::Tensor& targets) {
+    const at::Tensor expected = torch::autograd::grad({native}, {gain})[0];
+    gain.mutable_grad().reset();
+    const StepReport report = VirtualBatch(model, loss, of_size(2)).backward(outputs, targets);
+    EXPECT_LE(error(report.loss, native), 1e-12);
+    EXPECT_LE(error(gain.grad(), expected), 1e-12);
+  };
+  const at::Tensor numbers = at::randn({3, 2, kPlaces}, at::kDouble);
+  check(losses::mse(), at::mse_loss(outputs * gain, numbers), numbers);
+  at::Tensor labels = at::randint(2, {3, kPlaces}, at::kLong);
+  labels.select(0, 1).slice(0, 0, kPlaces / 2).fill_(-100);
+  const at::Tensor weight = at::tensor({0.3, 1.7}, at::kDouble);
+  check(losses::cross_entropy({.weight = weight}),
+        at::cross_entropy_loss(outputs * gain, labels, weight), labels);
+}
+
 TEST(Step, APenaltyCountsOnceHoweverManyMicroBatches) {
   for (const int64_t size : {1, 3, 7}) {
     Task task;
@@ -74,9 +99,10 @@ TEST(Step, TakesAndKeepsOutputsUnderNames) {
   options.keep_outputs = true;
   const StepReport report =
       VirtualBatch(net,
-                   losses::separable(sum, [](const Batch&, int64_t samples) -> DenominatorPart {
-                     return static_cast<double>(samples);
-                   }),
+                   losses::separable(sum,
+                                     [](const Batch&, int64_t samples) -> DenominatorPart {
+                                       return static_cast<double>(samples);
+                                     }),
                    options)
           .backward(task.inputs, task.targets);
   expect_gradients(*net, expected);
@@ -291,9 +317,9 @@ TEST(Step, RefusesBatchesThatCannotBeSplitAlike) {
 TEST(Step, RefusesSizesBelowOne) {
   Task task;
   for (const int64_t size : {0, -3}) {
-    expect_says(message_of<InvalidArgument>(
-                    [&] { VirtualBatch(task.net, losses::mse(), of_size(size)); }),
-                std::to_string(size));
+    expect_says(
+        message_of<InvalidArgument>([&] { VirtualBatch(task.net, losses::mse(), of_size(size)); }),
+        std::to_string(size));
   }
 }
 

@@ -43,7 +43,9 @@ constexpr double kDecay = 0.01;
 
 }  // namespace
 
-at::Tensor tripwire(const at::Tensor& x) { return Wire::apply(x); }
+at::Tensor tripwire(const at::Tensor& x) {
+  return Wire::apply(x);
+}
 
 /// Layers with a tripwire behind each; a vector that every forward refines alike (as spectral_norm
 /// does) and a counter.
@@ -145,7 +147,9 @@ World::World(const std::string& kind, Randomness randomness) : net_(std::make_sh
 
 World::~World() = default;
 
-Model World::model() const { return Model(net_); }
+Model World::model() const {
+  return Model(net_);
+}
 
 SeparableLoss World::loss() const {
   return losses::separable(
@@ -197,9 +201,8 @@ BatchSource World::targets() const {
 
 at::Tensor World::native() {
   const Batch outputs = net_->forward(inputs_);
-  const at::Tensor loss =
-      at::mse_loss(outputs.tensor() * temperature_, targets_.tensor()) +
-      net_->weight.square().sum() * kDecay;
+  const at::Tensor loss = at::mse_loss(outputs.tensor() * temperature_, targets_.tensor()) +
+                          net_->weight.square().sum() * kDecay;
   (loss * kScale).backward();
   return loss.detach();
 }
@@ -211,7 +214,9 @@ std::vector<NamedParameter> World::leaves() const {
   return leaves;
 }
 
-std::vector<at::Tensor> World::buffers() const { return net_->buffers(); }
+std::vector<at::Tensor> World::buffers() const {
+  return net_->buffers();
+}
 
 namespace {
 

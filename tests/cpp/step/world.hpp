@@ -18,8 +18,8 @@ struct Tripped : std::runtime_error {
   Tripped() : std::runtime_error("tripped on purpose") {}
 };
 
-/// Counts the places at which user code runs, in forward, loss, backward, hooks and callbacks; throws
-/// at the n-th.
+/// Counts the places at which user code runs, in forward, loss, backward, hooks and callbacks;
+/// throws at the n-th.
 class Tripwires {
  public:
   static constexpr int64_t kNever = INT64_MAX;
