@@ -28,7 +28,9 @@ def test_the_python_example_runs():
         [sys.executable, ROOT / "examples/train.py"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^step \d: loss \d+\.\d+, peak \d+ bytes$", done.stdout, re.MULTILINE)) == 3
+    assert (
+        len(re.findall(r"^step \d: loss \d+\.\d+, peak \d+ bytes$", done.stdout, re.MULTILINE)) == 3
+    )
     peaks = [int(peak) for peak in re.findall(r"peak (\d+)", done.stdout)]
     assert max(peaks) <= 64 * 2**20
 

@@ -47,9 +47,9 @@ StepReport run_strategy(const std::shared_ptr<Subject>& subject, const Criterion
   subject->drop_gradients();
   subject->take_forwards();
   const MaybeAutocast casting(autocast);
-  const StepReport report = Strategy::run(Model(subject), criterion.loss(at::TensorOptions(type)),
-                                          data.inputs, data.targets, sizes.samples,
-                                          sizes.micro_batch_size);
+  const StepReport report =
+      Strategy::run(Model(subject), criterion.loss(at::TensorOptions(type)), data.inputs,
+                    data.targets, sizes.samples, sizes.micro_batch_size);
   // Cost and bookkeeping: one forward for each micro-batch, of the sizes that were asked for.
   const std::vector<int64_t> wanted = split_by(sizes.samples, sizes.micro_batch_size);
   EXPECT_EQ(subject->take_forwards(), wanted);
@@ -103,12 +103,10 @@ class ExactInFloat : public ::testing::Test {
       const Gradients reference = native(*exact, *criterion, wide, false);
       const StepReport report =
           run_strategy<Strategy>(subject, *criterion, data, sizes, at::kFloat, family->autocast);
-      expect_exact_single(gradients_of(*subject, report.loss), reference,
-                          family->autocast ? at::kBFloat16 : at::kFloat, family->roundings, data,
-                          sizes.samples,
-                          [&](const Data& order) {
-                            return native(*subject, *criterion, order, family->autocast);
-                          });
+      expect_exact_single(
+          gradients_of(*subject, report.loss), reference,
+          family->autocast ? at::kBFloat16 : at::kFloat, family->roundings, data, sizes.samples,
+          [&](const Data& order) { return native(*subject, *criterion, order, family->autocast); });
     }
   }
 
@@ -129,8 +127,8 @@ class PeakFalls : public ::testing::Test {
     const Data data = make_data(family_, criterion, kSamples, at::kFloat, 23);
     std::vector<int64_t> peaks;
     for (const int64_t size : {96, 24, 6}) {
-      const StepReport report = run_strategy<Strategy>(
-          subject, criterion, data, {kSamples, size}, at::kFloat, family_.autocast);
+      const StepReport report = run_strategy<Strategy>(subject, criterion, data, {kSamples, size},
+                                                       at::kFloat, family_.autocast);
       peaks.push_back(report.peak_bytes - memory::stats(at::kCPU).live);
     }
     // Above what the step leaves behind: a quarter of the samples takes two thirds at most.
@@ -153,8 +151,7 @@ bool register_exactness() {
   for (const Pair& pair : pairs()) {
     const std::string name = pair.family->name + "__" + test_name(*pair.criterion);
     if (!pair.family->autocast) {  // which leaves float64 alone
-      add("fp64", name,
-          [pair]() -> ::testing::Test* { return new ExactInDouble<Strategy>(pair); });
+      add("fp64", name, [pair]() -> ::testing::Test* { return new ExactInDouble<Strategy>(pair); });
     }
     add(pair.family->autocast ? "autocast" : "fp32", name,
         [pair]() -> ::testing::Test* { return new ExactInFloat<Strategy>(pair); });

@@ -15,8 +15,8 @@ class FamilyModule : public torch::nn::Module {
   virtual at::Tensor features(const Batch& inputs) = 0;
 };
 
-/// A kind of model: how to make one and how to feed it. A new family is a class of a dozen lines and
-/// a row in one of the tables below.
+/// A kind of model: how to make one and how to feed it. A new family is a class of a dozen lines
+/// and a row in one of the tables below.
 struct Family {
   std::string name;
   /// Draws parameters in float32 from torch's generator.

@@ -26,9 +26,8 @@ struct MixtureOfExperts : FamilyModule {
     for (int64_t i = 0; i < 4; ++i) {
       const at::Tensor rows = choice.eq(i).nonzero().squeeze(1);
       if (rows.numel() == 0) continue;
-      const at::Tensor mixed =
-          experts[static_cast<size_t>(i)](x.index_select(0, rows)).tanh() *
-          best.index_select(0, rows).unsqueeze(1);
+      const at::Tensor mixed = experts[static_cast<size_t>(i)](x.index_select(0, rows)).tanh() *
+                               best.index_select(0, rows).unsqueeze(1);
       hidden = hidden.index_add(0, rows, mixed);
     }
     return out(hidden);
@@ -193,8 +192,8 @@ struct GradientOfInput : FamilyModule {
   nn::Linear first = nullptr, energy = nullptr, out = nullptr;
 };
 
-/// Activation checkpointing as torch.utils.checkpoint(use_reentrant=True) does it: forward without a
-/// graph, and a second forward and a whole backward inside of backward.
+/// Activation checkpointing as torch.utils.checkpoint(use_reentrant=True) does it: forward without
+/// a graph, and a second forward and a whole backward inside of backward.
 struct Checkpoint : torch::autograd::Function<Checkpoint> {
   using Run = std::function<at::Tensor(const at::Tensor&)>;
   struct Holder : torch::CustomClassHolder {

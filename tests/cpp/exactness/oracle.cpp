@@ -29,7 +29,9 @@ double distance(const at::Tensor& value, const at::Tensor& reference) {
   return finite_norm(a - b);
 }
 
-double norm_of(const at::Tensor& tensor) { return tensor.defined() ? finite_norm(wide(tensor)) : 0; }
+double norm_of(const at::Tensor& tensor) {
+  return tensor.defined() ? finite_norm(wide(tensor)) : 0;
+}
 
 void expect_within(const Gradients& ours, const std::vector<double>& found,
                    const std::vector<double>& allowed) {
@@ -50,7 +52,8 @@ Gradients gradients_of(Subject& subject, const at::Tensor& loss) {
   return result;
 }
 
-Gradients native(Subject& subject, const CriterionCase& criterion, const Data& data, bool autocast) {
+Gradients native(Subject& subject, const CriterionCase& criterion, const Data& data,
+                 bool autocast) {
   subject.drop_gradients();
   at::Tensor loss;
   {
@@ -73,12 +76,12 @@ std::vector<double> errors(const Gradients& value, const Gradients& reference) {
   const auto relative = [](double difference, double scale) {
     return difference == 0 ? 0 : difference / scale;
   };
-  std::vector<double> result{relative(distance(value.loss, reference.loss), norm_of(reference.loss))};
+  std::vector<double> result{
+      relative(distance(value.loss, reference.loss), norm_of(reference.loss))};
   for (size_t i = 0; i < reference.parameters.size(); ++i) {
     const double own = norm_of(reference.parameters[i].tensor);
-    result.push_back(
-        relative(distance(value.parameters[i].tensor, reference.parameters[i].tensor),
-                 own <= kTrueZero * largest ? largest : own));
+    result.push_back(relative(distance(value.parameters[i].tensor, reference.parameters[i].tensor),
+                              own <= kTrueZero * largest ? largest : own));
   }
   return result;
 }

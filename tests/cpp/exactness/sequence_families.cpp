@@ -12,8 +12,8 @@ struct TransformerEncoder : FamilyModule {
   explicit TransformerEncoder(int64_t count) {
     const auto layer = nn::TransformerEncoderLayer(
         nn::TransformerEncoderLayerOptions(kWidth, 2).dim_feedforward(12).dropout(0));
-    encoder = register_module("encoder",
-                              nn::TransformerEncoder(nn::TransformerEncoderOptions(layer, 2)));
+    encoder =
+        register_module("encoder", nn::TransformerEncoder(nn::TransformerEncoderOptions(layer, 2)));
     out = register_module("out", nn::Linear(kWidth, count));
   }
   at::Tensor features(const Batch& inputs) override {
@@ -78,7 +78,8 @@ Batch masked_sequences(Draw& draw) {
 struct Lstm : FamilyModule {
   explicit Lstm(int64_t count) {
     lstm = register_module(
-        "lstm", nn::LSTM(nn::LSTMOptions(4, 5).num_layers(2).bidirectional(true).batch_first(true)));
+        "lstm",
+        nn::LSTM(nn::LSTMOptions(4, 5).num_layers(2).bidirectional(true).batch_first(true)));
     out = register_module("out", nn::Linear(10, count));
   }
   at::Tensor features(const Batch& inputs) override {
@@ -118,14 +119,15 @@ struct ConvRnn : FamilyModule {
 
 struct EmbeddingBags : FamilyModule {
   explicit EmbeddingBags(int64_t count) {
-    mean = register_module("mean", nn::EmbeddingBag(nn::EmbeddingBagOptions(kWords, kWidth)
-                                                        .mode(torch::kMean)));
-    sum = register_module("sum", nn::EmbeddingBag(nn::EmbeddingBagOptions(kWords, kWidth)
-                                                      .mode(torch::kSum)));
+    mean = register_module(
+        "mean", nn::EmbeddingBag(nn::EmbeddingBagOptions(kWords, kWidth).mode(torch::kMean)));
+    sum = register_module(
+        "sum", nn::EmbeddingBag(nn::EmbeddingBagOptions(kWords, kWidth).mode(torch::kSum)));
     out = register_module("out", nn::Linear(kWidth, count));
   }
   at::Tensor features(const Batch& inputs) override {
-    return out(mean(inputs[0].tensor()) * sum(inputs[0].tensor(), at::Tensor(), inputs[1].tensor()));
+    return out(mean(inputs[0].tensor()) *
+               sum(inputs[0].tensor(), at::Tensor(), inputs[1].tensor()));
   }
   nn::EmbeddingBag mean = nullptr, sum = nullptr;
   nn::Linear out = nullptr;
@@ -137,11 +139,11 @@ Batch weighted_words(Draw& draw) {
 
 struct SparseEmbedding : FamilyModule {
   explicit SparseEmbedding(int64_t count) {
-    words = register_module("words",
-                            nn::Embedding(nn::EmbeddingOptions(kWords, kWidth).sparse(true)));
-    bags = register_module("bags",
-                           nn::EmbeddingBag(
-                               nn::EmbeddingBagOptions(kWords, kWidth).mode(torch::kSum).sparse(true)));
+    words =
+        register_module("words", nn::Embedding(nn::EmbeddingOptions(kWords, kWidth).sparse(true)));
+    bags = register_module(
+        "bags",
+        nn::EmbeddingBag(nn::EmbeddingBagOptions(kWords, kWidth).mode(torch::kSum).sparse(true)));
     out = register_module("out", nn::Linear(kWidth, count));
   }
   at::Tensor features(const Batch& inputs) override {

@@ -40,7 +40,8 @@ namespace {
 
 Batch to_type(Batch batch, at::ScalarType type) {
   for (Leaf& leaf : batch.leaves()) {
-    if (leaf.tensor.defined() && leaf.tensor.is_floating_point()) leaf.tensor = leaf.tensor.to(type);
+    if (leaf.tensor.defined() && leaf.tensor.is_floating_point())
+      leaf.tensor = leaf.tensor.to(type);
   }
   return batch;
 }

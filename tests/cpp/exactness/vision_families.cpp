@@ -39,14 +39,15 @@ struct Residual : FamilyModule {
     for (int i = 0; i < 2; ++i) {
       convs.push_back(register_module("conv" + std::to_string(i),
                                       nn::Conv2d(nn::Conv2dOptions(4, 4, 3).padding(1))));
-      norms.push_back(register_module("norm" + std::to_string(i),
-                                      nn::GroupNorm(nn::GroupNormOptions(2, 4))));
+      norms.push_back(
+          register_module("norm" + std::to_string(i), nn::GroupNorm(nn::GroupNormOptions(2, 4))));
     }
     out = register_module("out", nn::Linear(4, count));
   }
   at::Tensor features(const Batch& inputs) override {
     at::Tensor hidden = stem(inputs.tensor());
-    for (size_t i = 0; i < convs.size(); ++i) hidden = hidden + at::gelu(norms[i](convs[i](hidden)));
+    for (size_t i = 0; i < convs.size(); ++i)
+      hidden = hidden + at::gelu(norms[i](convs[i](hidden)));
     return out(at::adaptive_avg_pool2d(hidden, {1, 1}).flatten(1));
   }
   nn::Conv2d stem = nullptr;
@@ -111,8 +112,7 @@ struct BatchNormEval : FamilyModule {
 struct InstanceNorm : FamilyModule {
   explicit InstanceNorm(int64_t count) {
     conv = register_module("conv", nn::Conv2d(nn::Conv2dOptions(2, 4, 3)));
-    norm = register_module(
-        "norm", nn::InstanceNorm2d(nn::InstanceNorm2dOptions(4).affine(true)));
+    norm = register_module("norm", nn::InstanceNorm2d(nn::InstanceNorm2dOptions(4).affine(true)));
     out = register_module("out", nn::Linear(4, count));
   }
   at::Tensor features(const Batch& inputs) override {

@@ -25,8 +25,8 @@ TEST(Step, TheDocumentedCallWorks) {
 TEST(Step, TheDenominatorOfLargeTargetsIsSummedOverPieces) {
   constexpr int64_t kPlaces = 200'000;
   const at::Tensor gain = at::full({}, 1.5, at::kDouble).requires_grad_();
-  const auto model = make_model(
-      [gain](const Batch& inputs) { return Batch(inputs.tensor() * gain); }, {gain});
+  const auto model =
+      make_model([gain](const Batch& inputs) { return Batch(inputs.tensor() * gain); }, {gain});
   const at::Tensor outputs = at::randn({3, 2, kPlaces}, at::kDouble);
   const auto check = [&](const SeparableLoss& loss, const at::Tensor& native,
                          const at::Tensor& targets) {
