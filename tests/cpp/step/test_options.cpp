@@ -41,7 +41,7 @@ TEST(Step, TheDenominatorOfLargeTargetsIsSummedOverPieces) {
   at::Tensor labels = at::randint(2, {3, kPlaces}, at::kLong);
   labels.select(0, 1).slice(0, 0, kPlaces / 2).fill_(-100);
   const at::Tensor weight = at::tensor({0.3, 1.7}, at::kDouble);
-  check(losses::cross_entropy({.weight = weight}),
+  check(losses::cross_entropy({weight, -100, 0.0, Reduction::mean}),
         at::cross_entropy_loss(outputs * gain, labels, weight), labels);
 }
 
