@@ -167,18 +167,22 @@ TEST(Sinks, RefuseAGraphThatOutlivedItsStep) {
 }
 
 TEST(Sinks, AHookThatThrowsInTheHandOutLeavesGradAlone) {
-  const at::Tensor a = leaf(), b = leaf(), c = leaf();
-  const at::Tensor there = at::full({3}, 0.5, at::kDouble);
-  a.mutable_grad() = there.clone();
-  b.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("hook"); });
-  const at::Tensor object = a.grad();
-  GradientSinks sinks(named({a, b, c}));
-  backward((a + b + c).sum());
-  EXPECT_THROW(sinks.hand_out(), std::runtime_error);
-  EXPECT_TRUE(a.grad().is_same(object));
-  EXPECT_TRUE(a.grad().equal(there));
-  EXPECT_FALSE(b.grad().defined());
-  EXPECT_FALSE(c.grad().defined());
+  // Whichever leaf throws, others have been handed theirs already.
+  for (size_t thrower = 0; thrower < 3; ++thrower) {
+    const std::vector<at::Tensor> leaves{leaf(), leaf(), leaf()};
+    const at::Tensor there = at::full({3}, 0.5, at::kDouble);
+    leaves[0].mutable_grad() = there.clone();
+    leaves[thrower].register_hook(
+        [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("hook"); });
+    const at::Tensor object = leaves[0].grad();
+    GradientSinks sinks(named(leaves));
+    backward((leaves[0] + leaves[1] + leaves[2]).sum());
+    EXPECT_THROW(sinks.hand_out(), std::runtime_error);
+    EXPECT_TRUE(leaves[0].grad().is_same(object)) << thrower;
+    EXPECT_TRUE(leaves[0].grad().equal(there)) << thrower;
+    EXPECT_FALSE(leaves[1].grad().defined()) << thrower;
+    EXPECT_FALSE(leaves[2].grad().defined()) << thrower;
+  }
 }
 
 TEST(Sinks, SumsOfSparseGradientsDoNotGrow) {
