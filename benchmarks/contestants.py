@@ -1,5 +1,6 @@
 """Ways to get the gradient of a logical batch, each as a callable that leaves it in `.grad`."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import deepcopy
 
@@ -13,7 +14,7 @@ Gradients = list[np.ndarray]  # NumPy's memory does not count against a budget
 TOLERANCE = 1e-3  # of the largest gradient's norm, in float32
 
 
-class Contestant:
+class Contestant(ABC):
     """A model of its own, so that no contestant finds another's gradients in the cache."""
 
     def __init__(self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -24,8 +25,9 @@ class Contestant:
         self.model.zero_grad(set_to_none=True)
         return self.backward()
 
+    @abstractmethod
     def backward(self) -> object:
-        raise NotImplementedError
+        """Leaves the whole batch's gradient in `.grad`."""
 
     def gradients(self) -> Gradients:
         self()

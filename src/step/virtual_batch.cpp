@@ -117,6 +117,9 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       answer_coupling(job);
     } catch (...) {
       if (!budget || !is_out_of_memory(std::current_exception())) throw;
+      // A fixed size cannot be answered by a smaller one: what our limit did not refuse is not
+      // ours.
+      if (options_.micro_batch_size && limit && limit->refused() == 0) throw;
       answer_out_of_memory(limit ? limit->refused() : *budget + 1, *budget);
     }
   }

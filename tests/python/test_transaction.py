@@ -527,3 +527,16 @@ def test_a_rehearsal_changes_nothing():
     plan = batch.plan(inputs, targets)
     state.check()
     assert plan.batch_size == 12 and sum(plan.micro_batch_sizes) == 12
+
+
+def test_an_out_of_memory_error_of_the_users_own_comes_back_where_the_size_is_fixed():
+    mine = torch.OutOfMemoryError("mine")
+
+    def forward(inputs):
+        raise mine
+
+    model = ib.make_model(forward, [torch.ones(3, requires_grad=True)])
+    batch = ib.VirtualBatch(model, torch.nn.MSELoss(), micro_batch_size=2, memory_budget="1GiB")
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        batch.backward(torch.ones(4, 3), torch.ones(4, 3))
+    assert raised.value is mine
