@@ -5,6 +5,7 @@
 #include <infinitybatch/execute/simulator.hpp>
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <numeric>
@@ -19,12 +20,31 @@ constexpr int64_t kLargeProbe = 4;
 constexpr int64_t kSmallestProfiled = kSmallProbe + kLargeProbe;
 // Added to the largest measured peak per sample where memory depends on the data's values.
 constexpr double kIrregularMargin = 0.25;
-// Sizes this much slower than the fastest are not timed again; larger ones behind two of them
-// never.
+// Larger sizes behind two that are this much slower than the fastest are not timed.
 constexpr double kSlower = 1.05;
-constexpr double kClose = 1.10;
-constexpr int kTimings = 2;
-constexpr int kCloseTimings = 4;
+
+/// When a size has been timed enough: after `least` micro-batches, and either `seconds` of work or
+/// `most` micro-batches, whichever comes first. Long ones need not be more than `kFewLong`.
+struct Enough {
+  int least;
+  int most;
+  double seconds;
+};
+constexpr int kFewLong = 4;
+constexpr double kLongSeconds = 0.5;
+// One micro-batch of a few milliseconds says nothing on a machine that does other work as well.
+constexpr Enough kEnough{4, 8, 0.020};
+// More for sizes that may yet turn out to be the fastest: a few disturbed timings make one look
+// twice as slow as it is.
+constexpr double kClose = 2.5;
+constexpr Enough kEnoughClose{8, 16, 0.040};
+// What stands for all timings of a size: the best of up to 8, the second best of up to 16.
+constexpr int kLowPart = 8;
+// Work in one piece, about. Several pieces are better than a long one: a disturbance lasts.
+constexpr double kPieceSeconds = 0.020;
+// A first micro-batch of a size pays for kernels that are prepared and memory that is new. Where a
+// step has rows for one only, this many are dropped; then they count.
+constexpr int kColdSingles = 2;
 
 int64_t even_size(int64_t batch_size, int64_t at_most) {
   const int64_t count = (batch_size + at_most - 1) / at_most;
@@ -41,7 +61,8 @@ void Planner::begin(const Request& request) {
   request_ = request;
   known_ = &knowledge_[request.signature];
   row_ = 0;
-  if (!same) settled_plan_.reset();
+  if (!same) forget_settled_plan();
+  if (settled_plan_) return;
   if (known_->profile && candidates().empty()) {
     const int64_t needed = std::max(predicted_peak(1), request.budget_bytes + 1);
     throw BudgetExceeded(needed, request.budget_bytes, needed, "a single sample");
@@ -152,32 +173,82 @@ std::optional<int64_t> Planner::probe_size() const {
   return known.traces.size() == 1 ? kLargeProbe : kSmallProbe;
 }
 
-bool Planner::promising(int64_t cap) const {
+double Planner::Timing::estimate() const {
+  std::vector<double> sorted = seconds_per_sample;
+  const auto low = sorted.begin() + (static_cast<std::ptrdiff_t>(sorted.size()) - 1) / kLowPart;
+  std::nth_element(sorted.begin(), low, sorted.end());
+  return *low;
+}
+
+/// Null where no micro-batch of it counts yet.
+const Planner::Timing* Planner::timing_of(int64_t cap) const {
+  const auto found = known_->timings.find(cap);
+  if (found == known_->timings.end() || found->second.seconds_per_sample.empty()) return nullptr;
+  return &found->second;
+}
+
+bool Planner::wants_timing(int64_t cap) const {
+  const auto enough = [](const Timing& timing, const Enough& rule) {
+    const auto count = static_cast<int>(timing.seconds_per_sample.size());
+    if (count >= kFewLong && timing.seconds >= kLongSeconds) return true;
+    return count >= rule.least && (timing.seconds >= rule.seconds || count >= rule.most);
+  };
   double best = INFINITY;
   int64_t best_cap = 0;
   for (const auto& [timed, timing] : known_->timings) {
-    if (timing.best_seconds_per_sample < best) {
-      best = timing.best_seconds_per_sample;
+    if (timing.seconds_per_sample.empty()) continue;
+    if (const double estimate = timing.estimate(); estimate < best) {
+      best = estimate;
       best_cap = timed;
     }
   }
-  const auto found = known_->timings.find(cap);
-  if (found != known_->timings.end()) {
-    return found->second.best_seconds_per_sample <= best * kClose || found->second.count < kTimings;
+  if (const Timing* timing = timing_of(cap)) {
+    const bool close = timing->estimate() <= best * kClose;
+    return !enough(*timing, close ? kEnoughClose : kEnough);
   }
   int slower = 0;
   for (const auto& [timed, timing] : known_->timings) {
-    if (timed > best_cap && timed < cap && timing.best_seconds_per_sample > best * kSlower) {
-      ++slower;
-    }
+    const bool between = timed > best_cap && timed < cap;
+    if (between && enough(timing, kEnough) && timing.estimate() > best * kSlower) ++slower;
   }
   return slower < 2;
 }
 
-bool Planner::wants_timing(int64_t cap) const {
-  if (!promising(cap)) return false;
-  const auto found = known_->timings.find(cap);
-  return found == known_->timings.end() || found->second.count < kCloseTimings;
+std::optional<int64_t> Planner::cap_to_time() const {
+  const int64_t remaining = request_.batch_size - row_;
+  // The size that the last step ended with is warm, and where one micro-batch is the whole step
+  // there is no other way to time a warm one.
+  if (row_ == 0 && last_cap_ > 0 && fits(size_under(last_cap_)) && wants_timing(last_cap_)) {
+    return last_cap_;
+  }
+  std::optional<int64_t> found;
+  int fewest = INT_MAX;
+  for (const int64_t cap : candidates()) {
+    const auto timing = known_->timings.find(cap);
+    const int pieces = timing == known_->timings.end() ? 0 : timing->second.pieces;
+    if (pieces >= fewest || size_under(cap) > remaining) continue;
+    if (!wants_timing(cap) || !fits_here(size_under(cap))) continue;
+    found = cap;
+    fewest = pieces;
+  }
+  return found;
+}
+
+int64_t Planner::timed_count(int64_t cap) const {
+  const int64_t size = size_under(cap);
+  // A size that was not timed yet is taken to be as fast as the next smaller one.
+  const Timing* like = nullptr;
+  for (const auto& [timed, timing] : known_->timings) {
+    if (timed <= cap && !timing.seconds_per_sample.empty()) like = &timing;
+  }
+  int64_t count = kEnough.least;
+  if (like != nullptr) {
+    const double each = like->estimate() * static_cast<double>(size);
+    const double wanted = std::ceil(kPieceSeconds / std::max(each, 1e-9));
+    count = static_cast<int64_t>(std::min(wanted, static_cast<double>(kEnoughClose.most)));
+  }
+  if (cap != last_cap_) ++count;  // the first is not counted
+  return std::min(count, (request_.batch_size - row_) / size);
 }
 
 int64_t Planner::fastest() const {
@@ -185,9 +256,10 @@ int64_t Planner::fastest() const {
   int64_t best_cap = 0;
   double best = INFINITY;
   for (const int64_t cap : caps) {
-    const auto found = known_->timings.find(cap);
-    if (found != known_->timings.end() && found->second.best_seconds_per_sample < best) {
-      best = found->second.best_seconds_per_sample;
+    const Timing* timing = timing_of(cap);
+    if (timing == nullptr) continue;
+    if (const double estimate = timing->estimate(); estimate < best) {
+      best = estimate;
       best_cap = cap;
     }
   }
@@ -222,12 +294,9 @@ std::optional<Piece> Planner::next() {
   } else if (settled()) {
     sizes = split_rest();
   } else {
-    for (const int64_t cap : candidates()) {
-      if (size_under(cap) > remaining || !wants_timing(cap) || !fits_here(size_under(cap)))
-        continue;
-      sizes = {size_under(cap)};
-      piece.timed_cap = cap;
-      break;
+    if (const auto cap = cap_to_time()) {
+      sizes.assign(static_cast<size_t>(timed_count(*cap)), size_under(*cap));
+      piece.timed_cap = *cap;
     }
     if (sizes.empty()) sizes = split_rest();
   }
@@ -261,14 +330,28 @@ void Planner::observe(const Piece& piece, const Measurement& measured) {
           std::max(known_->correction, static_cast<double>(above) / static_cast<double>(predicted));
     }
   }
-  if (piece.timed_cap > 0) {
-    const double per_sample = measured.seconds / static_cast<double>(piece.plan.batch_size);
-    Timing& timing = known_->timings[piece.timed_cap];
-    timing.best_seconds_per_sample =
-        timing.count == 0 ? per_sample : std::min(timing.best_seconds_per_sample, per_sample);
-    ++timing.count;
-  }
+  if (piece.timed_cap > 0) learn_times(piece, measured.seconds);
+  last_cap_ = piece.timed_cap;
   if (measured.trace) learn(*measured.trace);
+}
+
+void Planner::learn_times(const Piece& piece, const std::vector<double>& seconds) {
+  Timing& timing = known_->timings[piece.timed_cap];
+  ++timing.pieces;
+  size_t first = 0;
+  if (piece.timed_cap != last_cap_) {
+    if (seconds.size() > 1) {
+      first = 1;
+    } else if (timing.cold < kColdSingles) {
+      ++timing.cold;
+      return;
+    }
+  }
+  const auto size = static_cast<double>(piece.plan.micro_batch_size());
+  for (size_t i = first; i < seconds.size(); ++i) {
+    timing.seconds_per_sample.push_back(seconds[i] / size);
+    timing.seconds += seconds[i];
+  }
 }
 
 void Planner::learn(MicroBatchTrace trace) {
@@ -280,8 +363,13 @@ void Planner::learn(MicroBatchTrace trace) {
   if (known_->profile || known_->irregular) traces.clear();
 }
 
-void Planner::ran_out_of_memory(int64_t needed_bytes) {
+void Planner::forget_settled_plan() {
   settled_plan_.reset();
+  full_plan_.reset();
+}
+
+void Planner::ran_out_of_memory(int64_t needed_bytes) {
+  forget_settled_plan();
   if (attempted_ == 0) {
     throw BudgetExceeded(std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes,
                          std::nullopt, "what the step holds before its first micro-batch");
@@ -305,6 +393,13 @@ bool Planner::try_whole_batch() {
 }
 
 Plan Planner::plan() const {
+  if (!settled_plan_) return make_plan();
+  // The same in every step from now on.
+  if (!full_plan_) full_plan_ = make_plan();
+  return *full_plan_;
+}
+
+Plan Planner::make_plan() const {
   const int64_t cap = fastest();
   Plan plan = settled_plan_ ? *settled_plan_
                             : stream_plan(split_evenly(request_.batch_size, cap), request_.penalty);
@@ -320,9 +415,8 @@ Plan Planner::plan() const {
     }
     if (power >= request_.batch_size) break;
   }
-  if (const auto timing = known_->timings.find(cap); timing != known_->timings.end()) {
-    plan.predicted_seconds =
-        timing->second.best_seconds_per_sample * static_cast<double>(request_.batch_size);
+  if (const Timing* timing = timing_of(cap)) {
+    plan.predicted_seconds = timing->estimate() * static_cast<double>(request_.batch_size);
   }
   plan.reason = reason(cap);
   return plan;
@@ -333,9 +427,7 @@ Candidate Planner::candidate(int64_t cap) const {
   candidate.micro_batch_size = size_under(cap);
   candidate.peak_bytes = predicted_peak(candidate.micro_batch_size);
   candidate.feasible = fits(candidate.micro_batch_size);
-  if (const auto timing = known_->timings.find(cap); timing != known_->timings.end()) {
-    candidate.seconds_per_sample = timing->second.best_seconds_per_sample;
-  }
+  if (const Timing* timing = timing_of(cap)) candidate.seconds_per_sample = timing->estimate();
   return candidate;
 }
 

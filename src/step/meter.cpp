@@ -4,18 +4,45 @@
 #include <infinitybatch/memory/trace.hpp>
 
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/Parallel.h>
 
 #include <chrono>
+#include <ctime>
 #include <optional>
 
 namespace infinitybatch {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 void wait_for(at::Device device) {
   if (!device.is_cpu()) at::accelerator::synchronizeDevice(device.index());
 }
+
+/// Seconds since some moment. Where all of the work is this thread's it is this thread's CPU time,
+/// which does not run while other programs have the core: backward of a graph on the CPU runs in
+/// the thread that calls it. What a source waits for (a disk) is not in it.
+class Stopwatch {
+ public:
+  explicit Stopwatch(at::Device device)
+      : device_(device), own_time_(device.is_cpu() && at::get_num_threads() == 1) {}
+
+  double read() const {
+    wait_for(device_);
+#ifdef CLOCK_THREAD_CPUTIME_ID
+    if (own_time_) {
+      timespec time{};
+      if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time) == 0) {
+        return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+      }
+    }
+#endif
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration<double>(now).count();
+  }
+
+ private:
+  at::Device device_;
+  [[maybe_unused]] bool own_time_;
+};
 
 /// Collects one micro-batch's trace while its operations run.
 class Tracing {
@@ -52,9 +79,10 @@ Measurement run(Executor& executor, const Piece& piece, int64_t first_row, at::D
   std::optional<Tracing> tracing;
   if (!piece.settled) peak.emplace(device);
   if (piece.trace) tracing.emplace(executor, piece.plan.batch_size, device);
-  if (piece.timed_cap > 0) wait_for(device);
-  const Clock::time_point start = Clock::now();
 
+  const bool timed = piece.timed_cap > 0;
+  const Stopwatch watch(device);
+  double start = timed ? watch.read() : 0;
   int64_t at_work = -1;
   Rows rows{first_row, first_row};
   for (const Instruction& instruction : piece.plan.instructions) {
@@ -65,12 +93,13 @@ Measurement run(Executor& executor, const Piece& piece, int64_t first_row, at::D
     }
     if (tracing && instruction.micro_batch >= 0) tracing->begin_operation();
     executor.run(instruction.operation, rows);
+    if (timed && instruction.operation == Operation::free) {
+      const double now = watch.read();
+      measured.seconds.push_back(now - start);
+      start = now;
+    }
   }
 
-  if (piece.timed_cap > 0) {
-    wait_for(device);
-    measured.seconds = std::chrono::duration<double>(Clock::now() - start).count();
-  }
   if (tracing) measured.trace = tracing->take();
   if (peak) measured.peak_bytes = peak->peak();
   return measured;

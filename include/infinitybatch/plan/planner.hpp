@@ -23,24 +23,29 @@ struct Request {
 struct Piece {
   Plan plan;
   bool trace = false;  ///< record allocations (a single micro-batch)
-  int64_t timed_cap =
-      0;                 ///< where above 0: measure time; on accelerators this waits for the device
+  /// Where above 0: micro-batches of one size, each of which is timed; on accelerators this waits
+  /// for the device.
+  int64_t timed_cap = 0;
   bool settled = false;  ///< a whole step of a plan that is settled
 };
 
 /// What was measured while a piece ran.
 struct Measurement {
   std::optional<MicroBatchTrace> trace;
-  double seconds = 0;
+  std::vector<double> seconds;  ///< of each micro-batch of a timed piece
   int64_t peak_bytes = 0;
 };
 
 /// Chooses micro-batch sizes under a memory budget.
 ///
 /// The first step with a new kind of sample is its own experiment: real micro-batches of 2 and 4
-/// samples are traced, every size's peak is predicted from them, and growing sizes that fit are
-/// timed while their gradients are kept. Once every promising size has been timed often enough the
+/// samples are traced, every size's peak is predicted from them, and sizes that fit are timed in
+/// turn while their gradients are kept. Once every promising size has been timed often enough the
 /// plan is settled: the fastest size whose predicted peak is inside the budget.
+///
+/// A machine with other work on it can make a micro-batch look slower than it is, never faster. So
+/// a size counts as fast as the best of its micro-batches are, which are spread over several pieces
+/// and, where a step has few rows, over several steps.
 class Planner {
  public:
   /// Begins a step. \throws BudgetExceeded where no size can fit
@@ -67,8 +72,11 @@ class Planner {
 
  private:
   struct Timing {
-    double best_seconds_per_sample = 0;
-    int count = 0;
+    std::vector<double> seconds_per_sample;  // of each micro-batch
+    double seconds = 0;                      // of all of them
+    int pieces = 0;
+    int cold = 0;  // single micro-batches that were not counted, being the first of their size
+    double estimate() const;
   };
   struct Knowledge {
     std::vector<MicroBatchTrace> traces;
@@ -91,20 +99,29 @@ class Planner {
   bool fits(int64_t size) const;
   bool fits_here(int64_t size) const;
   std::vector<int64_t> split_rest() const;
-  bool promising(int64_t cap) const;
+  const Timing* timing_of(int64_t cap) const;
   bool wants_timing(int64_t cap) const;
+  /// The wanted cap that was timed in the fewest pieces, of those that fit into the step's rest.
+  std::optional<int64_t> cap_to_time() const;
+  /// How many micro-batches of `cap` the next timed piece runs.
+  int64_t timed_count(int64_t cap) const;
+  void learn_times(const Piece& piece, const std::vector<double>& seconds);
   int64_t fastest() const;
   std::optional<int64_t> probe_size() const;
   void learn(MicroBatchTrace trace);
+  void forget_settled_plan();
+  Plan make_plan() const;
   Candidate candidate(int64_t cap) const;
   std::string reason(int64_t cap) const;
 
   Request request_;
   std::map<std::string, Knowledge> knowledge_;
   Knowledge* known_ = nullptr;
-  int64_t row_ = 0;                   // rows handed to the step so far
-  std::optional<Plan> settled_plan_;  // for the current request
-  int64_t attempted_ = 0;             // the largest micro-batch of the current attempt
+  int64_t row_ = 0;                        // rows handed to the step so far
+  int64_t last_cap_ = 0;                   // of the piece that ran last, where it was timed
+  std::optional<Plan> settled_plan_;       // for the current request
+  mutable std::optional<Plan> full_plan_;  // the settled one with what `explain` needs
+  int64_t attempted_ = 0;                  // the largest micro-batch of the current attempt
 };
 
 }  // namespace infinitybatch
