@@ -39,6 +39,7 @@ printf '$ infinitybatch train %s\n' "${settings[*]}"
 metrics="$(mktemp)"
 trap 'rm -f "$metrics"' EXIT
 # With --json what people read goes to stderr (shown here) and the metrics to stdout (kept).
+# shellcheck disable=SC2069  # the order is meant: stderr to where stdout went, then stdout to the file
 "$binary" train "${settings[@]}" --json 2>&1 >"$metrics"
 
 number_of() { sed -n "s/.*\"event\":\"summary\".*\"$1\":\([0-9.e+-]*\).*/\1/p" "$metrics"; }
