@@ -119,6 +119,7 @@ void CpuAccounting::close_trace(EventSink& sink) noexcept {
 
 void CpuAccounting::throw_out_of_memory(int64_t bytes, const std::string& message) {
   const auto live = static_cast<size_t>(counters().live.load(std::memory_order_relaxed));
+  ++thread().failures;
   c10::reportOutOfMemoryToProfiler(bytes, live, 0, c10::Device(c10::DeviceType::CPU));
   throw c10::OutOfMemoryError(message);
 }

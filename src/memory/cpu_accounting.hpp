@@ -43,7 +43,8 @@ class CpuAccounting {
     /// failure to inject. Kept by `watch`.
     int64_t unwatched_up_to = kNone;
     int64_t limit = kNone;
-    int64_t refused = 0;  ///< what the allocation last refused would have made live
+    int64_t refused = 0;   ///< what the allocation last refused would have made live
+    int64_t failures = 0;  ///< allocations of this thread that failed, for whatever reason
     EventSink* trace = nullptr;
     FailAllocation* failure = nullptr;
     PeakScope* scope = nullptr;

@@ -18,10 +18,15 @@ Limit::Limit(int64_t bytes) {
   outer_ = CpuAccounting::thread().limit;
   CpuAccounting::set_limit(std::min(outer_, bytes));
   CpuAccounting::thread().refused = 0;
+  failures_before_ = CpuAccounting::thread().failures;
 }
 
 int64_t Limit::refused() const noexcept {
   return CpuAccounting::thread().refused;
+}
+
+bool Limit::allocation_failed() const noexcept {
+  return CpuAccounting::thread().failures != failures_before_;
 }
 
 Limit::~Limit() {

@@ -446,6 +446,44 @@ def test_a_failed_allocation_in_a_planned_step_is_answered():
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-16)
 
 
+def run_out_of_memory():
+    torch.empty(2**30)  # more than the budget
+
+
+def run_out_of_memory_as_a_cause():
+    try:
+        run_out_of_memory()
+    except torch.OutOfMemoryError as error:
+        raise MyError("mine") from error
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("fail", [run_out_of_memory, run_out_of_memory_as_a_cause])
+def test_running_out_of_memory_in_the_users_python_is_answered_by_a_smaller_plan(place, fail):
+    model = mlp()
+    model.insert(1, Calls(lambda self, x: Failing.apply(x)))
+    inputs, targets = classification(64)
+    native = copy.deepcopy(model)
+    nn.functional.cross_entropy(native(inputs), targets).backward()
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget="64MiB")
+    calls = 0
+
+    def at_the_third(*_):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            fail()
+
+    if place == "forward":
+        model.register_forward_pre_hook(at_the_third)
+    else:
+        model[0].register_full_backward_hook(at_the_third)
+    report = batch.backward(inputs, targets)
+    assert report.restarts == 1 and calls > 3
+    for a, b in zip(model.parameters(), native.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-16)
+
+
 def out_of_memory():
     return torch.OutOfMemoryError("mine")
 
@@ -456,32 +494,66 @@ def out_of_memory_as_a_cause():
     return error
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("make", [out_of_memory, out_of_memory_as_a_cause])
-def test_out_of_memory_in_the_users_python_is_answered_by_a_smaller_plan(place, make):
-    model = mlp()
-    model.insert(1, Calls(lambda self, x: Failing.apply(x)))
+def test_an_out_of_memory_error_of_the_users_own_comes_back_as_it_is(make, options):
+    """Nothing that the limit watches failed, so no smaller plan is an answer."""
+    model, inputs, targets = set_up(False)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), **{"memory_budget": "64MiB", **options})
+    state = State(model)
+    mine = make()
+    model.before_forward = after(1, mine)
+    with pytest.raises(type(mine)) as raised:
+        batch.backward(inputs, targets)
+    assert raised.value is mine
+    state.check()
+
+
+def test_the_users_own_out_of_memory_error_leaves_the_plan_as_large_as_before():
+    def forward(self, x):
+        self.before_forward()
+        time.sleep(0.01)  # whatever the size: the largest is the fastest beyond doubt
+        return self.net(x)
+
+    model = Calls(forward, net=mlp())
+    model.before_forward = lambda: None
     inputs, targets = classification(64)
-    native = copy.deepcopy(model)
-    nn.functional.cross_entropy(native(inputs), targets).backward()
     batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget="64MiB")
-    fail = [make()]
+    for _ in range(10):
+        model.zero_grad()
+        if batch.backward(inputs, targets).micro_batch_sizes == [64]:
+            break
+    mine = out_of_memory()
+    model.before_forward = after(1, mine)
+    model.zero_grad()
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        batch.backward(inputs, targets)
+    assert raised.value is mine
+    now = batch.backward(inputs, targets)
+    assert now.micro_batch_sizes == [64] and now.restarts == 0
+
+
+def test_the_users_own_out_of_memory_error_after_a_restart_comes_back_as_it_is():
+    """What the attempt before ran out of is no excuse."""
+    model, inputs, targets = set_up(False)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget="64MiB")
+    mine = out_of_memory()
     calls = 0
 
-    def at_the_third(*_):
+    def first_ours_then_theirs():
         nonlocal calls
         calls += 1
         if calls == 3:
-            raise fail.pop()
+            run_out_of_memory()
+        if calls == 5:
+            raise mine
 
-    if place == "forward":
-        model.register_forward_pre_hook(at_the_third)
-    else:
-        model[0].register_full_backward_hook(at_the_third)
-    report = batch.backward(inputs, targets)
-    assert report.restarts == 1 and not fail
-    for a, b in zip(model.parameters(), native.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-16)
+    model.before_forward = first_ours_then_theirs
+    state = State(model)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        batch.backward(inputs, targets)
+    assert raised.value is mine and calls == 5
+    state.check()
 
 
 def test_what_was_being_handled_is_no_cause():
@@ -527,16 +599,3 @@ def test_a_rehearsal_changes_nothing():
     plan = batch.plan(inputs, targets)
     state.check()
     assert plan.batch_size == 12 and sum(plan.micro_batch_sizes) == 12
-
-
-def test_an_out_of_memory_error_of_the_users_own_comes_back_where_the_size_is_fixed():
-    mine = torch.OutOfMemoryError("mine")
-
-    def forward(inputs):
-        raise mine
-
-    model = ib.make_model(forward, [torch.ones(3, requires_grad=True)])
-    batch = ib.VirtualBatch(model, torch.nn.MSELoss(), micro_batch_size=2, memory_budget="1GiB")
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        batch.backward(torch.ones(4, 3), torch.ones(4, 3))
-    assert raised.value is mine

@@ -21,8 +21,14 @@ class Limit {
   /// nothing was refused since this object was made.
   int64_t refused() const noexcept;
 
+  /// Whether a CPU allocation of this thread failed since this object was made: refused by a limit
+  /// or by the system, or failed on purpose. Where none did, an out-of-memory error is somebody
+  /// else's.
+  bool allocation_failed() const noexcept;
+
  private:
   int64_t outer_;
+  int64_t failures_before_;
 };
 
 }  // namespace infinitybatch::memory

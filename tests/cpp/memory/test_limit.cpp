@@ -1,4 +1,5 @@
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/memory/failure_injection.hpp>
 #include <infinitybatch/memory/limit.hpp>
 
 #include "support.hpp"
@@ -68,6 +69,31 @@ TEST(Limit, NestedLimitsHeedTheSmaller) {
   EXPECT_EQ(stats(kCpu).limit, base + 1000);
   EXPECT_NO_THROW(block(1000));
   EXPECT_THROW(block(1001), c10::OutOfMemoryError);
+}
+
+TEST(Limit, TellsWhetherAnythingFailedInItsTime) {
+  const Limit outer(live() + 1000);
+  EXPECT_FALSE(outer.allocation_failed());
+  EXPECT_THROW(block(1001), c10::OutOfMemoryError);
+  EXPECT_TRUE(outer.allocation_failed());
+  {
+    const Limit inner(live() + 1000);
+    EXPECT_FALSE(inner.allocation_failed()) << "that was before";
+    const FailAllocation failure(1);
+    EXPECT_THROW(block(1), c10::OutOfMemoryError);
+    EXPECT_TRUE(inner.allocation_failed()) << "not refused by the limit, and failed all the same";
+    EXPECT_EQ(inner.refused(), 0);
+  }
+  EXPECT_TRUE(outer.allocation_failed());
+}
+
+TEST(Limit, TellsNothingOfOtherThreads) {
+  const Limit limit(live() + 1000);
+  std::thread([] {
+    const Limit theirs(1);
+    EXPECT_THROW(block(2), c10::OutOfMemoryError);
+  }).join();
+  EXPECT_FALSE(limit.allocation_failed());
 }
 
 TEST(Limit, MayLieBelowWhatIsLive) {
