@@ -4,6 +4,7 @@
     python benchmarks/run.py time --threads 1   one of them
 
 Each suite runs in processes of its own, one for each number of threads and each setting of malloc.
+Results are written as they come: what is stopped early leaves what it has measured.
 """
 
 import argparse
@@ -14,15 +15,18 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 MODULES = {"time": "time_to_native", "loop": "loop_cost", "budget": "budget"}
 ROUNDS = {"time": 15, "loop": 100, "budget": 12}
-UNTUNED = {"time": 5, "loop": 0, "budget": 0}  # rounds with malloc as it is by default
+UNTUNED = {"time": 3, "loop": 0, "budget": 0}  # rounds with malloc as it is by default
 TOY_ROUNDS = 4
 THREADS = [1, 2]
+LOOK = 2.0  # seconds between looks at what a running suite has found
 BUSY = 0.1  # cores used by others from which on a run is called disturbed
 
 
@@ -44,17 +48,30 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def measure(suite: str, settings: Any, output: Path) -> None:
-    """In a process of its own: runs one suite and leaves its findings as JSON."""
+    """In a process of its own: runs one suite and leaves its findings as JSON, each time it has
+    some more.
+    """
     import torch
-    from harness.results import to_json
+    from harness.results import Findings, to_json
+
+    def save(findings: Findings) -> None:
+        half_written = output.with_suffix(".part")
+        half_written.write_text(to_json(findings))
+        half_written.replace(output)
 
     torch.set_num_threads(settings.threads)
     module = importlib.import_module(f"suites.{MODULES[suite]}")
-    output.write_text(to_json(module.run(settings)))
+    save(module.run(settings, save))
 
 
-def run_apart(suite: str, settings: Any, python: Path) -> dict[str, Any]:
-    """`measure` in a process whose malloc is set as `settings` says."""
+def run_apart(
+    suite: str, settings: Any, python: Path, on_more: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """`measure` in a process whose malloc is set as `settings` says.
+
+    Args:
+        on_more: called with the run as it stands each time there is more of it.
+    """
     import dataclasses
 
     from harness.machine import Bystanders, environment
@@ -65,14 +82,51 @@ def run_apart(suite: str, settings: Any, python: Path) -> dict[str, Any]:
         command = [str(python), str(HERE / "run.py"), suite, "--output", str(output)]
         command += ["--child", json.dumps(dataclasses.asdict(settings))]
         bystanders = Bystanders()
-        subprocess.run(command, env=environment(settings.malloc), check=True)
-        others = bystanders.share()
-        findings = Findings.from_json(json.loads(output.read_text()))
-    if others is not None and others > BUSY:
-        findings.notes.append(
-            f"Others used {others:.2f} cores during this run: do not trust these times."
+        start = time.monotonic()
+
+        def so_far() -> dict[str, Any]:
+            findings = Findings()
+            if output.exists():
+                findings = Findings.from_json(json.loads(output.read_text()))
+            return {
+                "setting": str(settings),
+                "others": bystanders.share(),
+                "seconds": round(time.monotonic() - start),
+                "findings": findings,
+            }
+
+        process = subprocess.Popen(command, env=environment(settings.malloc))
+        seen = None
+        try:
+            while (code := wait(process, LOOK)) is None:
+                changed = output.stat().st_mtime_ns if output.exists() else None
+                if changed != seen:
+                    seen = changed
+                    unfinished = so_far()
+                    unfinished["others"] = None  # a child's time counts as ours once it has ended
+                    unfinished["findings"].notes.append("This run was not finished.")
+                    on_more(unfinished)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        run = so_far()
+    notes = run["findings"].notes
+    if code:
+        notes.append(f"This run failed (exit code {code}): what it had found till then.")
+    run["failed"] = code != 0
+    if run["others"] is not None and run["others"] > BUSY:
+        notes.append(
+            f"Others used {run['others']:.2f} cores during this run: do not trust these times."
         )
-    return {"setting": str(settings), "others": others, "findings": findings}
+    return run
+
+
+def wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def settings_of(suite: str, options: argparse.Namespace) -> list[Any]:
@@ -87,24 +141,38 @@ def settings_of(suite: str, options: argparse.Namespace) -> list[Any]:
 
 
 def report_on(
-    suite: str, options: argparse.Namespace, command: str, python: Path
+    suite: str,
+    options: argparse.Namespace,
+    command: str,
+    python: Path,
+    reason: str,
+    save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
+    """Runs a suite under each setting. `save` gets the report whenever there is more of it."""
     from harness.machine import TUNED_MALLOC, describe
 
     module = importlib.import_module(f"suites.{MODULES[suite]}")
-    runs = []
-    for settings in settings_of(suite, options):
-        print(f"{suite}: {settings} ...", flush=True)
-        runs.append(run_apart(suite, settings, python))
-    return {
+    report: dict[str, Any] = {
         "title": module.TITLE,
         "explanation": module.EXPLANATION,
         "date": datetime.date.today().isoformat(),
         "command": command,
         "machine": describe(),
         "tuned malloc": " ".join(f"{name}={value}" for name, value in TUNED_MALLOC.items()),
-        "runs": runs,
+        "runs": [],
     }
+    done: list[dict[str, Any]] = report["runs"]
+    for settings in settings_of(suite, options):
+        print(f"{suite}: {settings} ...", flush=True)
+        run = run_apart(
+            suite, settings, python, lambda more: save({**report, "runs": [*done, more]})
+        )
+        if reason and not done:
+            run["findings"].notes.append(f"Peers: {reason}")
+        done.append(run)
+        save(report)
+        print(f"{suite}: {settings} took {run['seconds']} s", flush=True)
+    return report
 
 
 def peers_python(options: argparse.Namespace) -> tuple[Path, str]:
@@ -141,22 +209,26 @@ def main(arguments: list[str]) -> int:
     hidden = {"--output", str(options.output)}
     kept = [argument for argument in arguments if argument not in hidden]
     command = " ".join(["python", "benchmarks/run.py", *kept])
+    failed = False
     for suite in options.suites:
         python, reason = peers_python(options) if suite == "loop" else (Path(sys.executable), "")
-        report = report_on(suite, options, command, python)
-        if reason:
-            report["runs"][0]["findings"].notes.append(f"Peers: {reason}")
-        name = f"{report['date']}-{suite}"
+        name = f"{datetime.date.today().isoformat()}-{suite}"
         if options.threads != THREADS:
             name += "-threads-" + "-".join(map(str, options.threads))
         name += "-toy" if options.toy else ""
-        for path in write(report, options.output, name):
+
+        def save(report: dict[str, Any], name: str = name) -> list[Path]:
+            return write(report, options.output, name)
+
+        report = report_on(suite, options, command, python, reason, save)
+        for path in save(report):
             print(f"{suite}: wrote {os.path.relpath(path)}", flush=True)
+        failed = failed or any(run["failed"] for run in report["runs"])
         for run in report["runs"]:
             for goal in run["findings"].goals:
                 sign = "met   " if goal.met else "MISSED"
                 print(f"  {sign} {run['setting']}: {goal.promise}: {goal.measured}", flush=True)
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

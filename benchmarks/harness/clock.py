@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+LEAST_ROUNDS = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -37,7 +39,10 @@ def measure(run: Callable[[], object]) -> Sample:
 
 
 def interleave(
-    contestants: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2
+    contestants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warm_up: int = 2,
+    at_most: float = float("inf"),
 ) -> dict[str, list[Sample]]:
     """Runs every contestant once a round, in an order that changes from round to round.
 
@@ -45,15 +50,19 @@ def interleave(
         contestants: what to run, by name.
         rounds: how many samples each gives; sample i of all of them belongs to round i.
         warm_up: rounds before the first that counts.
+        at_most: seconds after which no further round begins, once LEAST_ROUNDS are done.
     """
     order = list(contestants)
     shuffle = random.Random(0).shuffle
     samples: dict[str, list[Sample]] = {name: [] for name in order}
     collects = gc.isenabled()
     gc.collect()
+    start = time.monotonic()
     gc.disable()  # a collection would hit one contestant and empty the caches for the next
     try:
         for turn in range(-warm_up, rounds):
+            if turn >= LEAST_ROUNDS and time.monotonic() - start > at_most:
+                break
             shuffle(order)
             for name in order:
                 sample = measure(contestants[name])

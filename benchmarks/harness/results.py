@@ -79,7 +79,8 @@ def to_markdown(report: Mapping[str, Any]) -> str:
     for run in report["runs"]:
         others = run["others"]
         busy = "unknown" if others is None else f"{others:.2f} cores"
-        lines += [f"## {run['setting']}", "", f"Used by others meanwhile: {busy}.", ""]
+        lines += [f"## {run['setting']}", ""]
+        lines += [f"{run['seconds']} s. Used by others meanwhile: {busy}.", ""]
         for table in run["findings"].tables:
             lines += _markdown_table(table)
         lines += [f"- {note}" for note in run["findings"].notes]

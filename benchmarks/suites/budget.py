@@ -1,5 +1,7 @@
 """What a memory budget promises: the peak, its prediction, no restarts, and the fastest size."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +29,9 @@ EXPLANATION = (
 )
 ROOM_SAMPLES = 96
 SIZES = (256, 4096, 65536)
+TOY_SIZES = (256, 1024)
 LARGEST_TENSORS = 4096
+LARGEST_TOY_TENSORS = 256
 SETTLED_STEPS = {256: 10, 4096: 3, 65536: 1}
 PREDICTION_LIMITS = {1: 0.01, 2: 0.02}  # by threads
 CHOICE_LIMIT = 1.05
@@ -65,6 +69,7 @@ class Case:
     peaks: list[int]  # of the settled steps
     chosen: int
     sweep: Sweep
+    seconds: float = 0  # that measuring took
 
     @property
     def name(self) -> str:
@@ -76,9 +81,9 @@ class Case:
         return max(errors, key=abs)
 
 
-def batch_of(workload: Workload, size: int) -> tuple[Any, Any]:
+def batch_of(workload: Workload, size: int, toy: bool) -> tuple[Any, Any]:
     """Tensors, or sources that make them of the host's bytes."""
-    if size <= LARGEST_TENSORS:
+    if size <= (LARGEST_TOY_TENSORS if toy else LARGEST_TENSORS):
         return workload.tensors(size)
     images, labels = workload.on_host(size)
 
@@ -91,18 +96,29 @@ def batch_of(workload: Workload, size: int) -> tuple[Any, Any]:
     return ib.BatchSource(size, inputs), ib.BatchSource(size, targets)
 
 
-def run(settings: Settings) -> Findings:
-    sizes = SIZES[:1] if settings.toy else SIZES
-    cases = [
-        measure(workload, size, settings) for workload in for_budget(settings.toy) for size in sizes
-    ]
-    findings = Findings([budget_table(cases), choice_table(cases)], goals_of(cases, settings))
-    findings.figures = [{"case": case} for case in cases]
+def run(settings: Settings, save: Callable[[Findings], None]) -> Findings:
+    cases: list[Case] = []
+    findings = Findings()
+    for workload in for_budget(settings.toy):
+        for size in TOY_SIZES if settings.toy else SIZES:
+            start = time.monotonic()
+            cases.append(measure(workload, size, settings))
+            findings = findings_of(cases, settings)
+            cases[-1].seconds = time.monotonic() - start
+            save(findings)
     return findings
 
 
+def findings_of(cases: list[Case], settings: Settings) -> Findings:
+    return Findings(
+        [budget_table(cases), choice_table(cases)],
+        goals_of(cases, settings),
+        figures=[{"case": case} for case in cases],
+    )
+
+
 def measure(workload: Workload, size: int, settings: Settings) -> Case:
-    inputs, targets = batch_of(workload, size)
+    inputs, targets = batch_of(workload, size, settings.toy)
     model = workload.model()
     loop = Loop(model, *workload.tensors(2 * ROOM_SAMPLES), micro_batch_size=ROOM_SAMPLES)
     loop()  # some kernels take memory for good when they first run
@@ -118,7 +134,7 @@ def measure(workload: Workload, size: int, settings: Settings) -> Case:
         if len(steps) == MOST_STEPS:
             raise RuntimeError(f"{workload.name}: no settled plan after {MOST_STEPS} steps")
         steps.append(ours_step(ours))
-    settled = [steps[-1]] + [ours_step(ours) for _ in range(SETTLED_STEPS[size])]
+    settled = [steps[-1]] + [ours_step(ours) for _ in range(SETTLED_STEPS.get(size, 1))]
     steps += settled[1:]
     ours.model.zero_grad(set_to_none=True)
     return Case(

@@ -74,7 +74,7 @@ def steps_of(count: int) -> dict[str, Step]:
     return steps | ({"accelerate": accelerate} if accelerate else {})
 
 
-def run(settings: Settings) -> Findings:
+def run(settings: Settings, save: Callable[[Findings], None]) -> Findings:
     findings = Findings()
     for count, share in {8: 1}.items() if settings.toy else COUNTS.items():
         rounds = round(share * settings.rounds)
@@ -107,6 +107,7 @@ def run(settings: Settings) -> Findings:
         missing = [name for name in ("accelerate", "lightning") if name not in samples]
         if missing:
             findings.notes.append(f"Not installed, so not measured: {', '.join(missing)}.")
+        save(findings)
     return findings
 
 
