@@ -14,13 +14,14 @@ the peak stays inside the bytes that you allow.
 
 # ruff: isort: off
 from . import _torch_check as _torch_check  # first: another torch could not even load the module
-from . import errors, losses, memory
+from . import errors, losses, memory, tape
 from ._C import BatchSource, Candidate, Instruction, Plan, StepReport, batch_dim, shared
 from ._build import VERSION as __version__
 from ._model import make_model
 from .errors import (
     BatchError,
     BudgetExceeded,
+    CoupledLossNotice,
     CouplingError,
     Error,
     InvalidArgument,
@@ -36,6 +37,7 @@ __all__ = [
     "BatchSource",
     "BudgetExceeded",
     "Candidate",
+    "CoupledLossNotice",
     "CouplingError",
     "Error",
     "Instruction",
@@ -56,4 +58,5 @@ __all__ = [
     "make_model",
     "memory",
     "shared",
+    "tape",
 ]

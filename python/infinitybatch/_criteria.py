@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from . import _coupled
 from ._C.losses import (
+    CoupledLoss,
     SeparableLoss,
     binary_cross_entropy,
     binary_cross_entropy_with_logits,
@@ -34,7 +36,7 @@ from ._C.losses import (
     triplet_margin,
     triplet_margin_with_distance,
 )
-from .errors import InvalidArgument, InvalidType, Unsupported
+from .errors import InvalidArgument, InvalidType
 
 # torch.nn's criteria: the attributes that decide what they compute, and the loss that does the same.
 _Maker = Callable[..., SeparableLoss]
@@ -190,15 +192,14 @@ def _linear_cross_entropy(criterion: Any) -> SeparableLoss:
     )
 
 
-def resolve(loss: Any) -> SeparableLoss:
-    """The loss that computes what `loss` computes.
+def resolve(loss: Any) -> SeparableLoss | CoupledLoss:
+    """The loss that computes what `loss` computes; coupled where nobody knows it to be separable.
 
     Raises:
-        InvalidType: for a callable of which nobody can know that it is separable.
+        InvalidType: for what is no callable.
         InvalidArgument: for reduction="none".
-        Unsupported: for a criterion with hooks.
     """
-    if isinstance(loss, SeparableLoss):
+    if isinstance(loss, (SeparableLoss, CoupledLoss)):
         return loss
     if isinstance(loss, nn.Module):
         return _resolve_criterion(loss)
@@ -216,7 +217,7 @@ def resolve(loss: Any) -> SeparableLoss:
     except TypeError:  # not hashable
         known = None
     if known is None:
-        raise _unknown(loss)
+        return _unknown(loss)
     maker, names = known
     strange = sorted(set(options) - set(names))
     if strange:
@@ -227,46 +228,61 @@ def resolve(loss: Any) -> SeparableLoss:
     return maker(**options)
 
 
-def _resolve_criterion(criterion: nn.Module) -> SeparableLoss:
+def _from_attributes(
+    criterion: nn.Module, *, maker: _Maker, options: tuple[str, ...]
+) -> SeparableLoss:
+    return maker(**{name: getattr(criterion, name) for name in options})
+
+
+def _if_unchanged(
+    criterion: nn.Module, base: type[nn.Module], make: Callable[[Any], SeparableLoss]
+) -> SeparableLoss | CoupledLoss:
+    """The separable loss of a criterion as torch wrote it; of a changed one nobody knows."""
+    changed = _changed(criterion, base)
+    if changed is None:
+        return make(criterion)
+    _coupled.tell(changed, _WAY_OUT)
+    return _coupled.make_criterion(criterion)
+
+
+def _resolve_criterion(criterion: nn.Module) -> SeparableLoss | CoupledLoss:
     for base, (maker, options) in _CRITERIA.items():
         if isinstance(criterion, base):
-            _check_unchanged(criterion, base)
-            return maker(**{name: getattr(criterion, name) for name in options})
+            make = functools.partial(_from_attributes, maker=maker, options=options)
+            return _if_unchanged(criterion, base, make)
     if isinstance(criterion, nn.AdaptiveLogSoftmaxWithLoss):
-        _check_unchanged(criterion, nn.AdaptiveLogSoftmaxWithLoss)
-        return _adaptive_log_softmax(criterion)
+        return _if_unchanged(criterion, nn.AdaptiveLogSoftmaxWithLoss, _adaptive_log_softmax)
     linear = getattr(nn, "LinearCrossEntropyLoss", None)  # since torch 2.13
     if linear is not None and isinstance(criterion, linear):
-        _check_unchanged(criterion, linear)
-        return _linear_cross_entropy(criterion)
-    raise _unknown(criterion)
+        return _if_unchanged(criterion, linear, _linear_cross_entropy)
+    return _unknown(criterion)
 
 
-def _check_unchanged(criterion: nn.Module, base: type[nn.Module]) -> None:
+def _changed(criterion: nn.Module, base: type[nn.Module]) -> str | None:
+    """What makes the criterion another one than torch's, which C++ computes; None: nothing."""
     kind = type(criterion)
     if kind.forward is not base.forward or kind.__call__ is not nn.Module.__call__:
-        raise InvalidType(
-            f"{kind.__name__} overrides the forward of {base.__name__}, so it can't be known to be "
-            f"separable; declare it with infinitybatch.losses.separable(sum, denominator)"
-        )
+        return f"{kind.__name__}, which overrides the forward of {base.__name__},"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(criterion, name) for name in hooks):
-        raise Unsupported(
-            f"{kind.__name__} has hooks, which would not run because its C++ counterpart computes "
-            f"it; remove them, or call it inside of infinitybatch.losses.separable"
-        )
+        return f"{kind.__name__} with its hooks"
+    return None
 
 
-def _unknown(loss: Any) -> InvalidType:
+_WAY_OUT = (
+    "If it is a sum over samples divided by a denominator, "
+    "infinitybatch.losses.separable(sum, denominator) takes one pass"
+)
+
+
+def _unknown(loss: Any) -> CoupledLoss:
     if not callable(loss):
-        return InvalidType(
-            f"loss must be a criterion of torch.nn or one of infinitybatch.losses, not {name_of(loss)}"
+        raise InvalidType(
+            f"loss must be a callable, a criterion of torch.nn or one of infinitybatch.losses, not "
+            f"{name_of(loss)}"
         )
-    return InvalidType(
-        f"{name_of(loss)} can't be known to be separable, a sum over samples divided by a "
-        f"denominator: declare it with infinitybatch.losses.separable(sum, denominator), or pass a "
-        f"criterion of torch.nn; losses that compare samples with each other are not supported yet"
-    )
+    _coupled.tell(name_of(loss), _WAY_OUT)
+    return _coupled.make(loss)
 
 
 def options_of(loss: Any) -> tuple[Any, ...] | None:

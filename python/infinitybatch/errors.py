@@ -9,6 +9,7 @@ import torch
 __all__ = [
     "BatchError",
     "BudgetExceeded",
+    "CoupledLossNotice",
     "CouplingError",
     "Error",
     "InvalidArgument",
@@ -74,3 +75,7 @@ class BudgetExceeded(Error, torch.OutOfMemoryError):
         self.needed = needed
         self.limit = limit
         self.smallest_feasible = smallest_feasible
+
+
+class CoupledLossNotice(UserWarning):
+    """IB101: a loss is taken as coupled because nobody declared it separable."""

@@ -1,9 +1,11 @@
-"""Losses that are a sum over samples divided by a denominator known from the targets.
+"""Losses: separable ones, which are streamed in one pass, and coupled ones, which are anything.
 
+A separable loss is a sum over samples divided by a denominator known from the targets.
 `VirtualBatch` takes, in place of these, any separable criterion of torch.nn, as an instance or as
-its function of torch.nn.functional (with options in a functools.partial). What follows is for
-everything else: `separable`, `from_model`, `with_penalty`; and the ready-made ones of the C++
-library under the same names.
+its function of torch.nn.functional (with options in a functools.partial); and any other callable,
+which it computes on the outputs of the whole batch, as `coupled` does. What follows is for
+everything else: `separable`, `coupled`, `from_model`, `with_penalty`; and the ready-made ones of
+the C++ library under the same names.
 
 `reduction` is "mean" or "sum" everywhere; `kl_div` also knows "batchmean". Half precision outputs
 are summed in float32.
@@ -15,7 +17,9 @@ from typing import Any
 
 import torch
 
+from . import _coupled
 from ._C.losses import (
+    CoupledLoss,
     SeparableLoss,
     binary_cross_entropy,
     binary_cross_entropy_with_logits,
@@ -47,10 +51,12 @@ from ._criteria import name_of, resolve
 from .errors import InvalidArgument, InvalidType
 
 __all__ = [
+    "CoupledLoss",
     "SeparableLoss",
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
     "cosine_embedding",
+    "coupled",
     "cross_entropy",
     "ctc",
     "from_model",
@@ -129,7 +135,46 @@ def with_penalty(loss: Any, penalty: Callable[[], torch.Tensor]) -> SeparableLos
     """
     if not callable(penalty):
         raise InvalidType(f"penalty must be callable without arguments, not {name_of(penalty)}")
-    return _with_penalty(resolve(loss), penalty)
+    resolved = resolve(loss)
+    if isinstance(resolved, CoupledLoss):
+        raise InvalidType(
+            f"{name_of(loss)} is coupled and sees the whole batch once: add the penalty inside of it"
+        )
+    return _with_penalty(resolved, penalty)
+
+
+def coupled(
+    value: Callable[..., torch.Tensor], *, loss_device: torch.device | str | None = None
+) -> CoupledLoss:
+    """A loss that compares samples with each other: contrastive, batch-hard, ranking, your own.
+
+    Each micro-batch's forward runs once and is recorded; the loss sees what the model would have
+    returned for the whole batch; then each micro-batch runs again, without your code, and backward
+    from the gradient of its outputs. Exact for every loss.
+
+    Args:
+        value: `value(outputs, targets)`, or `value(outputs)`, gives the loss of the whole batch, a
+            tensor of one number. It may use parameters of its own (a temperature): they get their
+            gradient once, where the optimizer has them.
+        loss_device: where outputs are assembled and the loss is computed, "cpu" included. None:
+            where the model is.
+
+    Raises:
+        InvalidType: for what is not callable.
+
+    Example:
+        def info_nce(outputs):
+            a, b = (F.normalize(x, dim=-1) for x in outputs)
+            return F.cross_entropy(a @ b.T * log_scale.exp(), torch.arange(len(a)))
+
+        batch = ib.VirtualBatch(two_towers, ib.losses.coupled(info_nce), memory_budget="8GiB")
+        batch.backward((images, texts))
+    """
+    if not callable(value):
+        raise InvalidType(
+            f"value must be callable as value(outputs, targets), not {name_of(value)}"
+        )
+    return _coupled.make(value, None if loss_device is None else torch.device(loss_device))
 
 
 def from_model(denominator: Denominator) -> SeparableLoss:

@@ -44,14 +44,17 @@ class VirtualBatch:
             mapping; instances of any other registered pytree class (named tuples, dataclasses) are
             passed whole.
         loss: a criterion of torch.nn (an instance, or its function of torch.nn.functional, options
-            in a functools.partial), called as criterion(*outputs, *targets); or a loss of
-            `infinitybatch.losses`.
+            in a functools.partial), called as criterion(*outputs, *targets); a loss of
+            `infinitybatch.losses`; or any other callable, called as loss(outputs, targets), or
+            loss(outputs), on the whole batch (see `infinitybatch.losses.coupled`).
         memory_budget: what tensors may occupy on the device during `backward`, everything that was
             there before included: bytes, "512MiB", a fraction of the device (0.8) or "auto" (what
             is live plus 90 % of what is free). "auto" if neither this nor `micro_batch_size` is
             given.
         micro_batch_size: samples that are computed at once; skips planning. The last micro-batch
             may be smaller.
+        retained_micro_batches: with a fixed `micro_batch_size` and a coupled loss, how many
+            micro-batches keep their graph from the first pass and need no second one.
         batch_coupling: "exact" raises CouplingError where a layer mixes the samples of a batch
             (BatchNorm in training); "per_micro_batch" lets each micro-batch be a batch of its own,
             as gradient accumulation does, which is another gradient.
@@ -73,6 +76,7 @@ class VirtualBatch:
         *,
         memory_budget: int | float | str | None = None,
         micro_batch_size: int | None = None,
+        retained_micro_batches: int = 0,
         batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
         keep_outputs: bool = False,
         on_micro_batch: Callable[[MicroBatch], object] | None = None,
@@ -97,6 +101,7 @@ class VirtualBatch:
         self._arguments = {
             "memory_budget": memory_budget,
             "micro_batch_size": micro_batch_size,
+            "retained_micro_batches": retained_micro_batches,
             "batch_coupling": batch_coupling,
             "keep_outputs": keep_outputs,
             "on_micro_batch": on_micro_batch,
@@ -105,7 +110,10 @@ class VirtualBatch:
         self._options = {
             "model": ModelView(model, batch_coupling == "exact"),
             "memory_budget": memory_budget,
-            "micro_batch_size": _whole_number(micro_batch_size),
+            "micro_batch_size": _whole_number("micro_batch_size", micro_batch_size, "samples"),
+            "retained_micro_batches": _whole_number(
+                "retained_micro_batches", retained_micro_batches, "micro-batches"
+            ),
             "exact_coupling": batch_coupling == "exact",
             "keep_outputs": bool(keep_outputs),
             "on_micro_batch": _with_micro_batch(on_micro_batch),
@@ -197,13 +205,11 @@ def _with_micro_batch(
     return call
 
 
-def _whole_number(size: Any) -> int | None:
+def _whole_number(name: str, size: Any, of: str) -> int | None:
     if size is None:
         return None
     if isinstance(size, bool) or not hasattr(size, "__index__"):
-        raise InvalidType(
-            f"micro_batch_size must be a whole number of samples, not {type(size).__name__}"
-        )
+        raise InvalidType(f"{name} must be a whole number of {of}, not {type(size).__name__}")
     return int(size)
 
 

@@ -10,6 +10,7 @@ void bind_batch(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
 void bind_loss(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
+void bind_tape(pybind11::module_& module);
 void bind_virtual_batch(pybind11::module_& module);
 void register_random_sources();
 

@@ -2,6 +2,7 @@
 #include "python_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/loss/coupled.hpp>
 #include <infinitybatch/loss/criteria.hpp>
 
 #include <pybind11/stl.h>
@@ -50,6 +51,15 @@ SeparableLoss separable(const py::object& sum, const py::object& denominator) {
         return to_tensor(held.handle()(to_python(outputs), to_python(targets)), "sum");
       },
       std::move(part));
+}
+
+CoupledLoss coupled(const py::object& value, const std::optional<at::Device>& device) {
+  return losses::coupled(
+      [held = Held(value)](const Batch& outputs, const Batch& targets) {
+        const py::gil_scoped_acquire gil;
+        return to_tensor(held.handle()(to_python(outputs), to_python(targets)), "a coupled loss");
+      },
+      device);
 }
 
 SeparableLoss with_penalty(const SeparableLoss& loss, const py::object& penalty) {
@@ -348,6 +358,12 @@ void bind_loss(py::module_& module) {
           "These targets' part of the denominator; None where nothing is divided.")
       .def("__repr__",
            [](const SeparableLoss& self) { return "<SeparableLoss " + self.name() + ">"; });
+  py::class_<CoupledLoss>(losses, "CoupledLoss",
+                          "A loss that sees the outputs of the whole logical batch at once.")
+      .def_property_readonly("name", &CoupledLoss::name)
+      .def("__repr__", [](const CoupledLoss& self) { return "<CoupledLoss " + self.name() + ">"; });
+  losses.def("coupled", &coupled, py::arg("value"), py::arg("device"),
+             R"(infinitybatch.losses.coupled without its manners.)");
   losses.def("separable", &separable, py::arg("sum"), py::arg("denominator"),
              R"(infinitybatch.losses.separable without its manners.)");
   losses.def("with_penalty", &with_penalty, py::arg("loss"), py::arg("penalty"),

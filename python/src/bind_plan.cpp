@@ -34,7 +34,7 @@ void bind_plan(py::module_& module) {
   py::class_<Plan>(module, "Plan", R"(How a logical batch is computed, as data.
 
 The executor runs the instructions, the predicted peak is read off the same ones.)")
-      .def_readonly("strategy", &Plan::strategy, "\"stream\".")
+      .def_readonly("strategy", &Plan::strategy, "\"stream\" or \"replay\".")
       .def_readonly("batch_size", &Plan::batch_size, "Samples of the logical batch.")
       .def_readonly("micro_batch_sizes", &Plan::micro_batch_sizes, "In the order they run.")
       .def_property_readonly("micro_batch_size", &Plan::micro_batch_size, "The largest one.")

@@ -28,15 +28,23 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
+/// By hand: std::variant's own conversion wants types that can be made of nothing.
+Loss to_loss(const py::object& loss) {
+  if (py::isinstance<CoupledLoss>(loss)) return loss.cast<CoupledLoss>();
+  return loss.cast<SeparableLoss>();
+}
+
 /// infinitybatch.VirtualBatch without its manners: checks of arguments stand in virtual_batch.py.
 class PyVirtualBatch {
  public:
-  PyVirtualBatch(const py::object& model, const SeparableLoss& loss, const py::object& budget,
-                 std::optional<int64_t> micro_batch_size, bool exact_coupling, bool keep_outputs,
-                 const py::object& on_micro_batch, const py::object& loss_scale) {
+  PyVirtualBatch(const py::object& model, const py::object& loss, const py::object& budget,
+                 std::optional<int64_t> micro_batch_size, int64_t retained_micro_batches,
+                 bool exact_coupling, bool keep_outputs, const py::object& on_micro_batch,
+                 const py::object& loss_scale) {
     Options options;
     if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
     options.micro_batch_size = micro_batch_size;
+    options.retained_micro_batches = retained_micro_batches;
     options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
     options.keep_outputs = keep_outputs;
     options.interrupt = &check_signals;
@@ -54,8 +62,9 @@ class PyVirtualBatch {
       };
     }
     const Held view = hold(model);
-    batch_ = std::make_unique<VirtualBatch>(
-        model_of(view, hold(model.attr("forward")), keep_outputs), loss, std::move(options));
+    batch_ =
+        std::make_unique<VirtualBatch>(model_of(view, hold(model.attr("forward")), keep_outputs),
+                                       to_loss(loss), std::move(options));
   }
 
   StepReport backward(const py::object& inputs, const py::object& targets) {
@@ -180,7 +189,11 @@ void bind_report(py::module_& module) {
       .def_readonly("seconds", &StepReport::seconds, "Wall clock time.")
       .def_readonly("restarts", &StepReport::restarts,
                     "How often the step began again with a smaller plan.")
-      .def_readonly("strategy", &StepReport::strategy, "\"stream\".")
+      .def_readonly("strategy", &StepReport::strategy,
+                    "\"stream\", \"replay\" (a coupled loss, each forward ran once) or \"rerun\" "
+                    "(some forwards ran twice).")
+      .def_readonly("strategy_reason", &StepReport::strategy_reason,
+                    "Why forwards ran twice; empty where they did not.")
       .def("__repr__", &describe);
 }
 
@@ -195,11 +208,12 @@ void bind_virtual_batch(py::module_& module) {
                                type->tp_traverse = &traverse;
                                type->tp_clear = &clear;
                              }))
-      .def(py::init<const py::object&, const SeparableLoss&, const py::object&,
-                    std::optional<int64_t>, bool, bool, const py::object&, const py::object&>(),
+      .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,
+                    int64_t, bool, bool, const py::object&, const py::object&>(),
            py::kw_only(), py::arg("model"), py::arg("loss"), py::arg("memory_budget"),
-           py::arg("micro_batch_size"), py::arg("exact_coupling"), py::arg("keep_outputs"),
-           py::arg("on_micro_batch"), py::arg("loss_scale"))
+           py::arg("micro_batch_size"), py::arg("retained_micro_batches"),
+           py::arg("exact_coupling"), py::arg("keep_outputs"), py::arg("on_micro_batch"),
+           py::arg("loss_scale"))
       .def("backward", &PyVirtualBatch::backward, py::arg("inputs"), py::arg("targets"))
       .def("plan", &PyVirtualBatch::plan, py::arg("inputs"), py::arg("targets"));
 }

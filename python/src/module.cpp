@@ -9,6 +9,7 @@ PYBIND11_MODULE(_C, module) {
   bind_memory(module);
   bind_loss(module);
   bind_plan(module);
+  bind_tape(module);
   bind_virtual_batch(module);
   register_random_sources();
 }

@@ -12,6 +12,7 @@ namespace infinitybatch::autograd {
 namespace {
 
 using torch::autograd::Edge;
+using torch::autograd::edge_list;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
@@ -44,18 +45,18 @@ struct DrainNode : Node {
   variable_list apply(variable_list&&) override { return {}; }
 };
 
-void execute(const Edge& root, const at::Tensor& gradient) {
+void execute(const edge_list& roots, const variable_list& gradients) {
   torch::autograd::Engine::get_default_engine().execute(
-      {root}, {gradient}, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
+      roots, gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
 }
 
-void execute_or_drain(const Edge& root, const at::Tensor& gradient) {
+void execute_or_drain(const edge_list& roots, const variable_list& gradients) {
   const AutocastOff autocast_off;
   try {
-    execute(root, gradient);
+    execute(roots, gradients);
   } catch (...) {
     keep_foreign_exception(std::current_exception());
-    execute(Edge(compat::make_node<DrainNode>(), 0), no_gradient());
+    execute({Edge(compat::make_node<DrainNode>(), 0)}, {no_gradient()});
     throw;
   }
 }
@@ -66,12 +67,15 @@ at::Tensor no_gradient() {
   return at::empty({0}, at::TensorOptions().dtype(at::kFloat).device(at::kCPU));
 }
 
-void run_backward(const at::Tensor& root, const at::Tensor& gradient) {
-  execute_or_drain(torch::autograd::impl::gradient_edge(root), gradient);
+void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients) {
+  edge_list edges;
+  edges.reserve(roots.size());
+  for (const at::Tensor& root : roots) edges.push_back(torch::autograd::impl::gradient_edge(root));
+  execute_or_drain(edges, gradients);
 }
 
 void run_root(const compat::NodePtr& node) {
-  execute_or_drain(Edge(node, 0), no_gradient());
+  execute_or_drain({Edge(node, 0)}, {no_gradient()});
 }
 
 }  // namespace infinitybatch::autograd

@@ -164,11 +164,16 @@ void GradientSinks::uninstall() {
   }
 }
 
-void GradientSinks::redirect_other_leaves(const at::Tensor& root) {
-  Node* start = root.grad_fn().get();
-  if (start == nullptr) return;
-  std::unordered_set<Node*> seen{start};
-  std::vector<Node*> open{start};
+void GradientSinks::redirect_other_leaves(const std::vector<at::Tensor>& roots,
+                                          const std::vector<at::Tensor>& except) {
+  std::unordered_set<c10::TensorImpl*> left_alone;
+  for (const at::Tensor& leaf : except) left_alone.insert(leaf.unsafeGetTensorImpl());
+  std::unordered_set<Node*> seen;
+  std::vector<Node*> open;
+  for (const at::Tensor& root : roots) {
+    Node* start = root.grad_fn().get();
+    if (start != nullptr && seen.insert(start).second) open.push_back(start);
+  }
   while (!open.empty()) {
     Node* node = open.back();
     open.pop_back();
@@ -179,6 +184,7 @@ void GradientSinks::redirect_other_leaves(const at::Tensor& root) {
         // Not held: the edge keeps the accumulator, and with it the leaf, until it is replaced.
         const at::Tensor variable = accumulator->variable;
         c10::TensorImpl* identity = variable.unsafeGetTensorImpl();
+        if (left_alone.contains(identity)) continue;
         Entry* entry = nullptr;
         for (const auto& known : entries_) {
           if (known->identity == identity && known->slot->lock().defined()) entry = known.get();

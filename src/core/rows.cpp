@@ -90,7 +90,8 @@ Batch to_device(const Batch& batch, at::Device device) {
 
 namespace {
 
-/// The one dimension along which every part has its number of rows.
+/// The one dimension along which every part has its number of rows; of a single part `kShared`
+/// where there is none.
 int64_t follows_rows(const std::vector<Batch>& parts, const std::vector<int64_t>& row_counts,
                      size_t leaf, const std::string& name) {
   const at::Tensor& first = parts.front().leaves()[leaf].tensor;
@@ -105,10 +106,12 @@ int64_t follows_rows(const std::vector<Batch>& parts, const std::vector<int64_t>
   }
   // With all parts of one size a second dimension may match by chance: the first is the convention.
   if (!dims.empty()) return dims.front();
+  if (parts.size() == 1) return Leaf::kShared;
   throw BatchError(name + " has shape " + shape(first) + " for " +
                    std::to_string(row_counts.front()) +
                    " rows: no dimension follows the micro-batch, so the parts cannot be joined; "
-                   "leave keep_outputs off and use on_micro_batch");
+                   "return one value for each sample, or (where keep_outputs asks for it) use "
+                   "on_micro_batch instead");
 }
 
 }  // namespace
@@ -123,6 +126,7 @@ Batch concatenate(std::vector<Batch> parts, const std::vector<int64_t>& row_coun
     std::vector<at::Tensor> tensors;
     for (const Batch& part : parts) tensors.push_back(part.leaves()[leaf].tensor);
     if (tensors.size() > 1) joined.leaves()[leaf].tensor = at::cat(tensors, dim);
+    joined.leaves()[leaf].batch_dim = dim;
   }
   return joined;
 }

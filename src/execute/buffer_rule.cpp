@@ -1,28 +1,14 @@
 #include <infinitybatch/execute/buffer_rule.hpp>
 
+#include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+
 namespace infinitybatch {
-namespace {
-
-bool same_form(const at::Tensor& a, const at::Tensor& b) {
-  return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && a.device() == b.device();
-}
-
-/// Whether any bit differs, as a 0-dimensional tensor: nothing waits for the device, NaN equals
-/// NaN.
-at::Tensor any_bit_differs(const at::Tensor& a, const at::Tensor& b) {
-  const auto bytes = [](const at::Tensor& tensor) {
-    return tensor.contiguous().reshape({-1}).view(at::kByte);
-  };
-  return at::ne(bytes(a), bytes(b)).any();
-}
-
-}  // namespace
-
 BufferRule::BufferRule(std::vector<BufferSlot> slots, bool exact) : exact_(exact) {
   const at::NoGradGuard no_grad;
   for (BufferSlot& slot : slots) {
@@ -82,6 +68,11 @@ void BufferRule::restore(Entry& entry) {
   // Written at least once in this step, perhaps without a new version.
   entry.tensor.copy_(entry.initial);
   entry.version = entry.tensor._version();
+}
+
+bool BufferRule::written() const noexcept {
+  return std::any_of(entries_.begin(), entries_.end(),
+                     [](const Entry& entry) { return entry.written; });
 }
 
 void BufferRule::commit() {

@@ -38,8 +38,12 @@ Executor::Executor(const Job& job)
     : job_(job),
       sinks_(job.parameters),
       buffers_(job.buffers, job.exact_coupling),
-      denominator_(job),
       total_(zero_total(job.device)) {
+  if (job.coupled != nullptr) {
+    two_pass_.emplace(job, sinks_);
+  } else {
+    denominator_.emplace(job);
+  }
   // Casts made before this step lead to the parameters' own accumulators, past the sinks.
   at::autocast::clear_cache();
 }
@@ -53,8 +57,18 @@ void Executor::run(Operation operation, Rows rows) {
       return check_coupling(rows);
     case Operation::loss:
       return loss(rows);
+    case Operation::record:
+      return record(rows, /*retain=*/false);
+    case Operation::retain:
+      return record(rows, /*retain=*/true);
+    case Operation::whole_loss:
+      return whole_loss();
+    case Operation::replay:
+      return replay(rows);
+    case Operation::seed:
+      return two_pass_->seed();
     case Operation::backward:
-      return backward();
+      return backward(rows);
     case Operation::free:
       return free();
     case Operation::penalty:
@@ -75,6 +89,32 @@ void Executor::forward() {
   outputs_ = job_.model->forward(inputs_);
 }
 
+Batch Executor::call_model(Rows rows) {
+  forward();
+  check_coupling(rows);
+  return std::exchange(outputs_, Batch());
+}
+
+void Executor::record(Rows rows, bool retain) {
+  load(rows);
+  const Batch& seen = two_pass_->first(rows, inputs_, retain, [&] { return call_model(rows); });
+  if (job_.on_micro_batch) job_.on_micro_batch({rows.begin, rows.end, seen, targets_});
+  free();
+  // Buffers that were restored under a graph could belong to what it has saved.
+  if (retain && buffers_.written()) two_pass_->drop_graph(rows);
+}
+
+void Executor::whole_loss() {
+  const at::Tensor value = two_pass_->whole_loss();
+  loss_type_ = value.scalar_type();
+  total_.copy_(value);
+}
+
+void Executor::replay(Rows rows) {
+  load(rows);
+  two_pass_->again(rows, inputs_, [&] { return call_model(rows); });
+}
+
 void Executor::check_coupling(Rows rows) const {
   if (!watch_.found() || !job_.exact_coupling || rows.size() == job_.batch_size()) return;
   const coupled::CoupledOp& op = *watch_.found();
@@ -89,7 +129,7 @@ void Executor::check_coupling(Rows rows) const {
 
 void Executor::loss(Rows rows) {
   const at::Tensor sum = job_.loss->sum(outputs_, targets_);
-  share_ = denominator_.divide(sum.reshape({}));
+  share_ = denominator_->divide(sum.reshape({}));
   const at::NoGradGuard no_grad;
   if (!loss_type_) loss_type_ = share_.scalar_type();
   total_.add_(share_.detach());
@@ -111,19 +151,21 @@ void Executor::differentiate(const at::Tensor& share) {
         "parameters "
         "require grad and that its outputs are not detached");
   }
-  sinks_.redirect_other_leaves(share);
+  sinks_.redirect_other_leaves({share});
   at::Tensor gradient = job_.loss_scale.defined()
                             ? job_.loss_scale.to(share.device(), share.scalar_type()).reshape({})
                             : at::ones_like(share);
-  autograd::run_backward(share, gradient);
+  autograd::run_backward({share}, {gradient});
 }
 
-void Executor::backward() {
+void Executor::backward(Rows rows) {
+  if (two_pass_) return two_pass_->backward(rows);
   differentiate(share_);
 }
 
 void Executor::free() {
   share_.reset();
+  if (two_pass_) two_pass_->free();
   inputs_ = Batch();
   targets_ = Batch();
   at::autocast::clear_cache();
@@ -148,6 +190,11 @@ void Executor::hand_out() {
 
 void Executor::finish() {
   final_loss_ = total_.to(loss_type_.value_or(at::kFloat));
+  if (two_pass_) {
+    two_pass_->check();
+    if (job_.keep_outputs) final_outputs_ = two_pass_->outputs();
+    return;
+  }
   if (job_.keep_outputs) final_outputs_ = concatenate(std::move(kept_), kept_rows_, "outputs");
 }
 
@@ -159,6 +206,10 @@ void Executor::roll_back() {
 
 at::Tensor Executor::loss() const {
   return final_loss_.defined() ? final_loss_ : total_.to(loss_type_.value_or(at::kFloat));
+}
+
+std::optional<std::string> Executor::opaque() const {
+  return two_pass_ ? two_pass_->opaque() : std::nullopt;
 }
 
 std::optional<Batch> Executor::take_outputs() {

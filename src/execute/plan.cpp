@@ -18,6 +18,16 @@ const char* name_of(Operation operation) {
       return "loss";
     case Operation::backward:
       return "backward";
+    case Operation::record:
+      return "record";
+    case Operation::retain:
+      return "retain";
+    case Operation::whole_loss:
+      return "loss of all";
+    case Operation::replay:
+      return "replay";
+    case Operation::seed:
+      return "seed";
     case Operation::free:
       return "free";
     case Operation::penalty:
@@ -57,6 +67,32 @@ Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty) {
     }
   }
   if (penalty) plan.instructions.push_back({Operation::penalty, -1});
+  plan.instructions.push_back({Operation::hand_out, -1});
+  plan.micro_batch_sizes = std::move(micro_batch_sizes);
+  return plan;
+}
+
+const std::vector<Operation>& two_pass_operations() {
+  static const std::vector<Operation> operations{
+      Operation::record, Operation::replay, Operation::seed, Operation::backward, Operation::free};
+  return operations;
+}
+
+Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained) {
+  Plan plan;
+  plan.strategy = "replay";
+  plan.retained = retained;
+  plan.batch_size = std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
+  const auto count = static_cast<int64_t>(micro_batch_sizes.size());
+  for (int64_t i = 0; i < count; ++i) {
+    plan.instructions.push_back({i < count - retained ? Operation::record : Operation::retain, i});
+  }
+  plan.instructions.push_back({Operation::whole_loss, -1});
+  for (int64_t i = count; i-- > 0;) {
+    for (const Operation operation : {Operation::replay, Operation::backward, Operation::free}) {
+      plan.instructions.push_back({operation, i});
+    }
+  }
   plan.instructions.push_back({Operation::hand_out, -1});
   plan.micro_batch_sizes = std::move(micro_batch_sizes);
   return plan;
@@ -105,10 +141,17 @@ std::string row(const Candidate& candidate, bool chosen) {
 std::string Plan::explain() const {
   std::string text = "strategy " + strategy + ": " + std::to_string(batch_size) + " samples as " +
                      describe_sizes(micro_batch_sizes) + "\n";
-  text += "instructions for each micro-batch: ";
-  for (const Operation operation : stream_operations())
-    text += std::string(name_of(operation)) + ", ";
-  text += "then hand out once\n";
+  if (strategy == "stream") {
+    text += "instructions for each micro-batch: ";
+    for (const Operation operation : stream_operations())
+      text += std::string(name_of(operation)) + ", ";
+    text += "then hand out once\n";
+  } else {
+    text += "instructions: record each micro-batch (" + std::to_string(retained) + " of " +
+            std::to_string(micro_batch_sizes.size()) +
+            " keep their graph), loss of all, then last to first: replay, backward, free; then "
+            "hand out once\n";
+  }
   if (budget_bytes) text += "budget " + format_bytes(*budget_bytes) + "; ";
   text += "live before the step " + format_bytes(baseline_bytes);
   if (predicted_peak_bytes) text += "; predicted peak " + format_bytes(*predicted_peak_bytes);

@@ -1,28 +1,10 @@
 #include <infinitybatch/loss/loss.hpp>
 
+#include "one_number.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 
-#include <ATen/core/Tensor.h>
-
-#include <sstream>
-
 namespace infinitybatch {
-namespace {
-
-/// One number, 0-dimensional; native takes any shape of one element for a loss, so we do too.
-at::Tensor as_number(const at::Tensor& value, const std::string& what) {
-  if (!value.defined()) throw InvalidArgument(what + " returned no tensor; return a sum");
-  if (value.numel() != 1) {
-    std::ostringstream message;
-    message << what << " returned a tensor of shape " << value.sizes()
-            << "; one number is wanted: end it with .sum()";
-    throw InvalidArgument(message.str());
-  }
-  return value.dim() == 0 ? value : value.reshape({});
-}
-
-}  // namespace
-
 SeparableLoss::SeparableLoss(std::string name, Sum sum, Denominator denominator, Penalty penalty)
     : name_(std::move(name)),
       sum_(std::move(sum)),
@@ -34,21 +16,21 @@ SeparableLoss::SeparableLoss(std::string name, Sum sum, Denominator denominator,
 }
 
 at::Tensor SeparableLoss::sum(const Batch& outputs, const Batch& targets) const {
-  return as_number(sum_(outputs, targets), "the sum of the loss '" + name_ + "'");
+  return one_number(sum_(outputs, targets), "the sum of the loss '" + name_ + "'");
 }
 
 DenominatorPart SeparableLoss::denominator(const Batch& targets, int64_t samples) const {
   if (!denominator_) return Undivided{};
   DenominatorPart part = denominator_(targets, samples);
   if (at::Tensor* tensor = std::get_if<at::Tensor>(&part)) {
-    *tensor = as_number(*tensor, "the denominator of the loss '" + name_ + "'");
+    *tensor = one_number(*tensor, "the denominator of the loss '" + name_ + "'");
   }
   return part;
 }
 
 at::Tensor SeparableLoss::penalty() const {
   if (!penalty_) throw StateError("the loss '" + name_ + "' has no penalty; ask has_penalty()");
-  return as_number(penalty_(), "the penalty of the loss '" + name_ + "'");
+  return one_number(penalty_(), "the penalty of the loss '" + name_ + "'");
 }
 
 SeparableLoss SeparableLoss::with_penalty(Penalty penalty) const {

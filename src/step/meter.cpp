@@ -83,13 +83,13 @@ Measurement run(Executor& executor, const Piece& piece, int64_t first_row, at::D
   const bool timed = piece.timed_cap > 0;
   const Stopwatch watch(device);
   double start = timed ? watch.read() : 0;
-  int64_t at_work = -1;
-  Rows rows{first_row, first_row};
+  std::vector<int64_t> begins{first_row};
+  for (const int64_t size : piece.plan.micro_batch_sizes) begins.push_back(begins.back() + size);
+  Rows rows;
   for (const Instruction& instruction : piece.plan.instructions) {
-    if (instruction.micro_batch > at_work) {
-      at_work = instruction.micro_batch;
-      rows.begin = rows.end;
-      rows.end += piece.plan.micro_batch_sizes[static_cast<size_t>(at_work)];
+    if (instruction.micro_batch >= 0) {
+      const auto index = static_cast<size_t>(instruction.micro_batch);
+      rows = {begins[index], begins[index + 1]};
     }
     if (tracing && instruction.micro_batch >= 0) tracing->begin_operation();
     executor.run(instruction.operation, rows);

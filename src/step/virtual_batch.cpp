@@ -11,6 +11,7 @@
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/plan/planner.hpp>
 #include <infinitybatch/step/admission.hpp>
+#include <infinitybatch/tape/mismatch.hpp>
 
 #include <algorithm>
 #include <chrono>
@@ -38,11 +39,16 @@ BatchSource targets_source(const Batch& targets, int64_t size) {
 
 class VirtualBatch::State {
  public:
-  State(Model model, SeparableLoss loss, Options options)
+  State(Model model, Loss loss, Options options)
       : model_(std::move(model)), loss_(std::move(loss)), options_(std::move(options)) {
     if (options_.micro_batch_size && *options_.micro_batch_size < 1) {
       throw InvalidArgument("micro_batch_size is " + std::to_string(*options_.micro_batch_size) +
                             "; it is a number of samples, 1 or more");
+    }
+    if (options_.retained_micro_batches < 0) {
+      throw InvalidArgument("retained_micro_batches is " +
+                            std::to_string(options_.retained_micro_batches) +
+                            "; it is a number of micro-batches, 0 or more");
     }
     if (!options_.micro_batch_size && !options_.memory_budget) options_.memory_budget = "auto";
   }
@@ -63,10 +69,16 @@ class VirtualBatch::State {
   void answer_coupling(const Job& job);
 
   Model model_;
-  SeparableLoss loss_;
+  bool has_penalty() const {
+    const auto* separable = std::get_if<SeparableLoss>(&loss_);
+    return separable != nullptr && separable->has_penalty();
+  }
+
+  Loss loss_;
   Options options_;
   Planner planner_;
   Plan plan_;
+  bool use_tapes_ = true;
   bool planning_ = false;        // the planner knows of the attempt at work
   std::exception_ptr coupling_;  // why only the whole batch as one micro-batch is exact
 };
@@ -74,7 +86,9 @@ class VirtualBatch::State {
 Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targets) const {
   Job job;
   job.model = &model_;
-  job.loss = &loss_;
+  job.loss = std::get_if<SeparableLoss>(&loss_);
+  job.coupled = std::get_if<CoupledLoss>(&loss_);
+  job.use_tapes = use_tapes_;
   job.inputs = &inputs;
   job.targets = &targets;
   job.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
@@ -89,7 +103,7 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
 StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSource& targets,
                                      bool hand_out) {
   const Clock::time_point start = Clock::now();
-  const Job job = this->job(inputs, targets);
+  Job job = this->job(inputs, targets);
   const memory::ForeignStorages counted(reachable_tensors(job));
   const memory::PeakScope peak(job.device);
   std::optional<int64_t> budget;
@@ -111,8 +125,11 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       report.memory_budget = budget;
       report.seconds = std::chrono::duration<double>(Clock::now() - start).count();
       report.restarts = restarts;
-      report.strategy = "stream";
       return report;
+    } catch (const tape::Mismatch&) {
+      // From now on this model's forward runs again instead.
+      use_tapes_ = false;
+      job.use_tapes = false;
     } catch (const CouplingError&) {
       answer_coupling(job);
     } catch (...) {
@@ -145,6 +162,11 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     }
     report.loss = executor->loss();
     report.outputs = executor->take_outputs();
+    report.strategy = plan_.strategy;
+    if (const auto opaque = executor->opaque()) {
+      report.strategy = "rerun";
+      report.strategy_reason = *opaque;
+    }
     return report;
   } catch (...) {
     keep_foreign_exception(std::current_exception());
@@ -167,7 +189,13 @@ Piece prepare(Piece piece, bool hand_out) {
 
 void VirtualBatch::State::follow_fixed_size(Executor& executor, const Job& job, bool hand_out,
                                             StepReport& report) {
-  plan_ = stream_plan(split_by(job.batch_size(), *options_.micro_batch_size), loss_.has_penalty());
+  std::vector<int64_t> sizes = split_by(job.batch_size(), *options_.micro_batch_size);
+  if (job.coupled != nullptr) {
+    const int64_t count = static_cast<int64_t>(sizes.size());
+    plan_ = two_pass_plan(std::move(sizes), std::min(options_.retained_micro_batches, count));
+  } else {
+    plan_ = stream_plan(std::move(sizes), has_penalty());
+  }
   plan_.baseline_bytes = memory::stats(job.device).live;
   plan_.reason = "micro_batch_size=" + std::to_string(*options_.micro_batch_size) + " was given";
   Piece piece;
@@ -184,7 +212,7 @@ void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int
   request.batch_size = job.batch_size();
   request.baseline_bytes = memory::stats(job.device).live;
   request.budget_bytes = budget;
-  request.penalty = loss_.has_penalty();
+  request.penalty = has_penalty();
   planner_.begin(request);
   planning_ = true;
   int64_t row = 0;
@@ -225,7 +253,7 @@ void VirtualBatch::State::answer_coupling(const Job& job) {
   coupling_ = std::current_exception();
 }
 
-VirtualBatch::VirtualBatch(Model model, SeparableLoss loss, Options options)
+VirtualBatch::VirtualBatch(Model model, Loss loss, Options options)
     : state_(std::make_unique<State>(std::move(model), std::move(loss), std::move(options))) {}
 VirtualBatch::~VirtualBatch() = default;
 VirtualBatch::VirtualBatch(VirtualBatch&&) noexcept = default;

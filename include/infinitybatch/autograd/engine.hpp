@@ -2,13 +2,15 @@
 
 #include <infinitybatch/core/torch_compat.hpp>
 
+#include <vector>
+
 namespace infinitybatch::autograd {
 
-/// Runs the graph behind `root` backward and frees it. Gradients go wherever the graph's leaves
+/// Runs the graph behind `roots` backward and frees it. Gradients go wherever the graph's leaves
 /// send them. Autocast is off meanwhile, as it is when `backward()` is called outside the autocast
 /// region. After a failure the engine's queue of this thread holds nothing of the failed run.
-/// \param gradient the gradient of `root`, same shape and device
-void run_backward(const at::Tensor& root, const at::Tensor& gradient);
+/// \param gradients one for each root, same shape and device
+void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients);
 
 /// Stands for the gradient of a root that needs none: the engine wants a defined tensor. It has no
 /// elements, so it can be made when memory has run out.

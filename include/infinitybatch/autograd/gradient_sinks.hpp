@@ -29,10 +29,12 @@ class GradientSinks {
   GradientSinks(const GradientSinks&) = delete;
   GradientSinks& operator=(const GradientSinks&) = delete;
 
-  /// Gives a sink of its own to each leaf of the graph behind `root` that is no parameter (an own
+  /// Gives a sink of its own to each leaf of the graph behind `roots` that is no parameter (an own
   /// tensor of the loss, an input that requires grad), so that its gradient waits for `hand_out`
   /// too.
-  void redirect_other_leaves(const at::Tensor& root);
+  /// \param except leaves whose gradient the caller takes from their `.grad`
+  void redirect_other_leaves(const std::vector<at::Tensor>& roots,
+                             const std::vector<at::Tensor>& except = {});
 
   /// Lets go of leaves that died with their micro-batch. Call it when the graph is gone.
   void forget_dead_leaves();

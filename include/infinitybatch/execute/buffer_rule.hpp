@@ -19,6 +19,9 @@ class BufferRule {
   /// Call it when a micro-batch is done and its graph is gone.
   void end_micro_batch();
 
+  /// Whether any micro-batch has written a buffer.
+  bool written() const noexcept;
+
   /// Writes what all micro-batches agreed on.
   /// \throws CouplingError naming the buffer on which they did not agree
   void commit();

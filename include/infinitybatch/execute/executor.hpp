@@ -6,18 +6,12 @@
 #include <infinitybatch/execute/denominator.hpp>
 #include <infinitybatch/execute/job.hpp>
 #include <infinitybatch/execute/plan.hpp>
+#include <infinitybatch/execute/two_pass.hpp>
 
 #include <optional>
 #include <vector>
 
 namespace infinitybatch {
-
-/// Rows of the logical batch.
-struct Rows {
-  int64_t begin = 0;
-  int64_t end = 0;
-  int64_t size() const noexcept { return end - begin; }
-};
 
 /// Runs instructions over one logical batch. Until `hand_out` nothing outside of it has changed but
 /// random state and, between `load` and `free`, buffers; `roll_back` undoes these.
@@ -27,8 +21,9 @@ class Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  /// \param rows the micro-batch's rows; ignored by `penalty` and `hand_out`
-  /// \throws CouplingError from `forward` and `hand_out` where samples are coupled
+  /// \param rows the micro-batch's rows; ignored where the instruction is for the whole batch
+  /// \throws CouplingError from `forward`, `record`, `retain` and `hand_out` where samples are
+  /// coupled
   void run(Operation operation, Rows rows);
 
   /// Buffers and rewritten weights as the step found them.
@@ -40,12 +35,18 @@ class Executor {
   /// All outputs in order, with `keep_outputs`.
   std::optional<Batch> take_outputs();
   autograd::GradientSinks& sinks() noexcept { return sinks_; }
+  /// Why the user's forward ran twice for some rows; nothing where it did not.
+  std::optional<std::string> opaque() const;
 
  private:
   void load(Rows rows);
   void forward();
   void loss(Rows rows);
-  void backward();
+  void backward(Rows rows);
+  void record(Rows rows, bool retain);
+  void whole_loss();
+  void replay(Rows rows);
+  Batch call_model(Rows rows);
   void free();
   void penalty();
   void hand_out();
@@ -57,7 +58,8 @@ class Executor {
   autograd::GradientSinks sinks_;
   BufferRule buffers_;
   coupled::CouplingWatch watch_;
-  Denominator denominator_;
+  std::optional<Denominator> denominator_;  // of a separable loss
+  std::optional<TwoPass> two_pass_;         // for a coupled loss
 
   Batch inputs_;  // of the micro-batch at work
   Batch targets_;

@@ -2,6 +2,7 @@
 
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/core/model.hpp>
+#include <infinitybatch/loss/coupled.hpp>
 #include <infinitybatch/loss/loss.hpp>
 
 #include <functional>
@@ -19,7 +20,8 @@ struct MicroBatch {
 /// Everything that stays the same while one logical batch is computed.
 struct Job {
   const Model* model = nullptr;
-  const SeparableLoss* loss = nullptr;
+  const SeparableLoss* loss = nullptr;  ///< one of the two is set
+  const CoupledLoss* coupled = nullptr;
   const BatchSource* inputs = nullptr;
   const BatchSource* targets = nullptr;
   std::vector<NamedParameter> parameters;
@@ -27,6 +29,7 @@ struct Job {
   at::Device device = at::kCPU;
   bool exact_coupling = true;
   bool keep_outputs = false;
+  bool use_tapes = true;  ///< false: a second forward always runs the user's code
   std::function<void(const MicroBatch&)> on_micro_batch;
   at::Tensor loss_scale;  ///< undefined means 1
   std::function<void()> interrupt;

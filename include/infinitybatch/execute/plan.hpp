@@ -13,9 +13,15 @@ enum class Operation : uint8_t {
   forward,   ///< run the user's model on them, in grad mode
   loss,      ///< their share of the loss: sum / global denominator
   backward,  ///< add their gradients to the sinks
-  free,      ///< let go of what the micro-batch held; restore buffers
-  penalty,   ///< the loss's own term on parameters, once
-  hand_out,  ///< the sums become `.grad`
+  // Of a coupled loss:
+  record,      ///< load rows, run the model while its ops are recorded, keep outputs and tape
+  retain,      ///< the same, keeping the graph
+  whole_loss,  ///< the loss of all outputs, and their gradient
+  replay,      ///< load rows; their outputs again, with a graph
+  seed,        ///< while measuring only: stands for the gradient of the outputs
+  free,        ///< let go of what the micro-batch held; restore buffers
+  penalty,     ///< the loss's own term on parameters, once
+  hand_out,    ///< the sums become `.grad`
 };
 
 const char* name_of(Operation operation);
@@ -37,7 +43,7 @@ struct Candidate {
 /// How a logical batch is computed, as data: the executor runs the instructions, the simulator
 /// predicts from the same ones, `explain` prints them.
 struct Plan {
-  std::string strategy;  ///< "stream"
+  std::string strategy;  ///< "stream" or "replay"
   int64_t batch_size = 0;
   std::vector<int64_t> micro_batch_sizes;
   std::vector<Instruction> instructions;
@@ -49,6 +55,8 @@ struct Plan {
   std::optional<double> predicted_seconds;
   std::vector<Candidate> candidates;
   std::string reason;  ///< what decided the size
+
+  int64_t retained = 0;  ///< micro-batches that keep their graph
 
   /// The size of the largest micro-batch.
   int64_t micro_batch_size() const;
@@ -65,7 +73,12 @@ std::vector<int64_t> split_evenly(int64_t batch_size, int64_t size);
 /// The streaming strategy: micro-batch after micro-batch, forward to backward, then one hand-out.
 Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty);
 
-/// The instructions of micro-batch `index` alone, in order.
+/// The two passes of a coupled loss. The last `retained` micro-batches keep their graphs, which are
+/// consumed first, last to first, so that memory falls as backward goes.
+Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained);
+
+/// What one micro-batch does while it is measured, in order: streaming, or the two passes.
 const std::vector<Operation>& stream_operations();
+const std::vector<Operation>& two_pass_operations();
 
 }  // namespace infinitybatch

@@ -5,6 +5,7 @@
 #include <infinitybatch/core/model.hpp>
 #include <infinitybatch/execute/job.hpp>
 #include <infinitybatch/execute/plan.hpp>
+#include <infinitybatch/loss/coupled.hpp>
 #include <infinitybatch/loss/loss.hpp>
 #include <infinitybatch/memory/budget.hpp>
 
@@ -12,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 namespace infinitybatch {
@@ -22,6 +24,10 @@ enum class BatchCoupling {
   per_micro_batch,  ///< let each micro-batch be a batch of its own, as gradient accumulation does
 };
 
+/// What a step minimises: a sum over samples, streamed in one pass, or anything else, which sees
+/// the outputs of the whole batch and takes two.
+using Loss = std::variant<SeparableLoss, CoupledLoss>;
+
 /// How to run a step. Without a budget and without a size the budget is "auto".
 struct Options {
   /// Bytes that tensors may occupy on the device during `backward`; see `memory::Budget`.
@@ -29,6 +35,9 @@ struct Options {
   /// Fixes the micro-batch size and skips planning; the last micro-batch may be smaller. A budget
   /// given beside it is kept, or BudgetExceeded is thrown.
   std::optional<int64_t> micro_batch_size;
+  /// With a fixed `micro_batch_size` and a coupled loss: micro-batches that keep their graph from
+  /// the first pass, so that they need no second forward. Otherwise the plan decides.
+  int64_t retained_micro_batches = 0;
   BatchCoupling batch_coupling = BatchCoupling::exact;
   /// Keep the outputs of all micro-batches and return them, detached, in the report.
   bool keep_outputs = false;
@@ -51,7 +60,10 @@ struct StepReport {
   std::vector<int64_t> micro_batch_sizes;  ///< in the order they ran
   double seconds = 0;
   int64_t restarts = 0;  ///< begun again with a smaller plan after running out of memory
-  std::string strategy;  ///< "stream"
+  /// "stream", "replay" (a coupled loss, each forward of the user's ran once), or "rerun" (some
+  /// forwards ran twice; `strategy_reason` says why).
+  std::string strategy;
+  std::string strategy_reason;
 };
 
 /// A training step over a logical batch of any size.
@@ -62,8 +74,8 @@ struct StepReport {
 /// Not for use by two threads at once; two objects with different models may run in two threads.
 class VirtualBatch {
  public:
-  /// \throws InvalidArgument for a micro_batch_size below 1
-  VirtualBatch(Model model, SeparableLoss loss, Options options = {});
+  /// \throws InvalidArgument for a micro_batch_size below 1 or retained_micro_batches below 0
+  VirtualBatch(Model model, Loss loss, Options options = {});
   ~VirtualBatch();
   VirtualBatch(VirtualBatch&&) noexcept;
   VirtualBatch& operator=(VirtualBatch&&) noexcept;

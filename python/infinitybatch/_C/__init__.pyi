@@ -5,6 +5,7 @@ from torch import Tensor
 
 from . import losses as losses
 from . import memory as memory
+from . import tape as tape
 
 class Marked:
     """A part of a batch and how it is split. Made by `shared` and `batch_dim`."""
@@ -53,6 +54,8 @@ class Plan:
     @property
     def strategy(self) -> str: ...
     @property
+    def strategy_reason(self) -> str: ...
+    @property
     def batch_size(self) -> int: ...
     @property
     def micro_batch_sizes(self) -> list[int]: ...
@@ -95,6 +98,8 @@ class StepReport:
     def restarts(self) -> int: ...
     @property
     def strategy(self) -> str: ...
+    @property
+    def strategy_reason(self) -> str: ...
 
 class VirtualBatch:
     """infinitybatch.VirtualBatch without its manners."""
@@ -103,9 +108,10 @@ class VirtualBatch:
         self,
         *,
         model: Any,
-        loss: losses.SeparableLoss,
+        loss: losses.SeparableLoss | losses.CoupledLoss,
         memory_budget: int | float | str | None,
         micro_batch_size: int | None,
+        retained_micro_batches: int,
         exact_coupling: bool,
         keep_outputs: bool,
         on_micro_batch: Callable[[int, int, Any, Any], None] | None,

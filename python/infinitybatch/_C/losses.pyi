@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 _Reduction = Literal["mean", "sum"]
@@ -15,6 +16,15 @@ class SeparableLoss:
     def sum(self, outputs: Any, targets: Any) -> Tensor: ...
     def denominator(self, targets: Any, samples: int) -> float | Tensor | None: ...
 
+class CoupledLoss:
+    """A loss that sees the outputs of the whole logical batch at once."""
+
+    @property
+    def name(self) -> str: ...
+
+def coupled(
+    value: Callable[[Any, Any], Tensor], device: torch.device | None
+) -> CoupledLoss: ...
 def separable(
     sum: Callable[[Any, Any], Tensor],
     denominator: Callable[[Any, int], float | Tensor | None] | None,

@@ -24,7 +24,7 @@ std::vector<NamedParameter> named(const std::vector<at::Tensor>& tensors) {
 }
 
 void backward(const at::Tensor& root) {
-  run_backward(root, at::ones_like(root));
+  run_backward({root}, {at::ones_like(root)});
 }
 
 TEST(Sinks, KeepGradientsOutOfSightUntilTheHandOut) {
@@ -124,7 +124,7 @@ TEST(Sinks, RedirectLeavesThatNobodyListed) {
   GradientSinks sinks(named({w}));
   for (int i = 0; i < 2; ++i) {
     const at::Tensor root = ((w + other) * other).sum() * direct;
-    sinks.redirect_other_leaves(root);
+    sinks.redirect_other_leaves({root});
     backward(root);
   }
   EXPECT_FALSE(other.grad().defined());
@@ -141,7 +141,7 @@ TEST(Sinks, ForgetLeavesThatDied) {
     {
       const at::Tensor temporary = leaf({1000});
       const at::Tensor root = (temporary.sum() + w.sum());
-      sinks.redirect_other_leaves(root);
+      sinks.redirect_other_leaves({root});
       backward(root);
     }
     sinks.forget_dead_leaves();
@@ -218,7 +218,7 @@ TEST(Engine, HoldsNothingOfARunThatFailed) {
     // Branches that are ready while the failing one runs stay in the engine's queue.
     at::Tensor sum = Fails::apply(w * 1.5).sum();
     for (int branch = 0; branch < 4; ++branch) sum = sum + (w * branch).exp().sum();
-    EXPECT_THROW(run_backward(sum, at::ones_like(sum)), std::runtime_error);
+    EXPECT_THROW(run_backward({sum}, {at::ones_like(sum)}), std::runtime_error);
   }
   EXPECT_EQ(memory::stats(at::kCPU).live, before);
 }

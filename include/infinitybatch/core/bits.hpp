@@ -1,0 +1,14 @@
+#pragma once
+
+#include <ATen/core/TensorBody.h>
+
+namespace infinitybatch {
+
+/// Same shape, type and device.
+bool same_form(const at::Tensor& a, const at::Tensor& b);
+
+/// Whether any bit differs between two tensors of the same form, as a 0-dimensional bool tensor on
+/// their device: nothing waits for the device, and NaN equals NaN.
+at::Tensor any_bit_differs(const at::Tensor& a, const at::Tensor& b);
+
+}  // namespace infinitybatch

@@ -1,0 +1,91 @@
+#pragma once
+
+#include <infinitybatch/autograd/gradient_sinks.hpp>
+#include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/execute/job.hpp>
+#include <infinitybatch/tape/tape.hpp>
+
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace infinitybatch {
+
+/// Rows of the logical batch.
+struct Rows {
+  int64_t begin = 0;
+  int64_t end = 0;
+  int64_t size() const noexcept { return end - begin; }
+};
+
+/// A coupled loss in two passes over the micro-batches: forwards that are recorded, the loss on the
+/// outputs of all, then each micro-batch's backward from the gradient of its outputs. In between
+/// its graph is kept (`retain`), or its tape is replayed, or where the tape is opaque the user's
+/// forward runs again on the same rows under the same random state.
+///
+/// Each second forward's outputs are compared bit for bit with those that the loss saw; the result
+/// is asked for once, by `check`.
+class TwoPass {
+ public:
+  TwoPass(const Job& job, autograd::GradientSinks& sinks);
+
+  /// First pass. Returns what the model gave, detached.
+  /// \param retain keep the graph for `again`
+  /// \param forward runs the user's model
+  const Batch& first(Rows rows, const Batch& inputs, bool retain,
+                     const std::function<Batch()>& forward);
+  /// The graph of these rows cannot be kept after all (buffers were restored under it).
+  void drop_graph(Rows rows);
+
+  /// The loss of all outputs, and the gradient of the outputs. Gradients of the loss's own
+  /// parameters go to the sinks. Returns the loss, detached.
+  at::Tensor whole_loss();
+
+  /// Second pass: outputs of these rows with a graph.
+  void again(Rows rows, const Batch& inputs, const std::function<Batch()>& forward);
+  /// Runs it backward from the gradient of the outputs.
+  void backward(Rows rows);
+  /// For measuring: stands for the gradient of the outputs where no loss was computed.
+  void seed();
+  void free();
+
+  /// \throws tape::Mismatch, Unsupported where a second forward gave other outputs than the first
+  void check() const;
+
+  /// All outputs in order, detached.
+  const Batch& outputs() const noexcept { return whole_; }
+  /// Why the user's forward ran twice; nothing where it did not.
+  const std::optional<std::string>& opaque() const noexcept { return opaque_; }
+
+ private:
+  struct Part {
+    Rows rows;
+    RngSnapshot random;
+    tape::Tape tape;
+    Batch outputs;                     // detached
+    std::vector<bool> wants_gradient;  // of each leaf
+    std::optional<Batch> graph;        // where retained
+  };
+
+  void assemble();
+  void compare(const Part& part, const Batch& outputs);
+  at::Device loss_device() const;
+
+  const Job& job_;
+  autograd::GradientSinks& sinks_;
+  std::vector<at::Tensor> buffers_;
+  std::vector<at::Device> devices_;
+  std::map<int64_t, Part> parts_;      // by first row
+  Batch whole_;                        // outputs of all rows, on the loss's device
+  std::vector<bool> wants_gradient_;   // of each leaf of `whole_`
+  std::vector<at::Tensor> gradients_;  // of each leaf of `whole_`; undefined where none is wanted
+  Batch at_work_;                      // outputs with their graph, between `again` and `free`
+  std::vector<at::Tensor> seeds_;
+  at::Tensor differs_;  // 0-dimensional bool
+  bool replayed_ = false;
+  std::optional<std::string> opaque_;
+};
+
+}  // namespace infinitybatch

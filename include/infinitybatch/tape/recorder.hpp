@@ -1,0 +1,64 @@
+#pragma once
+
+#include <infinitybatch/tape/tape.hpp>
+
+#include <ATen/record_function.h>
+
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace infinitybatch::tape {
+
+/// Records what one call of a model does.
+///
+///     Recorder recorder(inputs, buffers, devices);
+///     Batch outputs = recorder.run([&] { return model(inputs); });
+///     Tape tape = recorder.finish(outputs);
+///
+/// The model runs in the caller's grad mode, so that it takes the way it takes natively. Only the
+/// outermost dispatched calls are kept. What a tape cannot see is noticed by provenance: each value
+/// remembers its graph node, output number, `requires_grad`, storage and version; where one of them
+/// differs at its next use somebody changed it outside of the dispatcher, and the tape is opaque.
+/// So do autograd functions, hooks set in forward, compiled regions, saved-tensor hooks, functorch,
+/// dispatch modes, tensor subclasses, other streams, and memory of the recording that comes back
+/// under another tensor. Records this thread only.
+class Recorder {
+ public:
+  /// \param buffers the model's: tapes may write into them
+  /// \param devices whose default generators the model may draw from, beside the CPU's
+  Recorder(const Batch& inputs, const std::vector<at::Tensor>& buffers,
+           const std::vector<at::Device>& devices);
+  ~Recorder();
+  Recorder(const Recorder&) = delete;
+  Recorder& operator=(const Recorder&) = delete;
+
+  /// Records ops of this thread while it lives. Of nested scopes the innermost sees.
+  class Scope {
+   public:
+    explicit Scope(Recorder& recorder);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    class Program* outer_;
+    at::CallbackHandle handle_;
+  };
+
+  template <typename Call>
+  auto run(Call&& call) {
+    const Scope recording(*this);
+    return call();
+  }
+
+  /// Call it once, outside of the scope, while `outputs` still carry their graph.
+  /// \throws what went wrong while recording (out of memory)
+  Tape finish(const Batch& outputs);
+
+ private:
+  std::unique_ptr<class Program> program_;
+};
+
+}  // namespace infinitybatch::tape

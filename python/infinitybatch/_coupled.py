@@ -1,0 +1,54 @@
+"""Losses that see the outputs of the whole logical batch."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._C.losses import CoupledLoss
+from ._C.losses import coupled as _coupled
+from .errors import CoupledLossNotice
+
+_told: set[str] = set()
+
+
+def make(value: Callable[..., torch.Tensor], device: torch.device | None = None) -> CoupledLoss:
+    """`value(outputs, targets)` as a loss; `value(outputs)` where it takes one argument only."""
+    return _coupled(value if not _takes_outputs_only(value) else lambda o, _: value(o), device)
+
+
+def make_criterion(criterion: Callable[..., torch.Tensor]) -> CoupledLoss:
+    """Called as torch.nn's criteria are: criterion(*outputs, *targets) where either is a tuple."""
+
+    def value(outputs: Any, targets: Any) -> torch.Tensor:
+        left = outputs if isinstance(outputs, tuple) else (outputs,)
+        right = targets if isinstance(targets, tuple) else (targets,)
+        return criterion(*left, *right)
+
+    return _coupled(value, None)
+
+
+def tell(name: str, way_out: str) -> None:
+    """Says once for each loss that it is taken as coupled though nobody declared it so."""
+    if name in _told:
+        return
+    _told.add(name)
+    warnings.warn(
+        f"IB101: {name} is not known to be separable, so it is computed on the outputs of the whole "
+        f"batch, which takes a second pass. That is exact for every loss. {way_out}; declare it "
+        f"with infinitybatch.losses.coupled to silence this",
+        CoupledLossNotice,
+        stacklevel=7,
+    )
+
+
+def _takes_outputs_only(value: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(value).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions do not tell
+        return False
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return False
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 1

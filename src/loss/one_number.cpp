@@ -1,0 +1,22 @@
+#include "one_number.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+
+#include <ATen/core/Tensor.h>
+
+#include <sstream>
+
+namespace infinitybatch {
+
+at::Tensor one_number(const at::Tensor& value, const std::string& what) {
+  if (!value.defined()) throw InvalidArgument(what + " returned no tensor; return a sum");
+  if (value.numel() != 1) {
+    std::ostringstream message;
+    message << what << " returned a tensor of shape " << value.sizes()
+            << "; one number is wanted: end it with .sum()";
+    throw InvalidArgument(message.str());
+  }
+  return value.dim() == 0 ? value : value.reshape({});
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,70 @@
+#include "provenance.hpp"
+
+#include <c10/core/DispatchKeySet.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <unordered_set>
+
+namespace infinitybatch::tape {
+
+c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return impl->has_storage() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+}
+
+Provenance Provenance::of(const at::Tensor& tensor) {
+  Provenance here;
+  here.node = tensor.grad_fn().get();
+  here.output = static_cast<uint32_t>(tensor.output_nr());
+  here.requires_grad = tensor.requires_grad();
+  here.storage = storage_of(tensor);
+  // Inference tensors have no version.
+  if (!tensor.is_inference()) here.version = static_cast<uint32_t>(tensor._version());
+  return here;
+}
+
+const char* Provenance::difference(const Provenance& now) const {
+  if (storage != now.storage) return "its memory was exchanged (`.data =`, `set_`)";
+  if (node != now.node || output != now.output) {
+    return "its graph node was set by no recorded op (an autograd function)";
+  }
+  if (requires_grad != now.requires_grad) return "requires_grad was set on it";
+  if (version != now.version) return "it was written outside of the recorded ops";
+  return nullptr;
+}
+
+const char* strange(const at::Tensor& tensor) {
+  static const c10::DispatchKeySet wrappers{
+      c10::DispatchKey::Python,           c10::DispatchKey::FuncTorchGradWrapper,
+      c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Functionalize,
+      c10::DispatchKey::FuncTorchBatchedDecomposition};
+  const c10::DispatchKeySet found = tensor.key_set() & wrappers;
+  if (found.empty()) return nullptr;
+  return found.has(c10::DispatchKey::Python) ? "a tensor subclass" : "a functorch wrapper";
+}
+
+const char* hooked(const std::vector<at::Tensor>& roots) {
+  std::vector<torch::autograd::Node*> open;
+  std::unordered_set<const torch::autograd::Node*> seen;
+  const auto visit = [&](torch::autograd::Node* node) {
+    if (node != nullptr && seen.insert(node).second) open.push_back(node);
+  };
+  for (const at::Tensor& root : roots) visit(root.grad_fn().get());
+  while (!open.empty()) {
+    torch::autograd::Node* node = open.back();
+    open.pop_back();
+    // Leaves are met again by the replay; their hooks are the user's business as ever.
+    if (dynamic_cast<torch::autograd::AccumulateGrad*>(node) != nullptr) continue;
+    if (!node->tensor_pre_hooks().empty()) return "a hook was set on a tensor";
+    if (!node->retains_grad_hooks().empty()) return "retain_grad() was called on a tensor";
+    if (!node->pre_hooks().empty() || !node->post_hooks().empty()) {
+      return "a hook was set on a graph node";
+    }
+    for (const torch::autograd::Edge& edge : node->next_edges()) visit(edge.function.get());
+  }
+  return nullptr;
+}
+
+}  // namespace infinitybatch::tape

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <cstdint>
+
+namespace infinitybatch::tape {
+
+/// Where a tensor comes from, as far as it can be told by looking at it. If it differs between a
+/// value's definition and its use, something happened in between that no dispatched op tells of: a
+/// C++ autograd function, `requires_grad_()`, `set_data`, a write past the dispatcher.
+struct Provenance {
+  const void* node = nullptr;  // its grad_fn
+  uint32_t output = 0;
+  bool requires_grad = false;
+  const c10::StorageImpl* storage = nullptr;
+  uint32_t version = 0;
+
+  bool operator==(const Provenance&) const = default;
+
+  static Provenance of(const at::Tensor& tensor);
+  /// "its graph node was replaced": the first difference, for people.
+  const char* difference(const Provenance& now) const;
+};
+
+/// Why no tape can tell what an op does with this tensor; null where it can.
+const char* strange(const at::Tensor& tensor);
+
+/// Storage of `tensor`; null where it has none (sparse).
+c10::StorageImpl* storage_of(const at::Tensor& tensor);
+
+/// Hooks that user code set on nodes of the graph behind `roots`; null where there are none.
+const char* hooked(const std::vector<at::Tensor>& roots);
+
+}  // namespace infinitybatch::tape

@@ -1,0 +1,117 @@
+#include <infinitybatch/tape/tape.hpp>
+
+#include <algorithm>
+
+namespace infinitybatch::tape {
+namespace {
+
+/// Calls `visit` with the place of each value that `op` reads or writes.
+template <typename Visit>
+void for_each_argument(const Tape& tape, const Op& op, Visit&& visit) {
+  for (uint32_t s = op.slots.begin; s < op.slots.end; ++s) {
+    const Slot& slot = tape.slots[s];
+    if (slot.kind == Slot::Kind::tensor) {
+      visit(slot.first);
+      continue;
+    }
+    for (uint32_t i = 0; i < slot.count; ++i) {
+      const ValueId element = tape.elements[slot.first + i];
+      if (element != kNoValue) visit(element);
+    }
+  }
+}
+
+}  // namespace
+
+void trim(Tape& tape) {
+  std::vector<bool> needed(tape.value_count, false);
+  for (const ValueId value : tape.result_values) {
+    if (value != kNoValue) needed[value] = true;
+  }
+  std::vector<bool> keep(tape.ops.size(), false);
+  size_t restore = tape.restores.size();
+  std::vector<ValueId> restored(tape.ops.size(), kNoValue);
+  for (size_t i = tape.ops.size(); i-- > 0;) {
+    const Op& op = tape.ops[i];
+    if (op.facts == nullptr) {
+      restored[i] = tape.restores[--restore].first;
+      keep[i] = true;
+      needed[restored[i]] = true;
+      continue;
+    }
+    keep[i] = op.facts->writes || op.facts->draws;
+    for (uint32_t o = op.outputs.begin; o < op.outputs.end && !keep[i]; ++o) {
+      keep[i] = tape.outputs[o] != kNoValue && needed[tape.outputs[o]];
+    }
+    if (keep[i]) for_each_argument(tape, op, [&](ValueId value) { needed[value] = true; });
+  }
+
+  std::vector<Op> ops;
+  std::vector<bool> released(tape.value_count, false);
+  for (const ValueId value : tape.result_values) {
+    if (value != kNoValue) released[value] = true;  // handed to the caller instead
+  }
+  std::vector<std::vector<ValueId>> releases(tape.ops.size());
+  for (size_t i = tape.ops.size(); i-- > 0;) {
+    if (!keep[i]) continue;
+    const Op& op = tape.ops[i];
+    const auto last_use = [&](ValueId value) {
+      if (released[value]) return;
+      released[value] = true;
+      releases[i].push_back(value);
+    };
+    if (restored[i] != kNoValue) last_use(restored[i]);
+    for (uint32_t o = op.outputs.begin; o < op.outputs.end; ++o) {
+      ValueId& output = tape.outputs[o];
+      if (output == kNoValue) continue;
+      if (!needed[output]) {
+        output = kNoValue;
+      } else {
+        last_use(output);
+      }
+    }
+    for_each_argument(tape, op, last_use);
+  }
+  for (size_t i = 0; i < tape.ops.size(); ++i) {
+    if (!keep[i]) continue;
+    Op op = tape.ops[i];
+    op.releases.begin = static_cast<uint32_t>(tape.releases.size());
+    tape.releases.insert(tape.releases.end(), releases[i].begin(), releases[i].end());
+    op.releases.end = static_cast<uint32_t>(tape.releases.size());
+    ops.push_back(op);
+  }
+  tape.ops = std::move(ops);
+  // What only dropped ops read need not be held.
+  std::erase_if(tape.externals, [&](const External& external) { return !needed[external.value]; });
+}
+
+std::string Tape::describe() const {
+  std::string text;
+  size_t restore = 0;
+  for (const Op& op : ops) {
+    const auto names = [&](const std::string& separator, std::vector<ValueId> values) {
+      std::string list;
+      for (const ValueId value : values) {
+        list += (list.empty() ? "" : separator) + "%" + std::to_string(value);
+      }
+      return list;
+    };
+    if (op.facts == nullptr) {
+      text += "restore %" + std::to_string(restores[restore++].first) + "\n";
+      continue;
+    }
+    std::vector<ValueId> results;
+    for (uint32_t o = op.outputs.begin; o < op.outputs.end; ++o) {
+      if (outputs[o] != kNoValue) results.push_back(outputs[o]);
+    }
+    std::vector<ValueId> read;
+    for_each_argument(*this, op, [&](ValueId value) { read.push_back(value); });
+    const c10::OperatorName& name = op.facts->handle.operator_name();
+    text += names(", ", results) + (results.empty() ? "" : " = ") + name.name +
+            (name.overload_name.empty() ? "" : "." + name.overload_name) + "(" +
+            names(", ", read) + ")\n";
+  }
+  return text;
+}
+
+}  // namespace infinitybatch::tape
