@@ -9,7 +9,7 @@ namespace infinitybatch {
 namespace {
 
 /// Targets are read in pieces of about this many elements, so that masks over them stay small.
-constexpr int64_t kElements = int64_t{1} << 18;
+constexpr int64_t kElements = int64_t{1} << 14;
 
 int64_t rows_per_piece(const Job& job) {
   int64_t widest = 1;

@@ -33,15 +33,15 @@ struct Enough {
 constexpr int kFewLong = 4;
 constexpr double kLongSeconds = 0.5;
 // One micro-batch of a few milliseconds says nothing on a machine that does other work as well.
-constexpr Enough kEnough{4, 8, 0.020};
+constexpr Enough kEnough{6, 8, 0.020};
 // More for sizes that may yet turn out to be the fastest: a few disturbed timings make one look
 // twice as slow as it is.
 constexpr double kClose = 2.5;
-constexpr Enough kEnoughClose{8, 16, 0.040};
+constexpr Enough kEnoughClose{8, 16, 0.080};
 // What stands for all timings of a size: the best of up to 8, the second best of up to 16.
 constexpr int kLowPart = 8;
-// Work in one piece, about. Several pieces are better than a long one: a disturbance lasts.
-constexpr double kPieceSeconds = 0.020;
+// Work in one piece, about. Many pieces are better than a long one: a disturbance lasts.
+constexpr double kPieceSeconds = 0.010;
 // A first micro-batch of a size pays for kernels that are prepared and memory that is new. Where a
 // step has rows for one only, this many are dropped; then they count.
 constexpr int kColdSingles = 2;
