@@ -1,6 +1,7 @@
 // Python's and NumPy's global random state, for RngSnapshot.
 #include "bind.hpp"
 #include "held.hpp"
+#include "numpy_random.hpp"
 
 #include <infinitybatch/core/rng.hpp>
 
@@ -9,33 +10,39 @@
 namespace infinitybatch::python {
 namespace {
 
-/// Saves with `module.getter(*arguments)`, restores with `module.setter(state)`. Does nothing while
-/// nobody has imported the module.
-std::function<void()> save(const char* module, const char* getter, const char* setter,
-                           const py::dict& arguments) {
-  const py::dict modules = py::module_::import("sys").attr("modules");
-  if (!modules.contains(module)) return [] {};
-  const py::object source = modules[module];
-  const Held state(source.attr(getter)(**arguments));
-  const Held restore(source.attr(setter));
-  return [state, restore] {
+/// The module where somebody has imported it: nobody else can have drawn from it.
+py::object imported(const char* name) {
+  PyObject* modules = PyImport_GetModuleDict();  // borrowed
+  PyObject* found = PyDict_GetItemString(modules, name);
+  return py::reinterpret_borrow<py::object>(found != nullptr ? found : Py_None);
+}
+
+std::function<void()> save_python_random(const py::object& module) {
+  const Held state(module.attr("getstate")());
+  const Held restore(module.attr("setstate"));
+  return [state, restore] { restore.handle()(state.handle()); };
+}
+
+/// A source that saves with `save(module)`.
+template <typename Save>
+void register_module(const char* name, Save save) {
+  register_random_source([name, save]() -> std::function<void()> {
     const py::gil_scoped_acquire gil;
-    const py::error_scope keep_error;  // restoring may happen while an exception is on its way
-    restore.handle()(state.handle());
-  };
+    const py::object module = imported(name);
+    if (module.is_none()) return [] {};
+    return [restore = save(module)] {
+      const py::gil_scoped_acquire gil;
+      const py::error_scope keep_error;  // restoring may happen while an exception is on its way
+      restore();
+    };
+  });
 }
 
 }  // namespace
 
 void register_random_sources() {
-  register_random_source([] {
-    const py::gil_scoped_acquire gil;
-    return save("random", "getstate", "setstate", py::dict());
-  });
-  register_random_source([] {
-    const py::gil_scoped_acquire gil;
-    return save("numpy.random", "get_state", "set_state", py::dict(py::arg("legacy") = false));
-  });
+  register_module("random", &save_python_random);
+  register_module("numpy.random", &save_numpy_random);
 }
 
 }  // namespace infinitybatch::python

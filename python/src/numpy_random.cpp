@@ -1,0 +1,97 @@
+// NumPy's global random state without get_state(), which converts 624 numbers one by one.
+//
+// The state has two parts. MT19937's key and position lie at `bit_generator.ctypes.state_address`,
+// a public attribute. Whether a second normal number is cached, and which, is told by get_state()
+// alone, but seen by drawing one: standard_normal() takes the cached number and leaves key and
+// position alone, or makes two and caches the second. NumPy promises that this stream will never
+// change (NEP 19). Whatever was drawn is put back at once.
+#include "numpy_random.hpp"
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <optional>
+
+namespace infinitybatch::python {
+namespace {
+
+constexpr size_t kWords = 624;
+
+/// As NumPy's mt19937_state; `is_laid_out_so` compares it with get_state() once.
+struct Twister {
+  std::array<uint32_t, kWords> key;
+  int32_t pos;
+};
+
+void restore_full(const Held& numpy_random, const py::object& state) {
+  numpy_random.handle().attr("set_state")(state);
+}
+
+py::dict full_state(const Twister& twister, bool has_gauss, const py::object& gauss) {
+  const py::module_ numpy = py::module_::import("numpy");
+  const py::bytes bytes(reinterpret_cast<const char*>(twister.key.data()), 4 * kWords);
+  py::dict inner;
+  inner["key"] = numpy.attr("frombuffer")(bytes, numpy.attr("uint32"));
+  inner["pos"] = twister.pos;
+  py::dict state;
+  state["bit_generator"] = "MT19937";
+  state["state"] = inner;
+  state["has_gauss"] = has_gauss ? 1 : 0;
+  state["gauss"] = gauss;
+  return state;
+}
+
+bool is_laid_out_so(const Twister& twister, const py::object& numpy_random) {
+  const py::object inner = numpy_random.attr("get_state")(py::arg("legacy") = false)["state"];
+  const auto key = inner["key"].attr("tobytes")().cast<std::string>();
+  return key.size() == 4 * kWords && std::memcmp(key.data(), twister.key.data(), 4 * kWords) == 0 &&
+         inner["pos"].cast<int32_t>() == twister.pos;
+}
+
+/// Where the generator keeps its state; null where it is of another kind.
+Twister* find_twister(const py::object& numpy_random) {
+  static const bool known = py::hasattr(numpy_random, "get_bit_generator");  // since NumPy 1.24
+  if (!known) return nullptr;
+  const py::object generator = numpy_random.attr("get_bit_generator")();
+  if (!generator.get_type().is(numpy_random.attr("MT19937"))) return nullptr;
+  // A thread that fills an array has the lock and not the GIL. Where nobody has it, nobody can draw
+  // before the GIL is given away, which nothing here does.
+  const py::object lock = generator.attr("lock");
+  if (!lock.attr("acquire")(false).cast<bool>()) return nullptr;
+  lock.attr("release")();
+  const auto address = generator.attr("ctypes").attr("state_address").cast<uintptr_t>();
+  auto* twister = reinterpret_cast<Twister*>(address);
+  static const bool laid_out_so = is_laid_out_so(*twister, numpy_random);
+  return laid_out_so ? twister : nullptr;
+}
+
+}  // namespace
+
+std::function<void()> save_numpy_random(const py::object& numpy_random) {
+  const Held module(numpy_random);
+  Twister* twister = find_twister(numpy_random);
+  if (twister == nullptr) {
+    const Held state(numpy_random.attr("get_state")(py::arg("legacy") = false));
+    return [module, state] {
+      restore_full(module, py::reinterpret_borrow<py::object>(state.handle()));
+    };
+  }
+  const auto before = std::make_shared<const Twister>(*twister);
+  const py::object draw = numpy_random.attr("standard_normal");
+  const py::object number = draw();
+  const bool was_cached = std::memcmp(twister, before.get(), sizeof(Twister)) == 0;
+  if (was_cached) {
+    // Rare: an odd number of normal numbers has been drawn.
+    const py::dict state = full_state(*before, true, number);
+    restore_full(module, state);
+    return [module, state = Held(state)] {
+      restore_full(module, py::reinterpret_borrow<py::object>(state.handle()));
+    };
+  }
+  draw();  // takes the number that the first call cached
+  *twister = *before;
+  return [module, before] { restore_full(module, full_state(*before, false, py::float_(0.0))); };
+}
+
+}  // namespace infinitybatch::python
