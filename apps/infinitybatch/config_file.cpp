@@ -11,6 +11,11 @@
 namespace infinitybatch::app {
 namespace {
 
+[[noreturn]] void refuse_line(const std::string& path, int number, const std::string& line,
+                              const std::string& why) {
+  throw UsageError("--config: " + path + ", line " + std::to_string(number) + ": " + line + why);
+}
+
 /// CLI11's reader skips what it does not understand; a setting that silently does nothing costs its
 /// user an hour. So every line must be blank, a comment, or `key = value`.
 void check_lines(const std::string& path, const std::string& text) {
@@ -21,14 +26,12 @@ void check_lines(const std::string& path, const std::string& text) {
     if (line.empty() || line.front() == '#') {
       continue;
     }
-    const std::string place = path + ", line " + std::to_string(number) + ": ";
     if (line.front() == '[') {
-      throw UsageError("--config: " + place + line +
-                       " is a section; the keys are flat, as in: epochs = 40");
+      refuse_line(path, number, line, " is a section; the keys are flat, as in: epochs = 40");
     }
     const size_t equals = line.find('=');
     if (equals == 0 || equals == std::string::npos || equals + 1 == line.size()) {
-      throw UsageError("--config: " + place + "'" + line + "' is not: key = value");
+      refuse_line(path, number, line.insert(0, "'"), "' is not: key = value");
     }
   }
 }
@@ -66,7 +69,8 @@ void read_config_file(CLI::App& command, const std::string& path) {
     command.allow_config_extras(CLI::config_extras_mode::error);
     command.parse_from_stream(again);
   } catch (const CLI::ParseError& error) {
-    throw UsageError("--config: " + path + ": " + one_line(error.what()));
+    throw UsageError("--config: " + path + ": " + one_line(error.what()) + "; see: infinitybatch " +
+                     command.get_name() + " --help");
   }
 }
 

@@ -46,8 +46,8 @@ c10::Device parse_device(const std::string& text) {
   } catch (const c10::Error&) {
     // Told below, with what exists.
   }
-  throw UsageError("--device " + text +
-                   " is not there; this machine and this torch have: " + known);
+  throw UsageError("--device " + text + " is not there; this machine and this torch have: " +
+                   known + "; name one of these or leave --device out");
 }
 
 }  // namespace infinitybatch::app

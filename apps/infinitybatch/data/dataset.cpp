@@ -15,7 +15,8 @@ namespace fs = std::filesystem;
 
 constexpr double kUsualHeldOut = 0.2;
 
-std::string find_or_explain(const std::string& name) {
+/// \param way_out what to give where `name` is no data set that a script makes
+std::string find_or_explain(const std::string& name, const std::string& way_out) {
   const DataPath path = find_data(name);
   if (path.found) {
     return *path.found;
@@ -29,7 +30,7 @@ std::string find_or_explain(const std::string& name) {
   } else if (name == "mnist") {
     message += "; fetch them with: python scripts/fetch_mnist.py";
   } else {
-    message += "; --data takes a folder of IDX files, a .npy, IDX or text file";
+    message += "; " + way_out;
   }
   throw DataError(message);
 }
@@ -89,7 +90,8 @@ at::Tensor read_array(const std::string& path) {
 }  // namespace
 
 Dataset load_dataset(const DataOptions& options, int64_t context) {
-  const std::string path = find_or_explain(options.data);
+  const std::string path =
+      find_or_explain(options.data, "--data takes a folder of IDX files, a .npy, IDX or text file");
   if (fs::is_directory(path)) {
     return read_folder(options.data, path, options);
   }
@@ -110,8 +112,9 @@ Dataset load_dataset(const DataOptions& options, int64_t context) {
   if (!is_array) {
     return read_text(path, context, held_out);
   }
-  const Labelled data{path, options.labels, read_array(path),
-                      read_array(find_or_explain(options.labels))};
+  const Labelled data{
+      path, options.labels, read_array(path),
+      read_array(find_or_explain(options.labels, "--labels takes a .npy or IDX file of classes"))};
   return split_labelled(options.data, data, held_out);
 }
 

@@ -56,7 +56,8 @@ void check(const Labelled& data) {
   if (data.inputs.size(0) != data.labels.size(0)) {
     throw DataError(data.inputs_name + " has " + std::to_string(data.inputs.size(0)) +
                     " samples but " + data.labels_name + " has " +
-                    std::to_string(data.labels.size(0)) + " labels; are they a pair?");
+                    std::to_string(data.labels.size(0)) +
+                    " labels; give files that are a pair, one label a sample");
   }
 }
 

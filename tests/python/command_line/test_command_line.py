@@ -85,8 +85,16 @@ MISUSES = {
         USAGE,
         "lbfgs asks for the loss several times.*use sgd",
     ),
-    "no such device": (("train", "--device", "cuda:99"), USAGE, "cuda:99 is not there.*have: cpu"),
-    "no device at all": (("train", "--device", "gpu0"), USAGE, "gpu0 is not there.*have: cpu"),
+    "no such device": (
+        ("train", "--device", "cuda:99"),
+        USAGE,
+        "cuda:99 is not there.*have: cpu.*; name one",
+    ),
+    "no device at all": (
+        ("train", "--device", "gpu0"),
+        USAGE,
+        "gpu0 is not there.*have: cpu.*; name one",
+    ),
     "native micro-batch": (
         ("train", "--strategy", "native", "--micro-batch-size", "4"),
         USAGE,
@@ -94,6 +102,11 @@ MISUSES = {
     ),
     "no such data": (("train", "--data", "nowhere"), ERROR, "no data at nowhere, data/nowhere"),
     "no such path": (("train", "--data", "a/b"), ERROR, "no data at a/b; --data takes a folder"),
+    "no such labels": (
+        ("train", "--data", "{folder}/x.npy", "--labels", "a/b"),
+        ERROR,
+        "no data at a/b; --labels takes a .npy or IDX file",
+    ),
     "empty folder": (("train", "--data", "{folder}"), ERROR, "has no train-images-idx3-ubyte"),
     "labels beside a folder": (
         ("train", "--data", "{folder}/pair", "--labels", "{folder}/y.npy"),
@@ -192,7 +205,7 @@ BAD_CONFIGS = {
     "section": ("[train]\nepochs = 3\n", r"line 1: \[train\] is a section"),
     "no value": ("epochs =\n", "line 1: 'epochs =' is not: key = value"),
     "no key": ("\nwhatever\n", "line 2: 'whatever' is not: key = value"),
-    "bad value": ('epochs = "many"\n', "--epochs.*many"),
+    "bad value": ('epochs = "many"\n', "--epochs.*many.*; see: infinitybatch train --help"),
     "out of range": ("epochs = 0\n", "--epochs.*0 not in range"),
     "itself": ('config = "other.toml"\n', "the key 'config' is not known"),
 }

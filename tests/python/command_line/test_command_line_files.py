@@ -73,7 +73,7 @@ DAMAGED_IDX = {
     "overflow": (b"\0\0\x08\x04" + b"\xff" * 16, "shape is impossible"),
     "other count": (
         idx(numpy.zeros((5, 8, 8))),
-        "has 5 samples but .* has 6 labels; are they a pair",
+        "has 5 samples but .* has 6 labels; give files that are a pair",
     ),
 }
 
