@@ -105,7 +105,9 @@ void Executor::record(Rows rows, bool retain) {
 }
 
 void Executor::whole_loss() {
+  in_whole_loss_ = true;
   const at::Tensor value = two_pass_->whole_loss();
+  in_whole_loss_ = false;
   loss_type_ = value.scalar_type();
   total_.copy_(value);
 }

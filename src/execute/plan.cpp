@@ -57,25 +57,41 @@ const std::vector<Operation>& stream_operations() {
   return operations;
 }
 
-Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty) {
-  Plan plan;
-  plan.strategy = "stream";
-  plan.batch_size = std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
-  for (size_t i = 0; i < micro_batch_sizes.size(); ++i) {
-    for (const Operation operation : stream_operations()) {
-      plan.instructions.push_back({operation, static_cast<int64_t>(i)});
-    }
-  }
-  if (penalty) plan.instructions.push_back({Operation::penalty, -1});
-  plan.instructions.push_back({Operation::hand_out, -1});
-  plan.micro_batch_sizes = std::move(micro_batch_sizes);
-  return plan;
-}
-
 const std::vector<Operation>& two_pass_operations() {
   static const std::vector<Operation> operations{
       Operation::record, Operation::replay, Operation::seed, Operation::backward, Operation::free};
   return operations;
+}
+
+namespace {
+
+/// `operations` on each micro-batch in turn.
+Plan repeat(const std::vector<Operation>& operations, std::vector<int64_t> micro_batch_sizes) {
+  Plan plan;
+  plan.batch_size = std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
+  for (size_t i = 0; i < micro_batch_sizes.size(); ++i) {
+    for (const Operation operation : operations) {
+      plan.instructions.push_back({operation, static_cast<int64_t>(i)});
+    }
+  }
+  plan.micro_batch_sizes = std::move(micro_batch_sizes);
+  return plan;
+}
+
+}  // namespace
+
+Plan rehearsal_plan(std::vector<int64_t> micro_batch_sizes) {
+  Plan plan = repeat(two_pass_operations(), std::move(micro_batch_sizes));
+  plan.strategy = "rehearsal";
+  return plan;
+}
+
+Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty) {
+  Plan plan = repeat(stream_operations(), std::move(micro_batch_sizes));
+  plan.strategy = "stream";
+  if (penalty) plan.instructions.push_back({Operation::penalty, -1});
+  plan.instructions.push_back({Operation::hand_out, -1});
+  return plan;
 }
 
 Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained) {

@@ -88,11 +88,13 @@ bool same_plot(const Story& a, const Story& b) {
 }  // namespace
 
 std::optional<MicroBatchProfile> MicroBatchProfile::fit(const MicroBatchTrace& a,
-                                                        const MicroBatchTrace& b) {
+                                                        const MicroBatchTrace& b,
+                                                        const std::vector<Operation>& operations) {
   const Story first = StoryTeller(a).tell();
   const Story second = StoryTeller(b).tell();
   if (a.size == b.size || !same_plot(first, second)) return std::nullopt;
   MicroBatchProfile profile;
+  profile.operations_ = operations;
   profile.events_ = first.events;
   profile.operation_starts_ = first.starts;
   for (size_t i = 0; i < first.sizes.size(); ++i) {
@@ -109,10 +111,9 @@ std::optional<MicroBatchProfile> MicroBatchProfile::fit(const MicroBatchTrace& a
 
 MicroBatchProfile::Effect MicroBatchProfile::effect(Operation operation, int64_t samples,
                                                     bool first) const {
-  const auto& operations = stream_operations();
-  const auto place = std::find(operations.begin(), operations.end(), operation);
-  if (place == operations.end()) return {};
-  const auto index = static_cast<size_t>(place - operations.begin());
+  const auto place = std::find(operations_.begin(), operations_.end(), operation);
+  if (place == operations_.end()) return {};
+  const auto index = static_cast<size_t>(place - operations_.begin());
   const size_t begin = operation_starts_[index];
   const size_t end =
       index + 1 < operation_starts_.size() ? operation_starts_[index + 1] : events_.size();

@@ -5,24 +5,86 @@
 #include <tuple>
 
 namespace infinitybatch {
+namespace {
+
+using Effect = MicroBatchProfile::Effect;
+
+/// The effects of one plan's instructions. Most micro-batches are alike: each distinct (operation,
+/// size, first) is told once.
+class Effects {
+ public:
+  Effects(const Plan& plan, const MicroBatchProfile& profile, bool begun)
+      : plan_(plan), profile_(profile), first_(!begun) {}
+
+  Effect of(const Instruction& instruction) {
+    const int64_t index = instruction.micro_batch;
+    const int64_t size = plan_.micro_batch_sizes[static_cast<size_t>(index)];
+    const bool retained =
+        index >= static_cast<int64_t>(plan_.micro_batch_sizes.size()) - plan_.retained;
+    switch (instruction.operation) {
+      case Operation::retain: {
+        // The user's forward, and what it leaves behind is not only the outputs but the graph too.
+        const Effect forward = tell(Operation::record, size);
+        return {forward.rise, forward.net + tell(Operation::replay, size).net};
+      }
+      case Operation::replay:
+        return retained ? Effect() : tell(Operation::replay, size);
+      case Operation::free: {
+        // While measuring, what stood for the outputs' gradient was freed here too.
+        const Effect effect = tell(Operation::free, size);
+        if (plan_.strategy != "replay") return effect;
+        return {effect.rise, effect.net + tell(Operation::seed, size).net};
+      }
+      case Operation::backward: {
+        const Effect effect = tell(Operation::backward, size);
+        if (plan_.strategy == "replay") first_ = false;
+        return effect;
+      }
+      default:
+        return tell(instruction.operation, size);
+    }
+  }
+
+  /// The next micro-batch of a streaming plan: its gradients find buffers.
+  void next_micro_batch(int64_t index) {
+    if (plan_.strategy != "replay" && index > 0) first_ = false;
+  }
+
+ private:
+  Effect tell(Operation operation, int64_t size) {
+    const auto key = std::make_tuple(operation, size, first_);
+    auto found = known_.find(key);
+    if (found == known_.end()) {
+      found = known_.emplace(key, profile_.effect(operation, size, first_)).first;
+    }
+    return found->second;
+  }
+
+  const Plan& plan_;
+  const MicroBatchProfile& profile_;
+  bool first_;
+  std::map<std::tuple<Operation, int64_t, bool>, Effect> known_;
+};
+
+}  // namespace
 
 int64_t simulate_peak(const Plan& plan, const MicroBatchProfile& profile, int64_t baseline,
-                      bool begun) {
-  // Most micro-batches are alike: each distinct (operation, size, first) is told once.
-  std::map<std::tuple<Operation, int64_t, bool>, MicroBatchProfile::Effect> known;
+                      bool begun, Effect whole_loss) {
+  Effects effects(plan, profile, begun);
   int64_t live = begun ? baseline + profile.buffer_bytes() : baseline;
   int64_t peak = live;
   for (const Instruction& instruction : plan.instructions) {
-    if (instruction.micro_batch < 0) continue;
-    const int64_t size = plan.micro_batch_sizes[static_cast<size_t>(instruction.micro_batch)];
-    const bool first = !begun && instruction.micro_batch == 0;
-    const auto key = std::make_tuple(instruction.operation, size, first);
-    auto found = known.find(key);
-    if (found == known.end()) {
-      found = known.emplace(key, profile.effect(instruction.operation, size, first)).first;
+    Effect effect;
+    if (instruction.operation == Operation::whole_loss) {
+      effect = whole_loss;
+    } else if (instruction.micro_batch < 0) {
+      continue;
+    } else {
+      effects.next_micro_batch(instruction.micro_batch);
+      effect = effects.of(instruction);
     }
-    peak = std::max(peak, live + found->second.rise);
-    live += found->second.net;
+    peak = std::max(peak, live + effect.rise);
+    live += effect.net;
   }
   return peak;
 }

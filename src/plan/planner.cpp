@@ -65,7 +65,11 @@ void Planner::begin(const Request& request) {
   if (settled_plan_) return;
   if (known_->profile && candidates().empty()) {
     const int64_t needed = std::max(predicted_peak(1), request.budget_bytes + 1);
-    throw BudgetExceeded(needed, request.budget_bytes, needed, "a single sample");
+    throw BudgetExceeded(needed, request.budget_bytes, needed,
+                         request.two_pass ? "one sample at a time, beside the outputs and the loss "
+                                            "of all " +
+                                                std::to_string(request.batch_size)
+                                          : "a single sample");
   }
 }
 
@@ -118,6 +122,7 @@ int64_t Planner::predicted_peak(int64_t size) const {
 }
 
 int64_t Planner::simulated_peak(int64_t size) const {
+  if (request_.two_pass) return two_pass_peak(size, /*retained=*/0);
   const int64_t baseline = request_.baseline_bytes;
   const auto simulate = [&](std::vector<int64_t> sizes) {
     return simulate_peak(stream_plan(std::move(sizes), false), *known_->profile, baseline);
@@ -143,7 +148,7 @@ bool Planner::fits_here(int64_t size) const {
   if (row_ == 0 || !known_->profile) return true;
   const int64_t baseline = request_.baseline_bytes;
   const int64_t peak =
-      simulate_peak(stream_plan({size}, false), *known_->profile, baseline, /*begun=*/true);
+      simulate_peak(measured_plan({size}), *known_->profile, baseline, /*begun=*/true);
   const double above = std::ceil(static_cast<double>(peak - baseline) * known_->correction);
   return baseline + static_cast<int64_t>(above) <= request_.budget_bytes;
 }
@@ -216,9 +221,9 @@ bool Planner::wants_timing(int64_t cap) const {
 
 std::optional<int64_t> Planner::cap_to_time() const {
   const int64_t remaining = request_.batch_size - row_;
-  // The size that the last step ended with is warm, and where one micro-batch is the whole step
-  // there is no other way to time a warm one.
-  if (row_ == 0 && last_cap_ > 0 && fits(size_under(last_cap_)) && wants_timing(last_cap_)) {
+  // Where one micro-batch is the whole step the next step is the only way to time a warm one.
+  if (row_ == 0 && last_cap_ > 0 && size_under(last_cap_) == remaining && fits(remaining) &&
+      wants_timing(last_cap_)) {
     return last_cap_;
   }
   std::optional<int64_t> found;
@@ -283,6 +288,7 @@ std::optional<Piece> Planner::next() {
   const int64_t remaining = request_.batch_size - row_;
   attempted_ = 0;
   if (remaining == 0) return std::nullopt;
+  if (request_.two_pass && (settled_plan_ || settled())) return std::nullopt;
   Piece piece;
   std::vector<int64_t> sizes;
   if (row_ == 0 && settled_plan_) {
@@ -302,8 +308,12 @@ std::optional<Piece> Planner::next() {
   }
   if (!sizes.empty()) {
     const bool last = std::accumulate(sizes.begin(), sizes.end(), row_) == request_.batch_size;
-    piece.plan = stream_plan(std::move(sizes), last && request_.penalty);
-    if (!last) piece.plan.instructions.pop_back();  // handed out once, at the end
+    if (request_.two_pass) {
+      piece.plan = measured_plan(std::move(sizes));
+    } else {
+      piece.plan = stream_plan(std::move(sizes), last && request_.penalty);
+      if (!last) piece.plan.instructions.pop_back();  // handed out once, at the end
+    }
     if (row_ == 0 && last && settled()) {
       piece.plan.predicted_peak_bytes = predicted_peak(piece.plan.micro_batch_size());
       settled_plan_ = piece.plan;
@@ -315,12 +325,16 @@ std::optional<Piece> Planner::next() {
 }
 
 void Planner::observe(const Piece& piece, const Measurement& measured) {
+  if (measured.whole_loss) known_->whole_loss[request_.batch_size] = *measured.whole_loss;
   if (piece.settled) return;
+  if (piece.plan.strategy == "replay") return observe_two_pass(piece, measured);
   const int64_t size = piece.plan.micro_batch_size();
   const int64_t above = measured.peak_bytes - request_.baseline_bytes;
   int64_t& peak = known_->peaks[size];
   peak = std::max(peak, above);
-  if (known_->profile) {
+  // In a rehearsal earlier pieces leave outputs behind that the simulation of one piece does not
+  // know of; two_pass.cpp corrects by the step itself.
+  if (known_->profile && !request_.two_pass) {
     const bool begun = row_ > piece.plan.batch_size;
     const int64_t predicted =
         simulate_peak(piece.plan, *known_->profile, request_.baseline_bytes, begun) -
@@ -358,7 +372,9 @@ void Planner::learn(MicroBatchTrace trace) {
   std::vector<MicroBatchTrace>& traces = known_->traces;
   traces.push_back(std::move(trace));
   if (traces.size() < 2) return;
-  known_->profile = MicroBatchProfile::fit(traces[traces.size() - 2], traces.back());
+  known_->profile =
+      MicroBatchProfile::fit(traces[traces.size() - 2], traces.back(),
+                             request_.two_pass ? two_pass_operations() : stream_operations());
   known_->irregular = !known_->profile && traces.size() > 2;
   if (known_->profile || known_->irregular) traces.clear();
 }
@@ -368,8 +384,18 @@ void Planner::forget_settled_plan() {
   full_plan_.reset();
 }
 
-void Planner::ran_out_of_memory(int64_t needed_bytes) {
+void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
+  const int64_t retained = settled_plan_ ? settled_plan_->retained : 0;
   forget_settled_plan();
+  if (retained > 0) {
+    known_->most_retained = retained / 2;
+    return;
+  }
+  if (in_loss) {
+    throw BudgetExceeded(
+        std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes, std::nullopt,
+        "the loss on the outputs of all " + std::to_string(request_.batch_size) + " samples");
+  }
   if (attempted_ == 0) {
     throw BudgetExceeded(std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes,
                          std::nullopt, "what the step holds before its first micro-batch");
@@ -402,10 +428,14 @@ Plan Planner::plan() const {
 Plan Planner::make_plan() const {
   const int64_t cap = fastest();
   Plan plan = settled_plan_ ? *settled_plan_
-                            : stream_plan(split_evenly(request_.batch_size, cap), request_.penalty);
+              : request_.two_pass
+                  ? two_pass_plan(split_evenly(request_.batch_size, cap), /*retained=*/0)
+                  : stream_plan(split_evenly(request_.batch_size, cap), request_.penalty);
   plan.budget_bytes = request_.budget_bytes;
   plan.baseline_bytes = request_.baseline_bytes;
-  plan.predicted_peak_bytes = predicted_peak(plan.micro_batch_size());
+  if (!plan.predicted_peak_bytes) {
+    plan.predicted_peak_bytes = predicted_peak(plan.micro_batch_size());
+  }
   for (int64_t power = 1;; power *= 2) {
     // The chosen size stands in its place, whether a power of two or not.
     const bool chosen_next = cap > power / 2 && cap < power;

@@ -6,6 +6,10 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
 
+#if __has_include(<sys/resource.h>)
+#include <sys/resource.h>
+#endif
+
 #include <chrono>
 #include <ctime>
 #include <optional>
@@ -17,31 +21,47 @@ void wait_for(at::Device device) {
   if (!device.is_cpu()) at::accelerator::synchronizeDevice(device.index());
 }
 
-/// Seconds since some moment. Where all of the work is this thread's it is this thread's CPU time,
-/// which does not run while other programs have the core: backward of a graph on the CPU runs in
-/// the thread that calls it. What a source waits for (a disk) is not in it.
+/// What clocks say at one moment.
+struct Moment {
+  double wall = 0;
+  double own = -1;     // CPU seconds of this thread; below 0 where it does not count
+  int64_t waited = 0;  // how often this thread has given the core away by itself
+};
+
+/// Where torch computes in this thread alone its CPU time is what a micro-batch costs, and does not
+/// run while other programs have the core: backward of a graph on the CPU runs in the thread that
+/// calls it. A thread that waited (for a disk, for threads that are not torch's) has not done
+/// everything itself: there wall clock time counts.
 class Stopwatch {
  public:
   explicit Stopwatch(at::Device device)
-      : device_(device), own_time_(device.is_cpu() && at::get_num_threads() == 1) {}
+      : device_(device), alone_(device.is_cpu() && at::get_num_threads() == 1) {}
 
-  double read() const {
+  Moment read() const {
     wait_for(device_);
-#ifdef CLOCK_THREAD_CPUTIME_ID
-    if (own_time_) {
-      timespec time{};
-      if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time) == 0) {
-        return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-      }
+    Moment moment;
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    moment.wall = std::chrono::duration<double>(now).count();
+#if defined(CLOCK_THREAD_CPUTIME_ID) && defined(RUSAGE_THREAD)
+    timespec time{};
+    rusage usage{};
+    if (alone_ && clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time) == 0 &&
+        getrusage(RUSAGE_THREAD, &usage) == 0) {
+      moment.own = static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+      moment.waited = usage.ru_nvcsw;
     }
 #endif
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return std::chrono::duration<double>(now).count();
+    return moment;
+  }
+
+  static double seconds(const Moment& from, const Moment& to) {
+    const bool alone = from.own >= 0 && to.own >= 0 && from.waited == to.waited;
+    return alone ? to.own - from.own : to.wall - from.wall;
   }
 
  private:
   at::Device device_;
-  [[maybe_unused]] bool own_time_;
+  [[maybe_unused]] bool alone_;
 };
 
 /// Collects one micro-batch's trace while its operations run.
@@ -71,6 +91,14 @@ class Tracing {
   MicroBatchTrace trace_;
 };
 
+template <typename Call>
+MicroBatchProfile::Effect effect_of(at::Device device, Call&& call) {
+  const int64_t before = memory::stats(device).live;
+  const memory::PeakScope peak(device);
+  call();
+  return {peak.peak() - before, memory::stats(device).live - before};
+}
+
 }  // namespace
 
 Measurement run(Executor& executor, const Piece& piece, int64_t first_row, at::Device device) {
@@ -82,7 +110,7 @@ Measurement run(Executor& executor, const Piece& piece, int64_t first_row, at::D
 
   const bool timed = piece.timed_cap > 0;
   const Stopwatch watch(device);
-  double start = timed ? watch.read() : 0;
+  Moment start = timed ? watch.read() : Moment();
   std::vector<int64_t> begins{first_row};
   for (const int64_t size : piece.plan.micro_batch_sizes) begins.push_back(begins.back() + size);
   Rows rows;
@@ -92,10 +120,14 @@ Measurement run(Executor& executor, const Piece& piece, int64_t first_row, at::D
       rows = {begins[index], begins[index + 1]};
     }
     if (tracing && instruction.micro_batch >= 0) tracing->begin_operation();
+    if (instruction.operation == Operation::whole_loss && !piece.settled) {
+      measured.whole_loss = effect_of(device, [&] { executor.run(instruction.operation, rows); });
+      continue;
+    }
     executor.run(instruction.operation, rows);
     if (timed && instruction.operation == Operation::free) {
-      const double now = watch.read();
-      measured.seconds.push_back(now - start);
+      const Moment now = watch.read();
+      measured.seconds.push_back(Stopwatch::seconds(start, now));
       start = now;
     }
   }

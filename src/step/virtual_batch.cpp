@@ -62,6 +62,10 @@ class VirtualBatch::State {
   Job job(const BatchSource& inputs, const BatchSource& targets) const;
   StepReport attempt(const Job& job, const std::optional<int64_t>& budget, bool hand_out);
   void follow_fixed_size(Executor& executor, const Job& job, bool hand_out, StepReport& report);
+  /// Measures what the planner still wants to know of a coupled loss's micro-batches, and undoes
+  /// it.
+  void rehearse(const Job& job, int64_t budget);
+  Request request(const Job& job, int64_t budget) const;
   void follow_planner(Executor& executor, const Job& job, int64_t budget, bool hand_out,
                       StepReport& report);
   /// Makes the planner plan smaller, or throws what the user should see.
@@ -79,6 +83,7 @@ class VirtualBatch::State {
   Planner planner_;
   Plan plan_;
   bool use_tapes_ = true;
+  bool failed_in_loss_ = false;  // the last attempt, in the loss of all outputs
   bool planning_ = false;        // the planner knows of the attempt at work
   std::exception_ptr coupling_;  // why only the whole batch as one micro-batch is exact
 };
@@ -150,6 +155,10 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
   std::optional<Executor> executor;
   try {
     StepReport report;
+    if (job.coupled != nullptr && !options_.micro_batch_size) {
+      rehearse(job, *budget);
+      random.restore();
+    }
     executor.emplace(job);
     if (options_.micro_batch_size) {
       follow_fixed_size(*executor, job, hand_out, report);
@@ -170,6 +179,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     return report;
   } catch (...) {
     keep_foreign_exception(std::current_exception());
+    failed_in_loss_ = executor && executor->in_whole_loss();
     if (executor) executor->roll_back();
     random.restore();
     throw;
@@ -205,16 +215,58 @@ void VirtualBatch::State::follow_fixed_size(Executor& executor, const Job& job, 
   report.micro_batch_sizes = plan_.micro_batch_sizes;
 }
 
-void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int64_t budget,
-                                         bool hand_out, StepReport& report) {
+Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   Request request;
   request.signature = signature_of(job);
   request.batch_size = job.batch_size();
   request.baseline_bytes = memory::stats(job.device).live;
   request.budget_bytes = budget;
   request.penalty = has_penalty();
-  planner_.begin(request);
+  request.two_pass = job.coupled != nullptr;
+  return request;
+}
+
+void VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
+  Job quiet = job;
+  quiet.on_micro_batch = nullptr;
+  quiet.keep_outputs = false;
+  // A small batch has too few rows to time every size in one pass over them.
+  constexpr int kPasses = 8;
+  std::optional<Executor> executor;
+  try {
+    for (int pass = 0; pass < kPasses; ++pass) {
+      executor.emplace(quiet);
+      planner_.begin(request(quiet, budget));
+      planning_ = true;
+      int64_t row = 0;
+      while (const std::optional<Piece> piece = planner_.next()) {
+        planner_.observe(*piece, run(*executor, *piece, row, job.device));
+        row += piece->plan.batch_size;
+      }
+      executor->roll_back();
+      executor.reset();
+      if (planner_.settled()) break;
+    }
+  } catch (...) {
+    keep_foreign_exception(std::current_exception());
+    if (executor) executor->roll_back();
+    throw;
+  }
+}
+
+void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int64_t budget,
+                                         bool hand_out, StepReport& report) {
+  planner_.begin(request(job, budget));
   planning_ = true;
+  if (job.coupled != nullptr) {
+    const Piece piece = prepare(planner_.two_pass(), hand_out);
+    report.micro_batch_sizes = piece.plan.micro_batch_sizes;
+    report.predicted_peak_bytes = piece.plan.predicted_peak_bytes;
+    plan_ = piece.plan;
+    planner_.observe(piece, run(executor, piece, 0, job.device));
+    plan_ = planner_.plan();
+    return;
+  }
   int64_t row = 0;
   while (std::optional<Piece> piece = planner_.next()) {
     append(report.micro_batch_sizes, piece->plan.micro_batch_sizes);
@@ -238,7 +290,7 @@ void VirtualBatch::State::answer_out_of_memory(int64_t needed, int64_t budget) {
                          "what the step holds before its first micro-batch");
   }
   try {
-    planner_.ran_out_of_memory(needed);
+    planner_.ran_out_of_memory(needed, failed_in_loss_);
   } catch (const BudgetExceeded&) {
     if (coupling_) std::rethrow_exception(coupling_);
     throw;

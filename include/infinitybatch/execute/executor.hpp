@@ -35,6 +35,8 @@ class Executor {
   /// All outputs in order, with `keep_outputs`.
   std::optional<Batch> take_outputs();
   autograd::GradientSinks& sinks() noexcept { return sinks_; }
+  /// Whether the loss of all outputs is at work, or failed.
+  bool in_whole_loss() const noexcept { return in_whole_loss_; }
   /// Why the user's forward ran twice for some rows; nothing where it did not.
   std::optional<std::string> opaque() const;
 
@@ -59,7 +61,8 @@ class Executor {
   BufferRule buffers_;
   coupled::CouplingWatch watch_;
   std::optional<Denominator> denominator_;  // of a separable loss
-  std::optional<TwoPass> two_pass_;         // for a coupled loss
+  bool in_whole_loss_ = false;
+  std::optional<TwoPass> two_pass_;  // for a coupled loss
 
   Batch inputs_;  // of the micro-batch at work
   Batch targets_;

@@ -77,6 +77,10 @@ Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty);
 /// consumed first, last to first, so that memory falls as backward goes.
 Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained);
 
+/// Micro-batches that do both passes one after the other, with a stand-in for the gradient of their
+/// outputs: a rehearsal, in which they are measured.
+Plan rehearsal_plan(std::vector<int64_t> micro_batch_sizes);
+
 /// What one micro-batch does while it is measured, in order: streaming, or the two passes.
 const std::vector<Operation>& stream_operations();
 const std::vector<Operation>& two_pass_operations();

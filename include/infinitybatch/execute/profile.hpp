@@ -19,7 +19,7 @@ struct MicroBatchTrace {
   };
   int64_t size = 0;  ///< samples
   std::vector<memory::AllocationEvent> events;
-  std::vector<size_t> operation_starts;  ///< first event of each of `stream_operations()`
+  std::vector<size_t> operation_starts;  ///< first event of each operation, in order
   std::vector<SinkMark> sinks;
 };
 
@@ -46,7 +46,10 @@ class MicroBatchProfile {
  public:
   /// Fits the story to traces of two different sizes, neither of them 1 (one sample takes other
   /// kernels). Empty where the two tell different stories (routing that depends on the data).
-  static std::optional<MicroBatchProfile> fit(const MicroBatchTrace& a, const MicroBatchTrace& b);
+  /// \param operations what the micro-batch did, in order: one for each of `operation_starts`
+  static std::optional<MicroBatchProfile> fit(
+      const MicroBatchTrace& a, const MicroBatchTrace& b,
+      const std::vector<Operation>& operations = stream_operations());
 
   /// What one operation does to live memory at `samples`.
   struct Effect {
@@ -62,6 +65,7 @@ class MicroBatchProfile {
  private:
   std::vector<AffineBytes> blocks_;
   std::vector<ProfileEvent> events_;
+  std::vector<Operation> operations_;
   std::vector<size_t> operation_starts_;
   int64_t buffer_bytes_ = 0;
 };

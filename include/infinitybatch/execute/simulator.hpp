@@ -8,8 +8,9 @@ namespace infinitybatch {
 /// The peak of live bytes that running `plan` will reach, read off the same instructions that the
 /// executor runs. Not covered: the penalty's own memory, and what hooks allocate during hand-out.
 /// \param baseline live bytes when the step began
+/// \param whole_loss what the loss of all outputs does; measured, for its memory follows no rule
 /// \param begun    earlier micro-batches of the step have filled the gradient buffers already
 int64_t simulate_peak(const Plan& plan, const MicroBatchProfile& profile, int64_t baseline,
-                      bool begun = false);
+                      bool begun = false, MicroBatchProfile::Effect whole_loss = {});
 
 }  // namespace infinitybatch

@@ -17,6 +17,7 @@ struct Request {
   int64_t baseline_bytes = 0;  ///< live on the device when the first instruction starts
   int64_t budget_bytes = 0;
   bool penalty = false;
+  bool two_pass = false;  ///< a coupled loss
 };
 
 /// A stretch of a step: consecutive micro-batches, and what to measure while they run.
@@ -32,6 +33,7 @@ struct Piece {
 /// What was measured while a piece ran.
 struct Measurement {
   std::optional<MicroBatchTrace> trace;
+  std::optional<MicroBatchProfile::Effect> whole_loss;
   std::vector<double> seconds;  ///< of each micro-batch of a timed piece
   int64_t peak_bytes = 0;
 };
@@ -51,14 +53,19 @@ class Planner {
   /// Begins a step. \throws BudgetExceeded where no size can fit
   void begin(const Request& request);
 
-  /// The next stretch of the step; empty when all rows are done.
+  /// The next stretch of the step; empty when all rows are done. Of a coupled loss it is the next
+  /// stretch of a rehearsal instead, whose gradients are thrown away; empty as soon as enough is
+  /// known.
   std::optional<Piece> next();
+  /// Of a coupled loss: the step itself.
+  Piece two_pass();
   void observe(const Piece& piece, const Measurement& measurement);
 
   /// Takes an out-of-memory error in the middle of a step into account: after it `begin` plans
   /// smaller. \throws BudgetExceeded where nothing smaller is left
   /// \param needed_bytes what would have been live
-  void ran_out_of_memory(int64_t needed_bytes);
+  /// \param in_loss      it happened in the loss of all outputs
+  void ran_out_of_memory(int64_t needed_bytes, bool in_loss = false);
 
   /// Samples are coupled: only one micro-batch of the whole logical batch is exact.
   /// False where that has been tried already or cannot fit.
@@ -87,6 +94,9 @@ class Planner {
     int64_t largest = INT64_MAX;        // sizes above have run out of memory
     double correction = 1.0;            // measured peak / predicted peak, where that was more
     bool whole_batch_only = false;
+    // Of a coupled loss:
+    std::map<int64_t, MicroBatchProfile::Effect> whole_loss;  // measured, by batch size
+    int64_t most_retained = INT64_MAX;                        // more have run out of memory
   };
 
   /// Sizes to choose from, as upper ends: powers of two and the largest that fits. A logical batch
@@ -99,6 +109,12 @@ class Planner {
   bool fits(int64_t size) const;
   bool fits_here(int64_t size) const;
   std::vector<int64_t> split_rest() const;
+  /// Micro-batches as they are measured.
+  Plan measured_plan(std::vector<int64_t> sizes) const;
+  MicroBatchProfile::Effect whole_loss() const;
+  int64_t two_pass_peak(int64_t size, int64_t retained) const;
+  int64_t most_retained(int64_t size) const;
+  void observe_two_pass(const Piece& piece, const Measurement& measured);
   const Timing* timing_of(int64_t cap) const;
   bool wants_timing(int64_t cap) const;
   /// The wanted cap that was timed in the fewest pieces, of those that fit into the step's rest.
