@@ -95,6 +95,14 @@ void add_json(CLI::App& app, Settings& settings) {
   app.add_flag("--json", settings.json, "JSON lines on stdout, everything else on stderr");
 }
 
+void add_micro_batch(CLI::App& app, Settings& settings) {
+  app.add_option("--micro-batch-size", settings.training.step.micro_batch_size,
+                 "samples at once [the fastest that fits]")
+      ->check(at_least(1))
+      ->type_name("NUMBER")
+      ->group("Batch and memory");
+}
+
 void add_training(CLI::App& app, Settings& settings) {
   auto& training = settings.training;
   app.add_option("--epochs", training.epochs, "how often each sample is seen")
@@ -106,11 +114,7 @@ void add_training(CLI::App& app, Settings& settings) {
       ->check(between(0.0, 1e6))
       ->type_name("NUMBER")
       ->group("Training");
-  app.add_option("--micro-batch-size", training.step.micro_batch_size,
-                 "samples at once [the fastest that fits]")
-      ->check(at_least(1))
-      ->type_name("NUMBER")
-      ->group("Batch and memory");
+  add_micro_batch(app, settings);
   app.add_option("--strategy", training.step.strategy,
                  "auto, stream (micro-batches) or native (the whole batch at once)")
       ->check(one_of({"auto", "stream", "native"}))
@@ -138,6 +142,13 @@ void add_train_flags(CLI::App& command, Settings& settings) {
 
 void add_plan_flags(CLI::App& command, Settings& settings) {
   add_shared(command, settings);
+  add_common(command, settings);
+  add_json(command, settings);
+}
+
+void add_verify_flags(CLI::App& command, Settings& settings) {
+  add_shared(command, settings);
+  add_micro_batch(command, settings);
   add_common(command, settings);
   add_json(command, settings);
 }

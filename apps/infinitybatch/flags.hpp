@@ -9,6 +9,7 @@ namespace infinitybatch::app {
 /// The flags of each command, writing into `settings`, which must outlive `command`.
 void add_train_flags(CLI::App& command, Settings& settings);
 void add_plan_flags(CLI::App& command, Settings& settings);
+void add_verify_flags(CLI::App& command, Settings& settings);
 void add_doctor_flags(CLI::App& command, Settings& settings);
 
 }  // namespace infinitybatch::app

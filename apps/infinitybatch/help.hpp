@@ -36,6 +36,14 @@ inline constexpr const char* kPlanFooter =
     "Example:\n"
     "  infinitybatch plan --batch-size all --memory-budget 24MiB";
 
+inline constexpr const char* kVerify =
+    "Compare the gradients of micro-batches with those of the whole batch at once";
+
+inline constexpr const char* kVerifyFooter =
+    "The exit code is 1 where a gradient is not exact.\n\n"
+    "Example:\n"
+    "  infinitybatch verify --model resnet --batch-size 256 --micro-batch-size 16";
+
 inline constexpr const char* kDoctor =
     "Check this installation and say what would fail and how to mend it";
 

@@ -14,6 +14,8 @@ ExitCode run(const Settings& settings) {
   switch (settings.command) {
     case Command::plan:
       return run_plan(settings);
+    case Command::verify:
+      return run_verify(settings);
     case Command::doctor:
       return run_doctor(settings);
     case Command::train:

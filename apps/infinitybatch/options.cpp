@@ -76,7 +76,7 @@ std::string describe(const CLI::App& app, const CLI::ParseError& error,
     return extras.front() + " is not known" + suggestion(extras.front(), names_of(*scope)) + where;
   }
   if (app.get_subcommands().empty()) {
-    return "a command is needed: train, plan or doctor" + where;
+    return "a command is needed: train, plan, verify or doctor" + where;
   }
   return one_line(error.what()) + where;
 }
@@ -92,12 +92,15 @@ Parsed parse_command_line(int argc, const char* const* argv) {
 
   CLI::App& train = *app.add_subcommand("train", help::kTrain);
   CLI::App& plan = *app.add_subcommand("plan", help::kPlan);
+  CLI::App& verify = *app.add_subcommand("verify", help::kVerify);
   CLI::App& doctor = *app.add_subcommand("doctor", help::kDoctor);
   train.footer(help::kTrainFooter);
   plan.footer(help::kPlanFooter);
+  verify.footer(help::kVerifyFooter);
   doctor.footer(help::kDoctorFooter);
   add_train_flags(train, settings);
   add_plan_flags(plan, settings);
+  add_verify_flags(verify, settings);
   add_doctor_flags(doctor, settings);
 
   std::string command;
@@ -117,9 +120,10 @@ Parsed parse_command_line(int argc, const char* const* argv) {
     const auto chosen = app.get_subcommands();
     throw UsageError(describe(app, error, chosen.empty() ? "" : chosen.front()->get_name()));
   }
-  settings.command = command == "train"  ? Command::train
-                     : command == "plan" ? Command::plan
-                                         : Command::doctor;
+  settings.command = command == "train"    ? Command::train
+                     : command == "plan"   ? Command::plan
+                     : command == "verify" ? Command::verify
+                                           : Command::doctor;
   if (settings.command != Command::doctor) {
     finish(settings);
   }

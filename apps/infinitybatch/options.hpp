@@ -10,7 +10,7 @@
 
 namespace infinitybatch::app {
 
-enum class Command { train, plan, doctor };
+enum class Command { train, plan, verify, doctor };
 
 /// Everything that the flags of all commands say; a command reads what it needs.
 struct Settings {

@@ -12,4 +12,5 @@
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/step/module.hpp>
+#include <infinitybatch/step/verify.hpp>
 #include <infinitybatch/step/virtual_batch.hpp>

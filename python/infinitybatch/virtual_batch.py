@@ -151,6 +151,10 @@ class VirtualBatch:
         """
         return self._current_step().plan(_readable(inputs), _readable(targets))
 
+    def _verify(self, inputs: Any, targets: Any, native: Any) -> _C.VerifyReport:
+        """See `infinitybatch.verify`."""
+        return self._current_step().verify(_readable(inputs), _readable(targets), native)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # So that a model that holds its VirtualBatch can be copied and saved; plans are made anew.
         return _rebuild, (self._model, self._loss, self._arguments)

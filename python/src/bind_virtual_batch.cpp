@@ -5,7 +5,7 @@
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/step/virtual_batch.hpp>
+#include <infinitybatch/step/verify.hpp>
 
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -62,9 +62,9 @@ class PyVirtualBatch {
       };
     }
     const Held view = hold(model);
-    batch_ =
-        std::make_unique<VirtualBatch>(model_of(view, hold(model.attr("forward")), keep_outputs),
-                                       to_loss(loss), std::move(options));
+    setup_ = std::make_unique<Setup>(
+        Setup{model_of(view, hold(model.attr("forward")), keep_outputs), to_loss(loss), options});
+    batch_ = std::make_unique<VirtualBatch>(setup_->model, setup_->loss, setup_->options);
   }
 
   StepReport backward(const py::object& inputs, const py::object& targets) {
@@ -79,6 +79,14 @@ class PyVirtualBatch {
     });
   }
 
+  VerifyReport verify(const py::object& inputs, const py::object& targets,
+                      const std::optional<CoupledLoss>& native) {
+    return run(inputs, targets, [&](const BatchSource& left, const BatchSource& right) {
+      return infinitybatch::verify(setup_->model, setup_->loss, left, right, setup_->options,
+                                   native);
+    });
+  }
+
   /// For the garbage collector: a model may well hold its own VirtualBatch.
   int visit(visitproc visit, void* arg) const {
     for (const Held& object : held_) Py_VISIT(object.get());
@@ -87,6 +95,7 @@ class PyVirtualBatch {
   void clear() {
     held_.clear();
     batch_.reset();
+    setup_.reset();
   }
 
  private:
@@ -128,7 +137,14 @@ class PyVirtualBatch {
     }
   }
 
+  struct Setup {
+    Model model;
+    Loss loss;
+    Options options;
+  };
+
   std::vector<Held> held_;
+  std::unique_ptr<Setup> setup_;
   std::unique_ptr<VirtualBatch> batch_;
   std::atomic<bool> busy_ = false;
 };
@@ -215,6 +231,8 @@ void bind_virtual_batch(py::module_& module) {
            py::arg("exact_coupling"), py::arg("keep_outputs"), py::arg("on_micro_batch"),
            py::arg("loss_scale"))
       .def("backward", &PyVirtualBatch::backward, py::arg("inputs"), py::arg("targets"))
+      .def("verify", &PyVirtualBatch::verify, py::arg("inputs"), py::arg("targets"),
+           py::arg("native"))
       .def("plan", &PyVirtualBatch::plan, py::arg("inputs"), py::arg("targets"));
 }
 

@@ -56,6 +56,10 @@ void admit(Job& job) {
                      std::to_string(job.targets->size) + "; both need the same number");
   }
   if (job.batch_size() < 1) throw BatchError("the batch is empty: it has 0 samples");
+  admit_model(job);
+}
+
+void admit_model(Job& job) {
   job.parameters = job.model->parameters();
   job.buffers = job.model->buffers();
   for (const NamedParameter& parameter : job.parameters) {
@@ -67,6 +71,13 @@ void admit(Job& job) {
     }
   }
   job.device = device_of(job);
+}
+
+BatchSource targets_source(const Batch& targets, int64_t size) {
+  if (targets.tensors().empty()) {
+    return {size, [targets](int64_t, int64_t) { return targets; }, "none"};
+  }
+  return BatchSource::from(targets, "targets");
 }
 
 std::vector<at::Device> devices_of(const Job& job) {

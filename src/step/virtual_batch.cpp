@@ -27,14 +27,6 @@ void append(std::vector<int64_t>& to, const std::vector<int64_t>& from) {
   to.insert(to.end(), from.begin(), from.end());
 }
 
-BatchSource targets_source(const Batch& targets, int64_t size) {
-  // A loss that needs no targets is called with what the user passed: an empty tuple, say.
-  if (targets.tensors().empty()) {
-    return {size, [targets](int64_t, int64_t) { return targets; }, "none"};
-  }
-  return BatchSource::from(targets, "targets");
-}
-
 }  // namespace
 
 class VirtualBatch::State {

@@ -18,7 +18,9 @@ def printed_examples() -> dict[str, str]:
     return dict(blocks)
 
 
-@pytest.mark.parametrize("path", ["examples/train.py", "examples/train.cpp"])
+@pytest.mark.parametrize(
+    "path", ["examples/train.py", "examples/train.cpp", "examples/contrastive.py"]
+)
 def test_readme_prints_the_example_as_it_is_run(path):
     assert printed_examples()[path] == (ROOT / path).read_text()
 

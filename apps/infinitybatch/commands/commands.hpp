@@ -11,6 +11,9 @@ ExitCode run_train(Settings settings);
 /// `infinitybatch plan`
 ExitCode run_plan(Settings settings);
 
+/// `infinitybatch verify`: ExitCode::error where a gradient is not exact.
+ExitCode run_verify(Settings settings);
+
 /// `infinitybatch doctor`: ExitCode::error where something is broken.
 ExitCode run_doctor(const Settings& settings);
 

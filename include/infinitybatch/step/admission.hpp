@@ -12,6 +12,13 @@ namespace infinitybatch {
 /// `job.model`, `job.loss`, `job.inputs` and `job.targets` are set already.
 void admit(Job& job);
 
+/// Targets as a source of `size` rows. A loss that needs none is called with what the user passed:
+/// an empty tuple, say.
+BatchSource targets_source(const Batch& targets, int64_t size);
+
+/// The part of `admit` that looks at the model alone: parameters, buffers, device.
+void admit_model(Job& job);
+
 /// The devices whose random generators a step may draw from.
 std::vector<at::Device> devices_of(const Job& job);
 

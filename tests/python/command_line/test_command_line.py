@@ -199,6 +199,25 @@ def test_config_has_the_flags_names_and_flags_win(pair, tmp_path):
     assert start["memory_budget"] == 64 << 20 and start["batch_size"] == 240
 
 
+def test_verify_finds_the_step_exact(pair):
+    result = run("verify", *pair, "--model", "mlp", "--batch-size", "100", "--micro-batch-size", "7")
+    assert result.returncode == OK, result.stderr
+    assert "fp64: exact in" in result.stdout
+    assert "100 of 100 samples" in result.stdout
+
+
+def test_verify_tells_machines_every_parameter(pair):
+    result = run("verify", *pair, "--model", "mlp", "--micro-batch-size", "16", "--json")
+    assert result.returncode == OK, result.stderr
+    lines = events(result)
+    assert lines[-1]["event"] == "verify"
+    assert lines[-1]["exact"] is True
+    assert lines[-1]["strategy"] == "stream"
+    parameters = [line for line in lines if line["event"] == "parameter"]
+    assert {line["type"] for line in parameters} == {"Double", "Float"}
+    assert all(line["error"] <= line["allowed"] for line in parameters)
+
+
 BAD_CONFIGS = {
     "unknown key": ("epoch = 3\n", r"the key 'epoch' is not known, did you mean epochs\?"),
     "underscore": ("batch_size = 3\n", r"did you mean batch-size\?"),

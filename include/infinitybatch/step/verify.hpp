@@ -1,0 +1,70 @@
+#pragma once
+
+#include <infinitybatch/step/virtual_batch.hpp>
+
+#include <c10/core/ScalarType.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace infinitybatch {
+
+/// How far one parameter's gradient is from the native whole batch's.
+struct ParameterError {
+  std::string name;
+  double error = 0;    ///< ‖ours − native fp64‖ / ‖native fp64‖; see `VerifyReport`
+  double allowed = 0;  ///< by contract
+};
+
+/// Gradients in one precision.
+struct Comparison {
+  c10::ScalarType type = c10::ScalarType::Undefined;
+  std::vector<ParameterError>
+      parameters;  ///< in the model's order; without those native leaves alone
+  /// Whether each error is allowed.
+  bool exact() const;
+  /// The parameter whose error is the largest part of what is allowed. Null without parameters.
+  const ParameterError* worst() const;
+};
+
+/// What `verify` found.
+///
+/// In fp64 an error of 1e-12 is allowed, or ten times what native itself moves when the batch is
+/// reversed, where that is more. In the model's own precision the error against native fp64 may be
+/// the larger of twice native's own and 8 roundings. A gradient that is zero in truth is measured
+/// against the largest gradient of the model.
+struct VerifyReport {
+  int64_t batch_size = 0;
+  int64_t rows = 0;  ///< compared: fewer than all where native does not fit into memory
+  std::vector<int64_t> micro_batch_sizes;  ///< how the batch was computed
+  std::string strategy;
+  std::optional<Comparison> in_fp64;
+  std::string why_no_fp64;  ///< why the model cannot be run in fp64
+  Comparison own;           ///< in the model's own precision
+  /// The first output in which one sample's value depends on another sample: "outputs[0]".
+  std::optional<std::string> coupled_output;
+
+  bool exact() const;
+  /// For people: one line for each precision, the worst parameters, what couples samples.
+  std::string explain() const;
+};
+
+/// Compares the gradients of a VirtualBatch with those of the native whole batch, and looks for
+/// samples that depend on each other without anybody having said so. Parameters, `.grad`, buffers
+/// and random state are as before afterwards. Parameter hooks run, on each gradient that is computed.
+///
+/// Where native does not fit into the memory that is there, the first half of the rows is compared,
+/// or the first quarter, and so on; `rows` says so.
+/// \param options as for VirtualBatch; its callbacks are not called
+/// \param native  the loss as native code would compute it on the whole batch; nothing: `loss`
+/// \throws Unsupported where forward draws random numbers: micro-batches draw others, so there is
+///                     nothing to compare. Call eval(), or set dropout to 0.
+/// and whatever VirtualBatch throws.
+VerifyReport verify(const Model& model, const Loss& loss, const BatchSource& inputs,
+                    const BatchSource& targets, Options options,
+                    const std::optional<CoupledLoss>& native = std::nullopt);
+VerifyReport verify(const Model& model, const Loss& loss, const Batch& inputs, const Batch& targets,
+                    Options options, const std::optional<CoupledLoss>& native = std::nullopt);
+
+}  // namespace infinitybatch

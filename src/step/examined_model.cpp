@@ -1,0 +1,84 @@
+#include "examined_model.hpp"
+
+#include <infinitybatch/step/admission.hpp>
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+namespace infinitybatch {
+
+ExaminedModel::ExaminedModel(const Job& job)
+    : job_(job), random_(RngSnapshot::capture(devices_of(job))) {
+  const at::NoGradGuard no_grad;
+  for (const NamedParameter& parameter : job.parameters) {
+    const at::Tensor& tensor = parameter.tensor;
+    parameters_.push_back(
+        {tensor, tensor.variable_data(), {}, tensor.grad(), compat::accumulator_of(tensor)});
+  }
+  for (const BufferSlot& slot : job.buffers) {
+    const at::Tensor tensor = slot.get();
+    if (!tensor.defined()) continue;
+    buffers_.push_back({tensor, tensor.variable_data(), tensor.detach().clone(), {}, {}});
+  }
+}
+
+ExaminedModel::~ExaminedModel() {
+  const at::NoGradGuard no_grad;
+  for (const Kept& kept : parameters_) {
+    kept.tensor.mutable_grad() = at::Tensor();
+    if (in_double_) {
+      at::Tensor(kept.tensor).set_data(kept.data);
+      // A change of type drops the accumulator, and with it hooks that somebody holds it for.
+      if (kept.accumulator) compat::set_accumulator(kept.tensor, kept.accumulator);
+    }
+    kept.tensor.mutable_grad() = kept.grad;
+  }
+  for (const Kept& kept : buffers_) {
+    if (in_double_) at::Tensor(kept.tensor).set_data(kept.data);
+    kept.tensor.variable_data().copy_(kept.values);
+  }
+  random_.restore();
+}
+
+void ExaminedModel::turn_to_double() {
+  const at::NoGradGuard no_grad;
+  in_double_ = true;
+  for (const Kept& kept : parameters_) {
+    kept.tensor.mutable_grad() = at::Tensor();
+    at::Tensor(kept.tensor).set_data(to_double(kept.data));
+  }
+  for (const Kept& kept : buffers_) at::Tensor(kept.tensor).set_data(to_double(kept.data).clone());
+}
+
+void ExaminedModel::reset() {
+  const at::NoGradGuard no_grad;
+  for (const Kept& kept : parameters_) kept.tensor.mutable_grad() = at::Tensor();
+  for (const Kept& kept : buffers_) kept.tensor.variable_data().copy_(kept.values);
+  random_.restore();
+}
+
+std::vector<at::Tensor> ExaminedModel::take_gradients() {
+  std::vector<at::Tensor> gradients;
+  for (const Kept& kept : parameters_) {
+    at::Tensor& grad = kept.tensor.mutable_grad();
+    at::Tensor taken = grad.defined() ? to_double(grad.detach().to_dense()) : at::Tensor();
+    gradients.push_back(std::move(taken));
+    grad = at::Tensor();
+  }
+  return gradients;
+}
+
+at::Tensor to_double(const at::Tensor& tensor) {
+  if (tensor.is_complex()) return tensor.to(at::kComplexDouble);
+  return tensor.is_floating_point() ? tensor.to(at::kDouble) : tensor;
+}
+
+Batch to_double(const Batch& batch) {
+  std::vector<Leaf> leaves = batch.leaves();
+  for (Leaf& leaf : leaves) {
+    if (leaf.tensor.defined()) leaf.tensor = to_double(leaf.tensor);
+  }
+  return {std::move(leaves), batch.structure()};
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/core/torch_compat.hpp>
+#include <infinitybatch/execute/job.hpp>
+
+#include <vector>
+
+namespace infinitybatch {
+
+/// A model while `verify` looks at it: each look starts from the same buffers, random state and
+/// empty `.grad`, in fp64 on demand, and in the end everything is as it was.
+class ExaminedModel {
+ public:
+  /// \param job admitted already
+  explicit ExaminedModel(const Job& job);
+  ~ExaminedModel();
+  ExaminedModel(const ExaminedModel&) = delete;
+  ExaminedModel& operator=(const ExaminedModel&) = delete;
+
+  /// Parameters and buffers in fp64 from now on.
+  void turn_to_double();
+  /// Buffers and random state as in the beginning, no `.grad`.
+  void reset();
+  /// What stands in `.grad`, one for each parameter; undefined where there is none.
+  std::vector<at::Tensor> take_gradients();
+
+ private:
+  struct Kept {
+    at::Tensor tensor;
+    at::Tensor data;    // the same memory under another tensor
+    at::Tensor values;  // of a buffer: a copy
+    at::Tensor grad;
+    compat::NodePtr accumulator;
+  };
+
+  const Job& job_;
+  RngSnapshot random_;
+  std::vector<Kept> parameters_;
+  std::vector<Kept> buffers_;
+  bool in_double_ = false;
+};
+
+/// Floating tensors in fp64, complex ones in complex fp64.
+at::Tensor to_double(const at::Tensor& tensor);
+Batch to_double(const Batch& batch);
+
+}  // namespace infinitybatch

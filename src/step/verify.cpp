@@ -1,0 +1,262 @@
+#include <infinitybatch/step/verify.hpp>
+
+#include "examined_model.hpp"
+
+#include <infinitybatch/core/bits.hpp>
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/foreign_exception.hpp>
+#include <infinitybatch/core/out_of_memory.hpp>
+#include <infinitybatch/execute/denominator.hpp>
+#include <infinitybatch/step/admission.hpp>
+
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+namespace infinitybatch {
+namespace {
+
+constexpr double kAllowedInDouble = 1e-12;
+constexpr double kNoise = 10;  // times what native moves when the batch is reversed
+constexpr double kTwice = 2;   // times native's own error
+constexpr double kRoundings = 8;
+
+using Gradients = std::vector<at::Tensor>;
+
+double norm_of(const at::Tensor& tensor) {
+  return tensor.defined() ? at::norm(tensor).item<double>() : 0.0;
+}
+
+/// Gradients that are zero in truth are measured against the largest.
+double scale_of(const Gradients& oracle, size_t index) {
+  double largest = 0;
+  for (const at::Tensor& gradient : oracle) largest = std::max(largest, norm_of(gradient));
+  const double own = norm_of(oracle[index]);
+  return own > largest * std::numeric_limits<double>::epsilon() ? own : largest;
+}
+
+double error(const Gradients& ours, const Gradients& oracle, size_t index) {
+  if (!oracle[index].defined() && !ours[index].defined()) return 0;
+  if (!oracle[index].defined() || !ours[index].defined()) return INFINITY;
+  const double distance = norm_of(ours[index] - oracle[index]);
+  const double scale = scale_of(oracle, index);
+  return distance == 0 ? 0 : distance / scale;
+}
+
+/// One logical batch and one model, looked at in several ways.
+class Examination {
+ public:
+  Examination(const Job& job, const Loss& loss, const std::optional<CoupledLoss>& native,
+              const Options& options)
+      : job_(job), loss_(loss), native_(native), options_(options), model_(job) {}
+
+  VerifyReport run() {
+    VerifyReport report;
+    report.batch_size = job_.batch_size();
+    report.rows = report.batch_size;
+    read(report.rows);
+    const Gradients own_native = native_that_fits(report.rows);
+    StepReport step;
+    const Gradients own_ours = ours(options_, step);
+    report.micro_batch_sizes = step.micro_batch_sizes;
+    report.strategy = step.strategy;
+    report.coupled_output = find_coupling();
+    Gradients oracle = own_native;
+    try {
+      oracle = compare_in_double(step, report);
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& failure) {
+      keep_foreign_exception(std::current_exception());
+      // A Python exception tells its whole traceback.
+      const std::string what = failure.what();
+      report.why_no_fp64 = what.substr(0, what.find('\n'));
+      report.in_fp64.reset();
+    }
+    compare_own(own_ours, own_native, oracle, report);
+    return report;
+  }
+
+ private:
+  void read(int64_t rows) {
+    inputs_ = to_device(job_.inputs->rows(0, rows), job_.device);
+    targets_ = to_device(job_.targets->rows(0, rows), job_.device);
+  }
+
+  at::Tensor native_loss(const Batch& outputs, const Batch& targets) const {
+    if (native_) return native_->value(outputs, targets);
+    if (const auto* coupled = std::get_if<CoupledLoss>(&loss_)) {
+      return coupled->value(outputs, targets);
+    }
+    const SeparableLoss& loss = std::get<SeparableLoss>(loss_);
+    const BatchSource source = targets_source(targets, rows_);
+    Job whole = job_;
+    whole.targets = &source;
+    whole.inputs = &source;
+    const at::Tensor value = Denominator(whole).divide(loss.sum(outputs, targets));
+    return loss.has_penalty() ? value + loss.penalty().to(value.scalar_type()) : value;
+  }
+
+  Gradients native(const Batch& inputs, const Batch& targets) {
+    model_.reset();
+    const at::Tensor before = at::globalContext().defaultGenerator(job_.device).get_state();
+    const Batch outputs = job_.model->forward(inputs);
+    const at::Tensor after = at::globalContext().defaultGenerator(job_.device).get_state();
+    if (!at::equal(before, after)) {
+      throw Unsupported(
+          "forward draws random numbers, and micro-batches draw others than the whole batch, so "
+          "that their gradients cannot be compared; call eval(), or set dropout to 0, to verify");
+    }
+    native_loss(outputs, targets).backward();
+    return model_.take_gradients();
+  }
+
+  /// Of as many rows as native has memory for.
+  Gradients native_that_fits(int64_t& rows) {
+    for (;;) {
+      rows_ = rows;
+      try {
+        return native(inputs_, targets_);
+      } catch (...) {
+        keep_foreign_exception(std::current_exception());
+        if (!is_out_of_memory(std::current_exception()) || rows < 2) throw;
+      }
+      rows /= 2;
+      read(rows);
+    }
+  }
+
+  Gradients ours(const Options& options, StepReport& report) {
+    model_.reset();
+    VirtualBatch batch(*job_.model, loss_, options);
+    report = batch.backward(inputs_, targets_);
+    return model_.take_gradients();
+  }
+
+  Gradients compare_in_double(const StepReport& step, VerifyReport& report) {
+    model_.turn_to_double();
+    inputs_ = to_double(inputs_);
+    targets_ = to_double(targets_);
+    const Gradients oracle = native(inputs_, targets_);
+    // The same micro-batches; they need twice the memory, so that no budget applies.
+    Options same = options_;
+    same.memory_budget.reset();
+    same.micro_batch_size =
+        *std::max_element(step.micro_batch_sizes.begin(), step.micro_batch_sizes.end());
+    StepReport again;
+    const Gradients gradients = ours(same, again);
+    Comparison comparison;
+    comparison.type = at::kDouble;
+    Gradients reversed;
+    for (size_t i = 0; i < oracle.size(); ++i) {
+      if (!oracle[i].defined() && !gradients[i].defined()) continue;
+      ParameterError parameter{job_.parameters[i].name, error(gradients, oracle, i),
+                               kAllowedInDouble};
+      if (parameter.error > kAllowedInDouble) {
+        if (reversed.empty()) reversed = native(reverse(inputs_), reverse(targets_));
+        parameter.allowed = std::max(kAllowedInDouble, kNoise * error(reversed, oracle, i));
+      }
+      comparison.parameters.push_back(std::move(parameter));
+    }
+    report.in_fp64 = std::move(comparison);
+    return oracle;
+  }
+
+  void compare_own(const Gradients& ours, const Gradients& native, const Gradients& oracle,
+                   VerifyReport& report) const {
+    report.own.type = own_type_;
+    const double epsilon = report.own.type == at::kHalf       ? 0x1p-10
+                           : report.own.type == at::kBFloat16 ? 0x1p-7
+                           : report.own.type == at::kDouble ? std::numeric_limits<double>::epsilon()
+                                                            : std::numeric_limits<float>::epsilon();
+    for (size_t i = 0; i < ours.size(); ++i) {
+      if (!native[i].defined() && !ours[i].defined()) continue;
+      const double allowed = std::max(kTwice * error(native, oracle, i), kRoundings * epsilon);
+      report.own.parameters.push_back(
+          {job_.parameters[i].name, error(ours, oracle, i),
+           report.own.type == at::kDouble ? std::max(allowed, kAllowedInDouble) : allowed});
+    }
+  }
+
+  Batch gather(const Batch& batch, const at::Tensor& order) const {
+    std::vector<Leaf> leaves = batch.leaves();
+    for (Leaf& leaf : leaves) {
+      if (!leaf.tensor.defined() || leaf.batch_dim == Leaf::kShared) continue;
+      leaf.tensor = leaf.tensor.index_select(leaf.batch_dim, order.to(leaf.tensor.device()));
+    }
+    return {std::move(leaves), batch.structure()};
+  }
+
+  Batch reverse(const Batch& batch) const {
+    return gather(batch, at::arange(rows_, at::kLong).flip(0));
+  }
+
+  /// Exchanges the second half of the samples for copies of the first sample: outputs of the first
+  /// half are computed by the same kernels on the same numbers, unless they depend on the others.
+  std::optional<std::string> find_coupling() {
+    if (rows_ < 2) return std::nullopt;
+    const at::NoGradGuard no_grad;
+    const int64_t half = rows_ / 2;
+    at::Tensor order = at::arange(rows_, at::kLong);
+    order.slice(0, half).zero_();
+    model_.reset();
+    const Batch before = job_.model->forward(inputs_);
+    model_.reset();
+    const Batch after = job_.model->forward(gather(inputs_, order));
+    for (size_t i = 0; i < before.leaves().size() && i < after.leaves().size(); ++i) {
+      const at::Tensor& a = before.leaves()[i].tensor;
+      const at::Tensor& b = after.leaves()[i].tensor;
+      if (!a.defined() || !b.defined() || a.layout() != at::kStrided || !same_form(a, b)) continue;
+      for (int64_t dim = 0; dim < a.dim(); ++dim) {
+        if (a.size(dim) != rows_) continue;
+        if (any_bit_differs(a.narrow(dim, 0, half), b.narrow(dim, 0, half)).item<bool>()) {
+          return "outputs" + before.structure()->leaf_name(i);
+        }
+        break;
+      }
+    }
+    return std::nullopt;
+  }
+
+  const Job& job_;
+  const Loss& loss_;
+  const std::optional<CoupledLoss>& native_;
+  const Options& options_;
+  const at::ScalarType own_type_ =
+      job_.parameters.empty() ? at::kFloat : job_.parameters.front().tensor.scalar_type();
+  ExaminedModel model_;
+  Batch inputs_;
+  Batch targets_;
+  int64_t rows_ = 0;
+};
+
+}  // namespace
+
+VerifyReport verify(const Model& model, const Loss& loss, const BatchSource& inputs,
+                    const BatchSource& targets, Options options,
+                    const std::optional<CoupledLoss>& native) {
+  options.on_micro_batch = nullptr;
+  options.loss_scale = nullptr;
+  options.keep_outputs = false;
+  Job job;
+  job.model = &model;
+  job.loss = std::get_if<SeparableLoss>(&loss);
+  job.coupled = std::get_if<CoupledLoss>(&loss);
+  job.inputs = &inputs;
+  job.targets = &targets;
+  admit(job);
+  return Examination(job, loss, native, options).run();
+}
+
+VerifyReport verify(const Model& model, const Loss& loss, const Batch& inputs, const Batch& targets,
+                    Options options, const std::optional<CoupledLoss>& native) {
+  const BatchSource rows = BatchSource::from(inputs, "inputs");
+  return verify(model, loss, rows, targets_source(targets, rows.size), std::move(options), native);
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,82 @@
+#include <infinitybatch/step/verify.hpp>
+
+#include <algorithm>
+#include <cstdio>
+
+namespace infinitybatch {
+namespace {
+
+std::string line(const ParameterError& parameter) {
+  char text[64];
+  std::snprintf(text, sizeof text, "%.2g of %.2g allowed", parameter.error, parameter.allowed);
+  return parameter.name + ": " + text;
+}
+
+std::string precision(c10::ScalarType type) {
+  switch (type) {
+    case c10::ScalarType::Double:
+      return "fp64";
+    case c10::ScalarType::Float:
+      return "fp32";
+    default:
+      return c10::toString(type);
+  }
+}
+
+std::string describe(const Comparison& comparison) {
+  std::string text = precision(comparison.type) + ": ";
+  const ParameterError* worst = comparison.worst();
+  if (worst == nullptr) return text + "no parameter has a gradient\n";
+  text += comparison.exact() ? "exact" : "NOT EXACT";
+  text += " in " + std::to_string(comparison.parameters.size()) + " parameters; the worst is " +
+          line(*worst) + "\n";
+  constexpr int kMost = 5;
+  int shown = 0;
+  for (const ParameterError& parameter : comparison.parameters) {
+    if (!(parameter.error > parameter.allowed) || &parameter == worst) continue;
+    if (++shown > kMost) return text + "  and more\n";
+    text += "  " + line(parameter) + "\n";
+  }
+  return text;
+}
+
+}  // namespace
+
+bool Comparison::exact() const {
+  return std::all_of(parameters.begin(), parameters.end(), [](const ParameterError& parameter) {
+    return parameter.error <= parameter.allowed;
+  });
+}
+
+const ParameterError* Comparison::worst() const {
+  const auto worst = std::max_element(parameters.begin(), parameters.end(),
+                                      [](const ParameterError& a, const ParameterError& b) {
+                                        return a.error / a.allowed < b.error / b.allowed;
+                                      });
+  return worst == parameters.end() ? nullptr : &*worst;
+}
+
+bool VerifyReport::exact() const {
+  return own.exact() && (!in_fp64 || in_fp64->exact());
+}
+
+std::string VerifyReport::explain() const {
+  std::string text = "strategy " + strategy + ", " + std::to_string(rows) + " of " +
+                     std::to_string(batch_size) + " samples compared with the native whole batch";
+  if (rows < batch_size) text += " (native has no memory for more)";
+  text += "\n";
+  if (in_fp64) {
+    text += describe(*in_fp64);
+  } else if (!why_no_fp64.empty()) {
+    text += "not run in fp64: " + why_no_fp64 + "\n";
+  }
+  text += describe(own);
+  if (coupled_output) {
+    text += *coupled_output +
+            " couples samples: its rows change when other samples do, so that micro-batches see "
+            "another batch than the whole\n";
+  }
+  return text;
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,162 @@
+"""verify: says that an exact step is exact, that another is not, and leaves no trace."""
+
+import random
+
+import infinitybatch as ib
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+X = torch.randn(37, 20, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(5, (37,), generator=torch.Generator().manual_seed(2))
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
+
+
+class Centred(nn.Module):
+    """Couples the samples by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, x):
+        return {"plain": self.net(x), "centred": self.net(x - x.mean(0))}
+
+
+def contrast(outputs):
+    z = F.normalize(outputs, dim=-1)
+    return F.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "strategy"),
+    [
+        (nn.CrossEntropyLoss(), "stream"),
+        (nn.CrossEntropyLoss(label_smoothing=0.1, reduction="sum"), "stream"),
+        (F.cross_entropy, "stream"),
+        (
+            ib.losses.separable(
+                lambda o, t: F.cross_entropy(o, t, reduction="sum"), lambda t, n: n
+            ),
+            "stream",
+        ),
+        (ib.losses.coupled(contrast), "replay"),
+    ],
+)
+@pytest.mark.parametrize("options", [{"micro_batch_size": 8}, {"memory_budget": "64MiB"}])
+def test_an_exact_step_is_found_exact(loss, strategy, options):
+    labels = Y.clone()
+    labels[3] = 4
+    report = ib.verify(make_net(), loss, X, labels, **options)
+    assert report.exact, report.explain()
+    assert report.in_fp64.exact and report.in_fp64.worst.error <= 1e-12
+    assert len(report.own.parameters) == 4
+    assert report.own.type == "Float"
+    assert report.rows == report.batch_size == 37
+    assert report.strategy == strategy
+    assert report.coupled_output is None
+    assert "exact in 4 parameters" in report.explain()
+
+
+def test_a_wrong_denominator_is_found():
+    loss = ib.losses.separable(
+        lambda o, t: F.cross_entropy(o, t, reduction="sum"), lambda t, n: n + 1
+    )
+    # The native loss is the user's own; here it is given by hand, as a criterion would be.
+    batch = ib.VirtualBatch(make_net(), loss, micro_batch_size=8)
+    native = ib.losses.coupled(F.cross_entropy)
+    report = batch._verify(X, Y, native)
+    assert not report.exact
+    assert "NOT EXACT" in report.explain()
+    assert report.in_fp64.worst.error > 0.01
+
+
+def test_coupling_that_nobody_declared_is_named():
+    loss = ib.losses.separable(
+        lambda o, t: F.cross_entropy(o["plain"] + o["centred"], t, reduction="sum"),
+        lambda t, n: n,
+    )
+    report = ib.verify(Centred(), loss, X, Y, micro_batch_size=8)
+    assert not report.exact
+    assert report.coupled_output == "outputs['centred']"
+    assert "couples samples" in report.explain()
+    whole = ib.verify(Centred(), loss, X, Y, micro_batch_size=37)
+    assert whole.exact
+    assert whole.coupled_output == "outputs['centred']"
+
+
+def test_everything_is_as_it_was():
+    net = make_net()
+    net.register_buffer("seen", torch.zeros(3))
+    net[0].weight.grad = torch.full_like(net[0].weight, 2)
+    grad = net[0].weight.grad
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    addresses = [p.data_ptr() for p in net.parameters()]
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    expected = (torch.rand(1), random.random(), np.random.rand())
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    ib.verify(net, nn.CrossEntropyLoss(), X, Y, micro_batch_size=8)
+    assert (torch.rand(1), random.random(), np.random.rand()) == expected
+    assert net[0].weight.grad is grad
+    assert (grad == 2).all()
+    assert net[2].weight.grad is None
+    for name, value in net.state_dict().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, state[name])
+    assert [p.data_ptr() for p in net.parameters()] == addresses
+
+
+def test_a_model_that_cannot_be_run_in_fp64_is_compared_in_its_own_precision():
+    report = ib.verify(
+        make_net(), nn.CrossEntropyLoss(weight=torch.ones(5)), X, Y, micro_batch_size=8
+    )
+    assert report.in_fp64 is None
+    assert "Double" in report.why_no_fp64
+    assert "\n" not in report.why_no_fp64
+    assert report.exact
+
+
+def test_random_layers_are_refused():
+    net = nn.Sequential(make_net(), nn.Dropout())
+    with pytest.raises(ib.Unsupported, match="draws random numbers"):
+        ib.verify(net, nn.CrossEntropyLoss(), X, Y, micro_batch_size=8)
+    assert ib.verify(net.eval(), nn.CrossEntropyLoss(), X, Y, micro_batch_size=8).exact
+
+
+def test_where_native_has_no_memory_fewer_rows_are_compared():
+    net = make_net()
+    with ib.memory.limit(ib.memory.stats("cpu").live + 300 * 2**10):
+        big = torch.randn(1)  # the limit is at work
+        report = ib.verify(
+            net,
+            nn.CrossEntropyLoss(),
+            ib.BatchSource(4096, lambda begin, end: X[:1].expand(end - begin, 20)),
+            ib.BatchSource(4096, lambda begin, end: Y[:1].expand(end - begin)),
+            micro_batch_size=4,
+        )
+    assert big.numel() == 1
+    assert report.rows < report.batch_size == 4096
+    assert "native has no memory for more" in report.explain()
+
+
+def test_errors_of_the_model_come_back():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_net()
+
+        def forward(self, x):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        ib.verify(Broken(), nn.CrossEntropyLoss(), X, Y, micro_batch_size=8)
