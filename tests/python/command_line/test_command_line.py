@@ -37,7 +37,7 @@ def test_version():
 
 
 MISUSES = {
-    "no command": ((), USAGE, "a command is needed: train, plan or doctor"),
+    "no command": ((), USAGE, "a command is needed: train, plan, verify or doctor"),
     "unknown command": (("trian",), USAGE, "trian is not known, did you mean train?"),
     "unknown flag": (
         ("train", "--epoch", "3"),
