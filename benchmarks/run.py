@@ -21,9 +21,19 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-MODULES = {"time": "time_to_native", "loop": "loop_cost", "budget": "budget"}
-ROUNDS = {"time": 15, "loop": 100, "budget": 12}
-UNTUNED = {"time": 3, "loop": 0, "budget": 0}  # rounds with malloc as it is by default
+MODULES = {
+    "time": "time_to_native",
+    "loop": "loop_cost",
+    "budget": "budget",
+    "coupled": "coupled",
+}
+ROUNDS = {"time": 15, "loop": 100, "budget": 12, "coupled": 15}
+UNTUNED = {
+    "time": 3,
+    "loop": 0,
+    "budget": 0,
+    "coupled": 0,
+}  # rounds with malloc as it is by default
 TOY_ROUNDS = 4
 THREADS = [1, 2]
 LOOK = 2.0  # seconds between looks at what a running suite has found

@@ -93,6 +93,17 @@ def for_budget(toy: bool) -> list[Workload]:
     ]
 
 
+def for_coupled(toy: bool) -> list[tuple[Workload, int]]:
+    """Encoders in front of a contrastive loss, and the micro-batch size of each."""
+    if toy:
+        return [(Workload("MLP", lambda: mlp(16, 32, 10), (16,), batch_size=256), 32)]
+    return [
+        (Workload("convnet", lambda: convnet(32, 32), (3, 32, 32), batch_size=256), 32),
+        (Workload("encoder", lambda: Encoder(128, 4, 2, 64), (64, 128), batch_size=256), 32),
+        (Workload("wide MLP", lambda: mlp(1024, 1024, 1024, 64), (1024,), batch_size=1024), 128),
+    ]
+
+
 def tiny_mlp() -> nn.Module:
     """So little work that what a loop costs shows."""
     return mlp(64, 128, 10)
