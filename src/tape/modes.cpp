@@ -19,11 +19,10 @@ struct Switch {
   void (*set)(at::Context&, bool);
 };
 
-#define INFINITYBATCH_SWITCH(getter, setter)                                                   \
-  Switch {                                                                                     \
-    [](const at::Context& context) { return context.getter(); }, [](at::Context& context,      \
-                                                                    bool on) { context.setter( \
-                                                                                   on); }      \
+#define INFINITYBATCH_SWITCH(getter, setter)                      \
+  Switch {                                                        \
+    [](const at::Context& context) { return context.getter(); },  \
+        [](at::Context& context, bool on) { context.setter(on); } \
   }
 
 constexpr std::array kSwitches{
@@ -93,7 +92,7 @@ bool Modes::operator==(const Modes& other) const {
   return included == other.included && excluded == other.excluded && grad_mode == other.grad_mode &&
          inference_mode == other.inference_mode && forward_grad_mode == other.forward_grad_mode &&
          view_replay == other.view_replay && autocast_cache == other.autocast_cache &&
-         autocast_on_cpu == other.autocast_on_cpu &&
+         in_autocast == other.in_autocast && autocast_on_cpu == other.autocast_on_cpu &&
          autocast_on_accelerator == other.autocast_on_accelerator &&
          default_type == other.default_type && switches == other.switches;
 }
@@ -109,6 +108,8 @@ Modes Modes::current() {
   modes.forward_grad_mode = state.get_fw_grad_mode();
   modes.view_replay = state.get_view_replay_enabled();
   modes.autocast_cache = at::autocast::is_autocast_cache_enabled();
+  modes.in_autocast = at::autocast::increment_nesting() > 1;
+  at::autocast::decrement_nesting();
   modes.autocast_on_cpu = at::autocast::get_autocast_dtype(at::kCPU);
   if (const auto type = accelerator()) {
     modes.autocast_on_accelerator = at::autocast::get_autocast_dtype(*type);

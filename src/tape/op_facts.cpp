@@ -14,16 +14,23 @@ namespace {
 
 // They give memory that nobody has written. `resize_` does where it grows.
 constexpr std::array<std::string_view, 10> kRaw{
-    "aten::empty",         "aten::empty_like",         "aten::empty_strided",
-    "aten::empty_permuted", "aten::new_empty",         "aten::new_empty_strided",
-    "aten::resize_",        "aten::empty_quantized",   "aten::_empty_affine_quantized",
+    "aten::empty",          "aten::empty_like",      "aten::empty_strided",
+    "aten::empty_permuted", "aten::new_empty",       "aten::new_empty_strided",
+    "aten::resize_",        "aten::empty_quantized", "aten::_empty_affine_quantized",
     "aten::resize_as_",
 };
 
 // Values of tensors that reach the host without a number in the schema's returns.
 constexpr std::array<std::string_view, 8> kReadsValues{
-    "aten::nonzero",       "aten::nonzero_numpy", "aten::masked_select", "aten::_unique",
-    "aten::_unique2",      "aten::unique_dim",    "aten::unique_consecutive", "aten::argwhere",
+    "aten::nonzero",  "aten::nonzero_numpy", "aten::masked_select",      "aten::_unique",
+    "aten::_unique2", "aten::unique_dim",    "aten::unique_consecutive", "aten::argwhere",
+};
+
+constexpr std::array<std::string_view, 4> kForwardMode{
+    "aten::_make_dual",
+    "aten::_make_dual_copy",
+    "aten::_unpack_dual",
+    "aten::_fw_primal",
 };
 
 template <size_t N>
@@ -57,16 +64,20 @@ std::unique_ptr<OpFacts> read(const c10::OperatorHandle& handle) {
   facts->argument_count = schema.arguments().size();
   facts->return_count = schema.returns().size();
   facts->draws = handle.hasTag(at::Tag::nondeterministic_seeded);
+  facts->writes_metadata = handle.hasTag(at::Tag::inplace_view);
   for (const c10::Argument& argument : schema.arguments()) {
     const auto* alias = argument.alias_info();
     // Norms update these without saying so in their schema.
     const bool running = argument.name() == "running_mean" || argument.name() == "running_var";
     const bool written = (alias != nullptr && alias->isWrite()) || running;
     facts->written.push_back(written);
+    facts->viewed.push_back(alias != nullptr && !written);
     facts->writes = facts->writes || written;
     facts->draws = facts->draws || is_generator(argument);
   }
   facts->leaves_raw = contains(kRaw, facts->name());
+  facts->casts = handle.operator_name() == c10::OperatorName("aten::to", "dtype");
+  facts->forward_ad = contains(kForwardMode, facts->name());
   facts->reads_values = contains(kReadsValues, facts->name());
   for (const c10::Argument& returned : schema.returns()) {
     facts->reads_values = facts->reads_values || is_number(returned);

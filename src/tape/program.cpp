@@ -2,53 +2,57 @@
 
 #include <infinitybatch/core/foreign_exception.hpp>
 
-#include <ATen/Context.h>
-#include <ATen/Functions.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/Tensor.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace infinitybatch::tape {
 namespace {
 
-at::Tensor state_of(at::Generator generator) {
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  return generator.get_state();
-}
-
-bool same_state(const at::Tensor& a, const at::Tensor& b) {
-  return a.nbytes() == b.nbytes() && std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
-}
-
-/// A copy with the same strides, so that kernels run on it as they would on the original.
-at::Tensor copy_of(const at::Tensor& tensor) {
-  const at::NoGradGuard no_grad;
-  const at::RecordFunctionGuard unseen(false);
-  return tensor.detach().clone();
-}
-
 size_t saved_tensor_hooks() {
   return at::SavedTensorDefaultHooks::get_tls_state().stack.size();
+}
+
+/// Arguments that mean the same whenever the op runs: no storages, script objects, futures.
+bool is_plain(const c10::IValue& value) {
+  if (value.isInt() || value.isNone() || value.isBool() || value.isDouble() || value.isIntList() ||
+      value.isString() || value.isDevice() || value.isGenerator() || value.isComplexDouble() ||
+      value.isDoubleList() || value.isBoolList() || value.isComplexDoubleList()) {
+    return true;
+  }
+  if (value.isTuple() || !value.isList()) return false;
+  const auto elements = value.toListRef();
+  return std::all_of(elements.begin(), elements.end(), is_plain);
+}
+
+template <typename T>
+uint32_t position(const std::vector<T>& array) {
+  return static_cast<uint32_t>(array.size());
+}
+
+template <typename Visit>
+void for_each_tensor(const c10::IValue& value, Visit&& visit) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) visit(value.toTensor());
+  } else if (value.isTensorList() || value.isOptionalTensorList()) {
+    for (const c10::IValue& element : value.toListRef()) {
+      if (element.isTensor() && element.toTensor().defined()) visit(element.toTensor());
+    }
+  }
 }
 
 }  // namespace
 
 Program::Program(const Batch& inputs, const std::vector<at::Tensor>& buffers,
                  const std::vector<at::Device>& devices)
-    : held_buffers_(buffers), saved_tensor_hooks_(saved_tensor_hooks()) {
-  generators_.push_back(at::globalContext().defaultGenerator(at::kCPU));
+    : held_buffers_(buffers), generators_(devices), saved_tensor_hooks_(saved_tensor_hooks()) {
   for (const at::Device& device : devices) {
     if (device.is_cpu()) continue;
-    generators_.push_back(at::globalContext().defaultGenerator(device));
     streams_.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  }
-  for (const at::Generator& generator : generators_) {
-    expected_.push_back(state_of(generator));
-    tape_.initial.push_back({generator, expected_.back()});
   }
   for (size_t i = 0; i < held_buffers_.size(); ++i) {
     buffers_.emplace(held_buffers_[i].unsafeGetTensorImpl(), i);
@@ -56,12 +60,8 @@ Program::Program(const Batch& inputs, const std::vector<at::Tensor>& buffers,
   const auto& leaves = inputs.leaves();
   for (size_t i = 0; i < leaves.size(); ++i) {
     const at::Tensor& tensor = leaves[i].tensor;
-    if (!tensor.defined()) continue;
+    if (!tensor.defined() || numbers_.count(tensor.unsafeGetTensorImpl()) != 0) continue;
     if (const char* why = strange(tensor)) give_up(std::string("an input is ") + why);
-    if (numbers_.contains(tensor.unsafeGetTensorImpl())) {
-      give_up("one tensor is passed as two inputs");
-      continue;
-    }
     add_external(tensor, static_cast<int64_t>(i));
   }
 }
@@ -70,14 +70,45 @@ void Program::give_up(std::string reason) {
   if (!tape_.opaque) tape_.opaque = std::move(reason);
 }
 
+void Program::refuse(std::string reason) {
+  if (!tape_.refusal) tape_.refusal = std::move(reason);
+}
+
+bool Program::threw() const {
+  return std::uncaught_exceptions() > exceptions_;
+}
+
 void Program::begin(const at::RecordFunction& op) noexcept {
   if (op.scope() == at::RecordScope::BACKWARD_FUNCTION) {
-    // Once the recording is over nobody asks any more.
+    if (std::strstr(op.name(), "AccumulateGrad") != nullptr) {
+      refuse("forward calls backward() itself, which adds to gradients");
+    }
     return give_up("gradients are computed inside of forward");
   }
-  if (depth_++ > 0 || tape_.opaque) return;
   try {
-    begin_op(op);
+    if (depth_ > 0) {
+      ++depth_;
+      if (recording_ && tape_.modes[op_.modes].in_autocast) note_cast(op);
+      return;
+    }
+    const OpFacts* facts = facts_of(op);
+    if (facts == nullptr) {
+      // What it calls is watched as if forward had called it.
+      const std::string name = op.name();
+      if (name.starts_with("autograd::engine::")) {
+        return give_up("gradients are computed inside of forward");
+      }
+      return give_up(name + " is no ATen operator (an autograd function)");
+    }
+    ++depth_;
+    facts_ = facts;
+    exceptions_ = std::uncaught_exceptions();
+    recording_ = !tape_.opaque;
+    if (recording_) begin_op(op);
+    if (tape_.opaque) {
+      recording_ = false;
+      watch_begin(op);
+    }
   } catch (...) {
     // An exception of a callback would be swallowed.
     keep_foreign_exception(std::current_exception());
@@ -87,29 +118,29 @@ void Program::begin(const at::RecordFunction& op) noexcept {
 }
 
 void Program::end(const at::RecordFunction& op) noexcept {
-  if (op.scope() == at::RecordScope::BACKWARD_FUNCTION || --depth_ > 0) return;
-  if (!pending_) return;
-  pending_ = false;
-  if (tape_.opaque) return written_.clear();
+  if (op.scope() == at::RecordScope::BACKWARD_FUNCTION || depth_ == 0 || --depth_ > 0) return;
   try {
-    end_op(op);
+    if (recording_ && !tape_.opaque) {
+      end_op(op);
+    } else {
+      watch_end(op);
+    }
   } catch (...) {
     keep_foreign_exception(std::current_exception());
     failure_ = std::current_exception();
     give_up("the recording failed");
   }
+  recording_ = false;
   written_.clear();
+  viewed_.clear();
 }
 
 void Program::begin_op(const at::RecordFunction& op) {
-  const OpFacts* facts = facts_of(op);
-  if (facts == nullptr) {
-    return give_up(std::string(op.name()) + " is no ATen operator (an autograd function)");
-  }
-  const auto inputs = op.inputs();
-  if (inputs.size() != facts->argument_count) {
-    return give_up(facts->name() + " hides its arguments");
-  }
+  const OpFacts& facts = *facts_;
+  const auto stack = op.inputs();  // of the interpreter: what was there before comes first
+  if (stack.size() < facts.argument_count) return give_up(facts.name() + " hides its arguments");
+  const auto inputs = stack.slice(stack.size() - facts.argument_count);
+  if (facts.forward_ad) return give_up("forward-mode gradients are computed inside of forward");
   if (saved_tensor_hooks() != saved_tensor_hooks_) {
     return give_up("saved-tensor hooks are set inside of forward (checkpointing)");
   }
@@ -119,200 +150,109 @@ void Program::begin_op(const at::RecordFunction& op) {
     }
   }
   op_ = Op();
-  op_.facts = facts;
+  op_.facts = &facts;
   op_.modes = modes_index();
   if (tape_.modes[op_.modes].intercepted()) {
     return give_up("a dispatch mode or functorch transform is active");
   }
-  const auto position = [](const auto& array) { return static_cast<uint32_t>(array.size()); };
-  // Restores that the arguments need come before the op.
+  // Autocast forgets its casts where the outermost region ends.
+  if (!tape_.modes[op_.modes].in_autocast) casts_.clear();
   const uint32_t arguments = position(tape_.arguments);
   op_.slots.begin = position(tape_.slots);
   op_.draws.begin = position(tape_.draws);
-  if (facts->draws) watch_generators();
-  for (size_t i = 0; i < inputs.size(); ++i) take_argument(inputs[i], i, facts->written[i]);
+  if (facts.draws) generators_.before_draw(tape_.draws);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    take_argument(inputs[i], i);
+    if (tape_.opaque) return;
+  }
   op_.arguments = {arguments, position(tape_.arguments)};
   op_.slots.end = position(tape_.slots);
   op_.draws.end = position(tape_.draws);
-  if (facts->reads_values && !tape_.host_read) tape_.host_read = facts->name();
-  pending_ = true;
+  if (facts.reads_values && !tape_.host_read) tape_.host_read = facts.name();
 }
 
-void Program::take_argument(const c10::IValue& argument, size_t position, bool written) {
+void Program::take_argument(const c10::IValue& argument, size_t position_in_op) {
+  const Access access = facts_->written[position_in_op]  ? Access::write
+                        : facts_->viewed[position_in_op] ? Access::view
+                                                         : Access::read;
   Slot slot;
-  slot.argument = static_cast<uint16_t>(position);
+  slot.argument = static_cast<uint16_t>(position_in_op);
   if (argument.isTensor()) {
     const at::Tensor& tensor = argument.toTensor();
     if (!tensor.defined()) return tape_.arguments.push_back(argument);
-    slot.first = use(tensor, written);
+    slot.first = use(tensor, access);
     tape_.slots.push_back(slot);
     tape_.arguments.emplace_back();
     return;
   }
   const bool optional = argument.isOptionalTensorList();
   if (!argument.isTensorList() && !optional) {
-    if (argument.isGenerator()) take_passed_generator(argument.toGenerator());
+    if (argument.isGenerator()) take_generator(argument.toGenerator());
+    if (!is_plain(argument)) {
+      return give_up(facts_->name() + " takes an argument that no tape can keep");
+    }
     return tape_.arguments.push_back(argument);
   }
   slot.kind = optional ? Slot::Kind::optional_list : Slot::Kind::list;
-  // Elements may put restores in front of the op, so that their numbers are collected first.
-  std::vector<ValueId> elements;
+  slot.first = position(tape_.elements);
   for (const c10::IValue& element : argument.toListRef()) {
     const bool there = element.isTensor() && element.toTensor().defined();
-    elements.push_back(there ? use(element.toTensor(), written) : kNoValue);
+    tape_.elements.push_back(there ? use(element.toTensor(), access) : kNoValue);
   }
-  slot.first = static_cast<uint32_t>(tape_.elements.size());
-  slot.count = static_cast<uint32_t>(elements.size());
-  tape_.elements.insert(tape_.elements.end(), elements.begin(), elements.end());
+  slot.count = position(tape_.elements) - slot.first;
   tape_.slots.push_back(slot);
   tape_.arguments.emplace_back();
 }
 
-ValueId Program::use(const at::Tensor& tensor, bool written) {
-  if (const char* why = strange(tensor)) {
-    give_up(std::string(why) + " takes part in forward");
-    return kNoValue;
-  }
-  const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
-  ValueId value = kNoValue;
-  if (found == numbers_.end()) {
-    value = find_external(tensor);
-  } else {
-    value = found->second;
-    const Provenance now = Provenance::of(tensor);
-    if (const char* why = values_[value].provenance.difference(now)) {
-      give_up(std::string("a tensor changed between two ops: ") + why);
-    }
-  }
-  if (tape_.opaque) return kNoValue;
-  if (written) {
-    before_write(tensor, value);
-    written_.push_back(tensor);
-  } else {
-    restore_raw(tensor, value);
-  }
-  return value;
+void Program::take_generator(const at::Generator& generator) {
+  if (generators_.watches(generator)) return;
+  Draw draw{generator, state_of(generator), /*passed=*/true};
+  const bool known = std::any_of(passed_.begin(), passed_.end(),
+                                 [&](const Draw& other) { return other.generator == generator; });
+  if (!known) passed_.push_back(draw);
+  if (!tape_.opaque) tape_.draws.push_back(std::move(draw));
 }
 
-ValueId Program::find_external(const at::Tensor& tensor) {
-  const Memory* memory = memory_of(tensor);
-  if ((memory != nullptr && memory->made_here) || lies_in_recorded_memory(tensor)) {
-    give_up("memory of this forward comes back under another tensor (`.data`, numpy())");
-    return kNoValue;
-  }
-  if (tensor.grad_fn()) {
-    give_up("a tensor with a history of its own comes from outside of the recorded ops");
-    return kNoValue;
-  }
-  return add_external(tensor, /*input_leaf=*/-1);
-}
-
-ValueId Program::add_external(const at::Tensor& tensor, int64_t input_leaf) {
-  External external;
-  external.value = add_value(tensor);
-  external.input_leaf = input_leaf;
-  if (input_leaf < 0) external.tensor = tensor;
-  external.is_buffer = buffers_.contains(tensor.unsafeGetTensorImpl());
-  if (!tensor.is_inference()) external.version = static_cast<uint32_t>(tensor._version());
-  values_[external.value].external = static_cast<int64_t>(tape_.externals.size());
-  tape_.externals.push_back(std::move(external));
-  return tape_.externals.back().value;
-}
-
-ValueId Program::add_value(const at::Tensor& tensor) {
-  const auto id = static_cast<ValueId>(values_.size());
-  values_.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
-                     Provenance::of(tensor)});
-  numbers_[tensor.unsafeGetTensorImpl()] = id;
-  if (c10::StorageImpl* storage = storage_of(tensor)) {
-    auto place = memories_.find(storage);
-    if (place == memories_.end()) {
-      place = memories_.emplace(storage, Memory(tensor.storage().getWeakStorageImpl())).first;
-    }
-    place->second.values.push_back(id);
-  }
-  return id;
-}
-
-Program::Memory* Program::memory_of(const at::Tensor& tensor) {
-  const auto found = memories_.find(storage_of(tensor));
-  return found == memories_.end() ? nullptr : &found->second;
-}
-
-bool Program::lies_in_recorded_memory(const at::Tensor& tensor) const {
-  const c10::StorageImpl* storage = storage_of(tensor);
-  if (storage == nullptr || memories_.contains(storage)) return false;
-  const auto* address = static_cast<const char*>(storage->data());
-  if (address == nullptr) return false;
-  for (const auto& [other, memory] : memories_) {
-    if (!memory.made_here || memory.storage.expired()) continue;
-    const auto* begin = static_cast<const char*>(other->data());
-    if (begin != nullptr && address >= begin && address < begin + other->nbytes()) return true;
-  }
-  return false;
-}
-
-void Program::restore_raw(const at::Tensor& tensor, ValueId value) {
-  Memory* memory = memory_of(tensor);
-  if (memory == nullptr || !memory->raw) return;
-  // Nobody who dispatches has written it: what is read there came another way (`torch.tensor`,
-  // NumPy), and is a constant of this recording.
-  tape_.restores.emplace_back(value, copy_of(tensor));
-  Op restore;
-  restore.modes = op_.modes;
-  tape_.ops.push_back(restore);
-  if (!tape_.host_read) tape_.host_read = "memory written outside of the dispatcher";
-}
-
-void Program::before_write(const at::Tensor& tensor, ValueId value) {
-  Memory* memory = memory_of(tensor);
-  if (memory == nullptr) {
-    if (values_[value].external >= 0) give_up("forward writes into a tensor without storage");
+void Program::note_cast(const at::RecordFunction& op) {
+  const OpFacts* facts = facts_of(op);
+  if (facts == nullptr || !facts->casts) return;
+  const auto stack = op.inputs();
+  if (stack.size() < facts->argument_count) return;
+  const auto inputs = stack.slice(stack.size() - facts->argument_count);
+  const Modes& modes = tape_.modes[op_.modes];
+  if (!modes.autocast_cache || !inputs[0].isTensor() || !inputs[1].isInt()) return;
+  // The same condition as autocast's own.
+  const at::Tensor& weight = inputs[0].toTensor();
+  const auto type = static_cast<c10::ScalarType>(inputs[1].toInt());
+  if (type != (weight.is_cpu() ? modes.autocast_on_cpu : modes.autocast_on_accelerator) ||
+      weight.scalar_type() != at::kFloat || !weight.requires_grad() || !weight.is_leaf() ||
+      weight.is_view()) {
     return;
   }
-  memory->raw = false;
-  size_t externals = 0;
-  for (const ValueId alias : memory->values) {
-    const int64_t index = values_[alias].external;
-    if (index < 0) continue;
-    if (++externals > 1) return give_up("forward writes into memory that two tensors share");
-    External& external = tape_.externals[static_cast<size_t>(index)];
-    if (external.before.defined()) continue;
-    const at::Tensor original =
-        external.tensor.defined() ? external.tensor
-                                  : at::Tensor(values_[alias].impl.lock());
-    if (original.defined() && original.requires_grad() && original.is_leaf()) {
-      tape_.refusal = "forward changes a parameter in place (" + op_.facts->name() + ")";
-    } else if (external.input_leaf < 0 && !external.is_buffer) {
-      tape_.refusal = "forward writes into a tensor that is no buffer of the model (" +
-                      op_.facts->name() + "); register it as one";
-    }
-    if (original.defined()) external.before = copy_of(original);
+  if (std::find(casts_.begin(), casts_.end(), weight.unsafeGetTensorImpl()) != casts_.end()) {
+    return give_up("a weight is cast again in another autocast region, with no op in between");
   }
-}
-
-void Program::refresh(const at::Tensor& tensor) {
-  Memory* memory = memory_of(tensor);
-  if (memory == nullptr) {
-    const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
-    if (found != numbers_.end()) values_[found->second].provenance = Provenance::of(tensor);
-    return;
-  }
-  for (const ValueId alias : memory->values) {
-    Value& value = values_[alias];
-    const auto alive = value.impl.lock();
-    if (alive) value.provenance = Provenance::of(at::Tensor(alive));
-  }
+  casts_.push_back(weight.unsafeGetTensorImpl());
 }
 
 void Program::end_op(const at::RecordFunction& op) {
-  const auto& outputs = op.outputs();
-  if (outputs.size() != op_.facts->return_count) {
-    // It threw and user code went on: what it had written before is not known.
-    if (op_.facts->writes) give_up(op_.facts->name() + " failed after it may have written");
+  const std::vector<c10::IValue>& stack = op.outputs();
+  if (threw() || stack.size() < facts_->return_count) {
+    // User code may go on: what it had written before is not known.
+    if (facts_->writes) give_up(facts_->name() + " failed after it may have written");
     return;
   }
-  op_.outputs.begin = static_cast<uint32_t>(tape_.outputs.size());
+  const auto outputs = c10::ArrayRef<c10::IValue>(stack).slice(stack.size() - facts_->return_count);
+  for (const auto& [tensor, value] : viewed_) {
+    bool copied = false;
+    for (const c10::IValue& output : outputs) {
+      for_each_tensor(output, [&](const at::Tensor& result) {
+        copied = copied || storage_of(result) != storage_of(tensor);
+      });
+    }
+    if (copied) restore_raw(tensor, value);
+  }
+  op_.outputs.begin = position(tape_.outputs);
   for (const at::Tensor& tensor : written_) refresh(tensor);
   const auto take = [&](const c10::IValue& output) {
     const bool there = output.isTensor() && output.toTensor().defined();
@@ -325,64 +265,45 @@ void Program::end_op(const at::RecordFunction& op) {
       take(output);
     }
   }
-  op_.outputs.end = static_cast<uint32_t>(tape_.outputs.size());
-  if (op_.facts->draws) remember_generators();
+  op_.outputs.end = position(tape_.outputs);
+  if (facts_->draws) generators_.after_draw();
   tape_.ops.push_back(op_);
 }
 
-ValueId Program::define(const at::Tensor& tensor) {
-  if (const char* why = strange(tensor)) {
-    give_up(std::string(op_.facts->name()) + " gives " + why);
-    return kNoValue;
-  }
-  const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
-  if (found != numbers_.end()) {
-    // In place, or given back as it came.
-    values_[found->second].provenance = Provenance::of(tensor);
-    return found->second;
-  }
-  const bool known_memory = memory_of(tensor) != nullptr;
-  const ValueId value = add_value(tensor);
-  if (Memory* memory = memory_of(tensor); memory != nullptr && !known_memory) {
-    memory->made_here = true;
-    memory->raw = op_.facts->leaves_raw;
-  }
-  return value;
-}
-
-void Program::watch_generators() {
-  drew_ = true;
-  for (size_t i = 0; i < generators_.size(); ++i) {
-    at::Tensor now = state_of(generators_[i]);
-    // User code seeded or drew in between.
-    if (!same_state(now, expected_[i])) tape_.draws.push_back({generators_[i], std::move(now)});
+void Program::watch_begin(const at::RecordFunction& op) {
+  const auto stack = op.inputs();
+  if (stack.size() < facts_->argument_count || !(facts_->writes || facts_->draws)) return;
+  const auto inputs = stack.slice(stack.size() - facts_->argument_count);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs[i].isGenerator()) take_generator(inputs[i].toGenerator());
+    if (facts_->written[i]) {
+      for_each_tensor(inputs[i], [&](const at::Tensor& tensor) { judge_write(tensor); });
+    }
   }
 }
 
-void Program::remember_generators() {
-  for (size_t i = 0; i < generators_.size(); ++i) expected_[i] = state_of(generators_[i]);
-}
-
-void Program::take_passed_generator(const at::Generator& generator) {
-  for (const at::Generator& known : generators_) {
-    if (known == generator) return;
+void Program::watch_end(const at::RecordFunction& op) {
+  for (const c10::IValue& output : op.outputs()) {
+    for_each_tensor(output, [&](const at::Tensor& tensor) {
+      if (memories_.find(tensor) != nullptr) return;
+      if (Memory* memory = memories_.add(tensor)) memory->made_here = true;
+    });
   }
-  tape_.draws.push_back({generator, state_of(generator), /*passed=*/true});
 }
 
 uint32_t Program::modes_index() {
   const Modes now = Modes::current();
-  for (size_t i = tape_.modes.size(); i-- > 0;) {
-    if (tape_.modes[i] == now) return static_cast<uint32_t>(i);
-  }
-  tape_.modes.push_back(now);
-  return static_cast<uint32_t>(tape_.modes.size() - 1);
+  if (last_modes_ < tape_.modes.size() && tape_.modes[last_modes_] == now) return last_modes_;
+  const auto known = std::find(tape_.modes.begin(), tape_.modes.end(), now);
+  last_modes_ = static_cast<uint32_t>(known - tape_.modes.begin());
+  if (known == tape_.modes.end()) tape_.modes.push_back(now);
+  return last_modes_;
 }
 
 Tape Program::finish(const Batch& outputs) {
   if (failure_) std::rethrow_exception(failure_);
   op_ = Op();
-  op_.modes = modes_index();
+  if (!tape_.opaque) op_.modes = modes_index();
   std::vector<Leaf> leaves = outputs.leaves();
   std::vector<at::Tensor> roots;
   for (Leaf& leaf : leaves) {
@@ -390,28 +311,30 @@ Tape Program::finish(const Batch& outputs) {
       tape_.result_values.push_back(kNoValue);
       continue;
     }
-    tape_.result_values.push_back(use(leaf.tensor, /*written=*/false));
+    tape_.result_values.push_back(use(leaf.tensor, Access::read));
     roots.push_back(std::exchange(leaf.tensor, at::Tensor()));
   }
   if (!tape_.opaque) {
     if (const char* why = hooked(roots)) give_up(why);
+  }
+  check_externals();
+  judge_leftovers();
+  if (tape_.opaque && input_written_) {
+    refuse("forward writes into its inputs and has to run again (" + *tape_.opaque +
+           "), which would write twice");
   }
   if (tape_.opaque) {
     // Nothing of it will be used: let go of what it holds.
     Tape empty;
     empty.opaque = tape_.opaque;
     empty.refusal = tape_.refusal;
+    empty.initial = generators_.initial();
+    empty.initial.insert(empty.initial.end(), passed_.begin(), passed_.end());
     return empty;
   }
   tape_.result = Batch(std::move(leaves), outputs.structure());
   tape_.value_count = values_.size();
-  if (!drew_) {
-    bool touched = false;
-    for (size_t i = 0; i < generators_.size(); ++i) {
-      touched = touched || !same_state(state_of(generators_[i]), expected_[i]);
-    }
-    if (!touched) tape_.initial.clear();
-  }
+  if (generators_.touched()) tape_.initial = generators_.initial();
   trim(tape_);
   return std::move(tape_);
 }

@@ -1,20 +1,23 @@
 #pragma once
 
+#include "generators.hpp"
+#include "memories.hpp"
 #include "provenance.hpp"
 
 #include <infinitybatch/tape/tape.hpp>
 
 #include <ATen/record_function.h>
 #include <c10/core/Stream.h>
+#include <c10/util/flat_hash_map.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <exception>
-#include <unordered_map>
 
 namespace infinitybatch::tape {
 
 /// What a Recorder knows while ops go by: the tape as far as it is written, and the provenance of
-/// every value on it.
+/// every value on it. Once the tape is opaque it only watches for what makes running the user's
+/// code again inexact: writes into memory that outlives the call.
 class Program {
  public:
   Program(const Batch& inputs, const std::vector<at::Tensor>& buffers,
@@ -22,8 +25,9 @@ class Program {
 
   void begin(const at::RecordFunction& op) noexcept;
   void end(const at::RecordFunction& op) noexcept;
-  void give_up(std::string reason);
   Tape finish(const Batch& outputs);
+
+  Program* outer = nullptr;  ///< the recording that this one runs inside of
 
  private:
   struct Value {
@@ -31,50 +35,61 @@ class Program {
     Provenance provenance;
     int64_t external = -1;  // index into Tape::externals
   };
-  struct Memory {
-    explicit Memory(c10::weak_intrusive_ptr<c10::StorageImpl> memory) : storage(std::move(memory)) {}
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    std::vector<ValueId> values;
-    bool made_here = false;  // by an op of this recording
-    bool raw = false;        // by `empty`, and no op has written it yet
-  };
 
+  void give_up(std::string reason);
+  void refuse(std::string reason);
+
+  // Ops (program.cpp).
   void begin_op(const at::RecordFunction& op);
   void end_op(const at::RecordFunction& op);
-  void take_argument(const c10::IValue& argument, size_t position, bool written);
-  /// The number of a tensor that is being read or written.
-  ValueId use(const at::Tensor& tensor, bool written);
+  void watch_begin(const at::RecordFunction& op);
+  void watch_end(const at::RecordFunction& op);
+  void take_argument(const c10::IValue& argument, size_t position);
+  void take_generator(const at::Generator& generator);
+  void note_cast(const at::RecordFunction& op);
+  uint32_t modes_index();
+  bool threw() const;
+
+  // Values (values.cpp).
+  enum class Access { read, view, write };
+  /// The number of a tensor that takes part in an op.
+  ValueId use(const at::Tensor& tensor, Access access);
   ValueId define(const at::Tensor& tensor);
   ValueId find_external(const at::Tensor& tensor);
   ValueId add_external(const at::Tensor& tensor, int64_t input_leaf);
   ValueId add_value(const at::Tensor& tensor);
-  Memory* memory_of(const at::Tensor& tensor);
-  bool lies_in_recorded_memory(const at::Tensor& tensor) const;
   void restore_raw(const at::Tensor& tensor, ValueId value);
   void before_write(const at::Tensor& tensor, ValueId value);
+  /// Refuses where `tensor` outlives the call and nobody puts it back.
+  void judge_write(const at::Tensor& tensor);
   /// After a write: everything in the same memory looks different now.
   void refresh(const at::Tensor& tensor);
-  void watch_generators();
-  void remember_generators();
-  void take_passed_generator(const at::Generator& generator);
-  uint32_t modes_index();
+  void check_externals();
+  void judge_leftovers();
 
   Tape tape_;
   std::vector<Value> values_;
-  std::unordered_map<const c10::TensorImpl*, ValueId> numbers_;
-  std::unordered_map<const c10::StorageImpl*, Memory> memories_;
-  std::unordered_map<const c10::TensorImpl*, size_t> buffers_;
+  ska::flat_hash_map<const c10::TensorImpl*, ValueId> numbers_;
+  Memories memories_;
+  ska::flat_hash_map<const c10::TensorImpl*, size_t> buffers_;
   std::vector<at::Tensor> held_buffers_;
-  std::vector<at::Generator> generators_;
-  std::vector<at::Tensor> expected_;  // their states unless user code touched them
+  Generators generators_;
+  std::vector<Draw> passed_;  // the user's own generators, as the call found them
   std::vector<c10::Stream> streams_;
   size_t saved_tensor_hooks_ = 0;
-  bool drew_ = false;
 
-  int depth_ = 0;
-  bool pending_ = false;  // an op is at work
+  int depth_ = 0;  // of registered operators that are at work
+  const OpFacts* facts_ = nullptr;
+  int exceptions_ = 0;      // in flight when the op began
+  bool recording_ = false;  // the op at work is going to the tape
   Op op_;
-  std::vector<at::Tensor> written_;  // its arguments that it changes
+  uint32_t last_modes_ = 0;
+  std::vector<at::Tensor> written_;                     // the op's arguments that it changes
+  std::vector<std::pair<at::Tensor, ValueId>> viewed_;  // raw ones that it may give a view of
+  std::vector<const c10::TensorImpl*> casts_;           // weights that autocast has in its cache
+  /// Tensors of unknown origin that were written: harmless if they are gone in the end.
+  std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, std::string>> leftovers_;
+  bool input_written_ = false;
   std::exception_ptr failure_;
 };
 

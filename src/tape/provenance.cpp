@@ -16,12 +16,15 @@ c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 
 Provenance Provenance::of(const at::Tensor& tensor) {
   Provenance here;
-  here.node = tensor.grad_fn().get();
-  here.output = static_cast<uint32_t>(tensor.output_nr());
-  here.requires_grad = tensor.requires_grad();
   here.storage = storage_of(tensor);
   // Inference tensors have no version.
   if (!tensor.is_inference()) here.version = static_cast<uint32_t>(tensor._version());
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta == nullptr) return here;
+  // The node of a view may have to be made anew; any other is there.
+  here.node = meta->is_view_ ? tensor.grad_fn().get() : meta->grad_fn_.get();
+  here.output = meta->output_nr_;
+  here.requires_grad = tensor.requires_grad();
   return here;
 }
 
@@ -37,7 +40,7 @@ const char* Provenance::difference(const Provenance& now) const {
 
 const char* strange(const at::Tensor& tensor) {
   static const c10::DispatchKeySet wrappers{
-      c10::DispatchKey::Python,           c10::DispatchKey::FuncTorchGradWrapper,
+      c10::DispatchKey::Python, c10::DispatchKey::FuncTorchGradWrapper,
       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Functionalize,
       c10::DispatchKey::FuncTorchBatchedDecomposition};
   const c10::DispatchKeySet found = tensor.key_set() & wrappers;

@@ -2,7 +2,7 @@
 
 #include "program.hpp"
 
-#include <infinitybatch/core/errors.hpp>
+#include <ATen/autocast_mode.h>
 
 namespace infinitybatch::tape {
 namespace {
@@ -10,12 +10,16 @@ namespace {
 thread_local Program* innermost = nullptr;
 
 std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& op) {
-  if (innermost != nullptr) innermost->begin(op);
+  for (Program* program = innermost; program != nullptr; program = program->outer) {
+    program->begin(op);
+  }
   return nullptr;
 }
 
 void after_op(const at::RecordFunction& op, at::ObserverContext* /*context*/) {
-  if (innermost != nullptr) innermost->end(op);
+  for (Program* program = innermost; program != nullptr; program = program->outer) {
+    program->end(op);
+  }
 }
 
 }  // namespace
@@ -25,20 +29,22 @@ Recorder::Recorder(const Batch& inputs, const std::vector<at::Tensor>& buffers,
     : program_(std::make_unique<Program>(inputs, buffers, devices)) {}
 Recorder::~Recorder() = default;
 
-Recorder::Scope::Scope(Recorder& recorder)
-    : outer_(innermost),
-      handle_(at::addThreadLocalCallback(
-          at::RecordFunctionCallback(&on_op, &after_op)
-              .needsInputs(true)
-              .needsOutputs(true)
-              .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}))) {
-  // The outer recording does not see what the inner one sees.
-  if (outer_ != nullptr) outer_->give_up("another recording runs inside");
+Recorder::Scope::Scope(Recorder& recorder) : outer_(innermost) {
+  recorder.program_->outer = outer_;
   innermost = recorder.program_.get();
+  if (outer_ == nullptr) {
+    handle_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(&on_op, &after_op)
+            .needsInputs(true)
+            .needsOutputs(true)
+            .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
+  }
+  // Casts that autocast made before belong to another graph.
+  if (Modes::current().in_autocast) at::autocast::clear_cache();
 }
 
 Recorder::Scope::~Scope() {
-  at::removeCallback(handle_);
+  if (handle_) at::removeCallback(*handle_);
   innermost = outer_;
 }
 

@@ -1,7 +1,11 @@
+#include "generators.hpp"
+#include "memories.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/tape/tape.hpp>
 
 #include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/stack.h>
 #include <c10/core/GradMode.h>
@@ -9,21 +13,12 @@
 namespace infinitybatch::tape {
 namespace {
 
-at::Tensor state_of(at::Generator generator) {
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  return generator.get_state();
-}
-
-void set_state(at::Generator generator, const at::Tensor& state) {
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  generator.set_state(state);
-}
-
 /// Puts the state of every generator back that a tape sets.
 class GeneratorsGuard {
  public:
   explicit GeneratorsGuard(const Tape& tape) {
-    for (const Draw& draw : tape.initial) before_.push_back({draw.generator, state_of(draw.generator)});
+    for (const Draw& draw : tape.initial)
+      before_.push_back({draw.generator, state_of(draw.generator)});
     for (const Draw& draw : tape.draws) {
       if (draw.passed) before_.push_back({draw.generator, state_of(draw.generator)});
     }
@@ -42,7 +37,8 @@ class GeneratorsGuard {
 class Player {
  public:
   Player(const Tape& tape, const Batch& inputs) : tape_(tape), values_(tape.value_count) {
-    for (const External& external : tape.externals) values_[external.value] = bind(external, inputs);
+    for (const External& external : tape.externals)
+      values_[external.value] = bind(external, inputs);
   }
 
   Batch play() {
@@ -50,10 +46,7 @@ class Player {
     const GeneratorsGuard generators(tape_);
     for (const Draw& draw : tape_.initial) set_state(draw.generator, draw.state);
     for (const Op& op : tape_.ops) {
-      if (op.modes != modes_) {
-        tape_.modes[op.modes].apply();
-        modes_ = op.modes;
-      }
+      if (op.modes != modes_) change_modes(op.modes);
       if (op.facts == nullptr) {
         restore();
       } else {
@@ -63,6 +56,7 @@ class Player {
         values_[tape_.releases[i]].reset();
       }
     }
+    if (cached_casts_) at::autocast::clear_cache();
     std::vector<Leaf> leaves = tape_.result.leaves();
     for (size_t i = 0; i < leaves.size(); ++i) {
       if (tape_.result_values[i] != kNoValue) leaves[i].tensor = values_[tape_.result_values[i]];
@@ -82,19 +76,28 @@ class Player {
     }
     if (external.version && !external.is_buffer &&
         external.tensor._version() != *external.version) {
-      throw StateError(
-          "a tensor of shape " + c10::str(external.tensor.sizes()) +
-          " that forward read has been changed in place since (version " +
-          std::to_string(external.tensor._version()) + ", expected " +
-          std::to_string(*external.version) + "); run backward before changing it");
+      throw StateError("a tensor of shape " + c10::str(external.tensor.sizes()) +
+                       " that forward read has been changed in place since (version " +
+                       std::to_string(external.tensor._version()) + ", expected " +
+                       std::to_string(*external.version) + "); run backward before changing it");
     }
     return external.tensor;
   }
 
+  void change_modes(uint32_t modes) {
+    tape_.modes[modes].apply();
+    modes_ = modes;
+    const bool in_autocast = tape_.modes[modes].in_autocast;
+    // Where the outermost region begins nothing is cached, and where it ends all is forgotten.
+    if (in_autocast != cached_casts_) at::autocast::clear_cache();
+    cached_casts_ = in_autocast;
+  }
+
   void restore() {
-    const at::NoGradGuard no_grad;
     const auto& [value, content] = tape_.restores[restored_++];
-    values_[value].copy_(content);
+    // Past autograd's version counter, as the one who wrote it then.
+    const at::NoGradGuard no_grad;
+    bytes_of(values_[value]).copy_(content);
   }
 
   void call(const Op& op) {
@@ -147,6 +150,7 @@ class Player {
   std::vector<c10::IValue> stack_;
   uint32_t modes_ = UINT32_MAX;
   size_t restored_ = 0;
+  bool cached_casts_ = false;
 };
 
 }  // namespace

@@ -108,8 +108,8 @@ std::string Tape::describe() const {
     for_each_argument(*this, op, [&](ValueId value) { read.push_back(value); });
     const c10::OperatorName& name = op.facts->handle.operator_name();
     text += names(", ", results) + (results.empty() ? "" : " = ") + name.name +
-            (name.overload_name.empty() ? "" : "." + name.overload_name) + "(" +
-            names(", ", read) + ")\n";
+            (name.overload_name.empty() ? "" : "." + name.overload_name) + "(" + names(", ", read) +
+            ")\n";
   }
   return text;
 }

@@ -19,6 +19,7 @@ struct Modes {
   bool forward_grad_mode = false;
   bool view_replay = false;
   bool autocast_cache = false;
+  bool in_autocast = false;  ///< in a region of it, be it one that switches it off
   c10::ScalarType autocast_on_cpu = c10::ScalarType::Undefined;
   c10::ScalarType autocast_on_accelerator = c10::ScalarType::Undefined;
   c10::ScalarType default_type = c10::ScalarType::Undefined;

@@ -13,11 +13,15 @@ struct OpFacts {
 
   c10::OperatorHandle handle;
   size_t argument_count = 0;
-  std::vector<bool> written;        ///< for each argument: whether the op changes it
-  bool writes = false;              ///< any of them
-  bool draws = false;               ///< may draw random numbers
-  bool leaves_raw = false;          ///< its output is uninitialised memory: the `empty` family
-  bool reads_values = false;        ///< hands tensor values to the host: item, nonzero, equal
+  std::vector<bool> written;     ///< for each argument: whether the op changes it
+  std::vector<bool> viewed;      ///< for each argument: whether an output may be a view of it
+  bool writes = false;           ///< any of them
+  bool writes_metadata = false;  ///< it changes shape or history alone: `detach_`, `t_`
+  bool draws = false;            ///< may draw random numbers
+  bool leaves_raw = false;       ///< its output is uninitialised memory: the `empty` family
+  bool reads_values = false;     ///< hands tensor values to the host: item, nonzero, equal
+  bool casts = false;            ///< converts to another type, as autocast does with weights
+  bool forward_ad = false;       ///< forward-mode gradients
   size_t return_count = 0;
 
   const std::string& name() const { return handle.operator_name().name; }

@@ -6,6 +6,7 @@
 
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,7 +35,7 @@ class Recorder {
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  /// Records ops of this thread while it lives. Of nested scopes the innermost sees.
+  /// Records ops of this thread while it lives. Scopes may be nested: each sees what runs inside.
   class Scope {
    public:
     explicit Scope(Recorder& recorder);
@@ -44,7 +45,7 @@ class Recorder {
 
    private:
     class Program* outer_;
-    at::CallbackHandle handle_;
+    std::optional<at::CallbackHandle> handle_;
   };
 
   template <typename Call>

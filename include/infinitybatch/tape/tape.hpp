@@ -48,7 +48,7 @@ struct Op {
 /// A tensor that the model found: parameter, buffer, constant, or a leaf of the inputs.
 struct External {
   ValueId value = kNoValue;
-  at::Tensor tensor;        ///< undefined for inputs, which the replay is given
+  at::Tensor tensor;        ///< undefined for inputs, which the replay is given, and temporaries
   int64_t input_leaf = -1;  ///< index into the leaves of the inputs
   bool is_buffer = false;   ///< one of the model's: whoever replays gives it the same values
   std::optional<uint32_t> version;  ///< when it was first seen; nothing where it has no version
@@ -79,7 +79,8 @@ struct Tape {
   std::vector<Draw> draws;
   std::vector<ValueId> releases;
   std::vector<Modes> modes;
-  std::vector<std::pair<ValueId, at::Tensor>> restores;  ///< for ops without facts, in order
+  /// For ops without facts, in order: the bytes of all of the memory that the value lies in.
+  std::vector<std::pair<ValueId, at::Tensor>> restores;
 
   std::vector<Draw> initial;  ///< the default generators when the recording began; empty where
                               ///< nothing was drawn

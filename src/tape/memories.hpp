@@ -1,0 +1,47 @@
+#pragma once
+
+#include <infinitybatch/tape/tape.hpp>
+
+#include <c10/core/StorageImpl.h>
+#include <c10/util/flat_hash_map.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace infinitybatch::tape {
+
+/// A piece of memory that a recording has met.
+struct Memory {
+  explicit Memory(c10::weak_intrusive_ptr<c10::StorageImpl> of) : storage(std::move(of)) {}
+
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  ///< keeps the address from being used again
+  std::vector<ValueId> values;                        ///< tensors that lie in it
+  bool made_here = false;                             ///< by an op of this recording
+  bool from_empty = false;                            ///< by an op that leaves it uninitialised
+  bool raw = false;                                   ///< and no op has written it yet
+  int64_t restored = -1;   ///< index into Tape::restores of what it was found to hold last
+  bool resizable = false;  ///< when it was made; `numpy()` takes that away
+};
+
+/// Which memory the ops of a recording made, and which tensors lie in it.
+class Memories {
+ public:
+  /// Of `tensor`; null where it has none (sparse) or it is not known.
+  Memory* find(const at::Tensor& tensor);
+  /// Of `tensor`, now known; null where it has none.
+  Memory* add(const at::Tensor& tensor);
+  /// Whether an unknown storage lies in memory that was made here (NumPy, DLPack).
+  bool inside_another(const at::Tensor& tensor) const;
+  /// Whether NumPy has got hold of memory that was made here.
+  static bool exported(const Memory& memory, const at::Tensor& tensor);
+
+ private:
+  ska::flat_hash_map<const c10::StorageImpl*, std::unique_ptr<Memory>> memories_;
+};
+
+/// All of the memory that `tensor` lies in, as a tensor of bytes with a version of its own.
+at::Tensor bytes_of(const at::Tensor& tensor);
+
+}  // namespace infinitybatch::tape

@@ -1,0 +1,241 @@
+// The part of Program that tells tensors apart and finds out what was done to them.
+#include "program.hpp"
+
+#include <infinitybatch/core/bits.hpp>
+
+#include <ATen/Functions.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+
+namespace infinitybatch::tape {
+namespace {
+
+/// A copy with the same strides, so that kernels run on it as they would on the original.
+at::Tensor copy_of(const at::Tensor& tensor) {
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unseen(false);
+  return tensor.detach().clone();
+}
+
+}  // namespace
+
+ValueId Program::use(const at::Tensor& tensor, Access access) {
+  if (const char* why = strange(tensor)) {
+    give_up(std::string(why) + " takes part in forward");
+    return kNoValue;
+  }
+  const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
+  ValueId value = kNoValue;
+  if (found == numbers_.end()) {
+    value = find_external(tensor);
+  } else {
+    value = found->second;
+    if (const char* why = values_[value].provenance.difference(Provenance::of(tensor))) {
+      give_up(std::string("a tensor changed between two ops: ") + why);
+    }
+  }
+  if (tape_.opaque) return kNoValue;
+  Memory* memory = memories_.find(tensor);
+  if (memory != nullptr && Memories::exported(*memory, tensor)) {
+    if (!memory->raw) {
+      give_up("memory of this forward was handed to NumPy, which may have written it");
+      return kNoValue;
+    }
+    if (!tape_.host_read) tape_.host_read = "numpy()";
+  }
+  switch (access) {
+    case Access::read:
+      restore_raw(tensor, value);
+      break;
+    case Access::view:
+      if (memory != nullptr && memory->raw) viewed_.emplace_back(tensor, value);
+      break;
+    case Access::write:
+      before_write(tensor, value);
+      written_.push_back(tensor);
+      break;
+  }
+  return value;
+}
+
+ValueId Program::find_external(const at::Tensor& tensor) {
+  const Memory* memory = memories_.find(tensor);
+  if ((memory != nullptr && memory->made_here) || memories_.inside_another(tensor)) {
+    give_up("memory of this forward comes back under another tensor (`.data`, numpy())");
+    return kNoValue;
+  }
+  if (tensor.grad_fn()) {
+    give_up("a tensor with a history of its own comes from outside of the recorded ops");
+    return kNoValue;
+  }
+  return add_external(tensor, /*input_leaf=*/-1);
+}
+
+ValueId Program::add_external(const at::Tensor& tensor, int64_t input_leaf) {
+  External external;
+  external.value = add_value(tensor);
+  external.input_leaf = input_leaf;
+  if (input_leaf < 0) external.tensor = tensor;
+  external.is_buffer = buffers_.count(tensor.unsafeGetTensorImpl()) != 0;
+  if (!tensor.is_inference()) external.version = static_cast<uint32_t>(tensor._version());
+  values_[external.value].external = static_cast<int64_t>(tape_.externals.size());
+  tape_.externals.push_back(std::move(external));
+  return tape_.externals.back().value;
+}
+
+ValueId Program::add_value(const at::Tensor& tensor) {
+  const auto id = static_cast<ValueId>(values_.size());
+  values_.push_back(
+      {c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()), Provenance::of(tensor)});
+  numbers_[tensor.unsafeGetTensorImpl()] = id;
+  if (Memory* memory = memories_.add(tensor)) memory->values.push_back(id);
+  return id;
+}
+
+void Program::restore_raw(const at::Tensor& tensor, ValueId value) {
+  Memory* memory = memories_.find(tensor);
+  if (memory == nullptr || !memory->raw) return;
+  // Nobody who dispatches has written it: what is read there came another way (`torch.tensor`,
+  // NumPy), and is a constant of this recording.
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unseen(false);
+  const at::Tensor bytes = bytes_of(tensor);
+  if (memory->restored >= 0) {
+    const at::Tensor& known = tape_.restores[static_cast<size_t>(memory->restored)].second;
+    if (same_form(bytes, known) && !any_bit_differs(bytes, known).item<bool>()) return;
+  }
+  memory->restored = static_cast<int64_t>(tape_.restores.size());
+  tape_.restores.emplace_back(value, bytes.clone());
+  Op restore;
+  restore.modes = op_.modes;
+  tape_.ops.push_back(restore);
+  if (!tape_.host_read) tape_.host_read = "memory written outside of the dispatcher";
+}
+
+void Program::before_write(const at::Tensor& tensor, ValueId value) {
+  judge_write(tensor);
+  Memory* memory = memories_.find(tensor);
+  if (memory == nullptr) {
+    if (values_[value].external >= 0) give_up("forward writes into a tensor without storage");
+    return;
+  }
+  if (!facts_->writes_metadata) memory->raw = false;
+  size_t externals = 0;
+  for (const ValueId alias : memory->values) {
+    const Value& known = values_[alias];
+    const at::Tensor original(known.impl.lock());
+    if (!original.defined()) continue;
+    // The write will hide what was done to its aliases until now.
+    if (const char* why = known.provenance.difference(Provenance::of(original))) {
+      return give_up(std::string("a tensor changed between two ops: ") + why);
+    }
+    if (known.external < 0) continue;
+    if (++externals > 1) return give_up("forward writes into memory that two tensors share");
+    External& external = tape_.externals[static_cast<size_t>(known.external)];
+    if (external.before.defined()) continue;
+    if (original.requires_grad()) return give_up("forward writes into an input that requires grad");
+    external.before = copy_of(original);
+  }
+}
+
+void Program::judge_write(const at::Tensor& tensor) {
+  const Memory* memory = memories_.find(tensor);
+  if (memory != nullptr && memory->made_here) return;
+  if (tensor.grad_fn()) return;  // made by this call: nothing else has a history
+  if (memory != nullptr) {
+    for (const ValueId alias : memory->values) {
+      const int64_t index = values_[alias].external;
+      if (index < 0) continue;
+      if (tape_.externals[static_cast<size_t>(index)].input_leaf < 0) continue;
+      input_written_ = true;
+      return;
+    }
+  }
+  c10::StorageImpl* storage = storage_of(tensor);
+  for (const at::Tensor& buffer : held_buffers_) {
+    if (buffer.is_same(tensor) || (storage != nullptr && storage_of(buffer) == storage)) return;
+  }
+  bool parameter = tensor.requires_grad();
+  if (memory != nullptr) {
+    for (const ValueId alias : memory->values) {
+      parameter = parameter || values_[alias].provenance.requires_grad;
+    }
+  }
+  if (parameter) {
+    return refuse("forward changes a parameter in place (" + facts_->name() + ")");
+  }
+  std::string reason = "forward writes into a tensor that is no buffer of the model (" +
+                       facts_->name() + "); register it as one";
+  if (storage == nullptr) return;  // sparse: those of this call are not known from others
+  leftovers_.emplace_back(tensor.storage().getWeakStorageImpl(), std::move(reason));
+}
+
+void Program::judge_leftovers() {
+  if (leftovers_.empty()) return;
+  // Replays start from copies of what is written: let go, and see who else holds it.
+  for (External& external : tape_.externals) {
+    if (external.before.defined()) external.tensor.reset();
+  }
+  for (const auto& [storage, reason] : leftovers_) {
+    if (!storage.expired()) refuse(reason);
+  }
+}
+
+void Program::refresh(const at::Tensor& tensor) {
+  const Memory* memory = memories_.find(tensor);
+  if (memory == nullptr) {
+    const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
+    if (found != numbers_.end()) values_[found->second].provenance = Provenance::of(tensor);
+    return;
+  }
+  for (const ValueId alias : memory->values) {
+    Value& value = values_[alias];
+    const at::Tensor alive(value.impl.lock());
+    if (alive.defined()) value.provenance = Provenance::of(alive);
+  }
+}
+
+ValueId Program::define(const at::Tensor& tensor) {
+  if (const char* why = strange(tensor)) {
+    give_up(facts_->name() + " gives " + why);
+    return kNoValue;
+  }
+  const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
+  if (found != numbers_.end()) {
+    // In place, or given back as it came.
+    values_[found->second].provenance = Provenance::of(tensor);
+    if (facts_->leaves_raw && facts_->writes) {
+      if (Memory* memory = memories_.find(tensor); memory != nullptr && memory->made_here) {
+        memory->raw = memory->from_empty = true;  // resize_
+      }
+    }
+    return found->second;
+  }
+  const bool known_memory = memories_.find(tensor) != nullptr;
+  const ValueId value = add_value(tensor);
+  if (Memory* memory = memories_.find(tensor); memory != nullptr && !known_memory) {
+    memory->made_here = true;
+    memory->raw = memory->from_empty = facts_->leaves_raw;
+  }
+  return value;
+}
+
+void Program::check_externals() {
+  for (const External& external : tape_.externals) {
+    const Value& value = values_[external.value];
+    const at::Tensor now(value.impl.lock());
+    if (!now.defined()) continue;
+    const Provenance here = Provenance::of(now);
+    const char* why = value.provenance.difference(here);
+    if (why == nullptr) continue;
+    // After an op was only watched, inputs and buffers need not look as they did.
+    if (!tape_.opaque) give_up(std::string("a tensor changed between two ops: ") + why);
+    const bool content =
+        here.storage != value.provenance.storage || here.version != value.provenance.version;
+    if (content && external.input_leaf < 0 && !external.is_buffer) {
+      refuse("forward changes a tensor that is no buffer of the model: " + std::string(why));
+    }
+  }
+}
+
+}  // namespace infinitybatch::tape
