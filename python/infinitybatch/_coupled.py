@@ -1,6 +1,7 @@
 """Losses that see the outputs of the whole logical batch."""
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -40,13 +41,24 @@ def tell(name: str, way_out: str) -> None:
         f"batch, which takes a second pass. That is exact for every loss. {way_out}; declare it "
         f"with infinitybatch.losses.coupled to silence this",
         CoupledLossNotice,
-        stacklevel=7,
+        stacklevel=_first_frame_outside(),
     )
 
 
+def _first_frame_outside() -> int:
+    """The stacklevel, for `warnings.warn` in the function that asks, of the user's own line."""
+    frame = sys._getframe(1)
+    level = 1
+    while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
+        frame = frame.f_back
+        level += 1
+    return level
+
+
 def _takes_outputs_only(value: Callable[..., Any]) -> bool:
+    called = value.forward if isinstance(value, torch.nn.Module) else value
     try:
-        parameters = inspect.signature(value).parameters.values()
+        parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):  # some built-in functions do not tell
         return False
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):

@@ -27,6 +27,10 @@ void BufferRule::end_micro_batch() {
   for (Entry& entry : entries_) {
     const at::Tensor now = entry.slot.get();
     const bool same = now.is_same(entry.tensor) && now._version() == entry.version;
+    if (second_pass_) {
+      if (exact_ && (!same || entry.written)) restore(entry);
+      continue;
+    }
     // Writes through `.data`, or by an op that does not tell (batch_norm), raise no version. Code
     // that does this once does it in the first micro-batch, so that values are compared only then.
     const bool silent = same && first_ && exact_ && silently_written(entry);
@@ -41,6 +45,17 @@ void BufferRule::end_micro_batch() {
     restore(entry);
   }
   first_ = false;
+}
+
+void BufferRule::begin_second_pass() {
+  const at::NoGradGuard no_grad;
+  second_pass_ = true;
+  if (exact_) return;
+  for (Entry& entry : entries_) {
+    const at::Tensor now = entry.slot.get();
+    entry.left = now.detach().clone();
+    entry.rebound = !now.is_same(entry.tensor);
+  }
 }
 
 bool BufferRule::silently_written(const Entry& entry) {
@@ -91,6 +106,7 @@ void BufferRule::commit() {
   for (Entry& entry : entries_) {
     if (!entry.left.defined()) continue;
     if (!entry.rebound && same_form(entry.left, entry.tensor)) {
+      if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
       entry.tensor.copy_(entry.left);
     } else {
       entry.slot.set(entry.left);
@@ -112,6 +128,7 @@ void BufferRule::roll_back() {
     entry.disagree.reset();
   }
   first_ = true;
+  second_pass_ = false;
 }
 
 }  // namespace infinitybatch

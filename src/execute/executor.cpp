@@ -108,6 +108,7 @@ void Executor::whole_loss() {
   in_whole_loss_ = true;
   const at::Tensor value = two_pass_->whole_loss();
   in_whole_loss_ = false;
+  buffers_.begin_second_pass();
   loss_type_ = value.scalar_type();
   total_.copy_(value);
 }

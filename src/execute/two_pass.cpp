@@ -60,6 +60,10 @@ const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain,
   Part& part = parts_[rows.begin];
   part.rows = rows;
   part.random = RngSnapshot::capture(devices_);
+  if (!job_.exact_coupling) {
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& buffer : buffers_) part.buffers.push_back(buffer.detach().clone());
+  }
   Batch outputs;
   if (!job_.use_tapes) {
     part.tape.opaque = "an earlier replay gave other outputs than its recording";
@@ -74,6 +78,10 @@ const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain,
       throw Unsupported(*part.tape.refusal +
                         ", so micro-batches would not "
                         "see what the whole batch sees");
+  }
+  if (!part.tape.opaque) {  // a tape has what it needs of both, a graph that is kept needs neither
+    part.random = RngSnapshot();
+    part.buffers.clear();
   }
   part.outputs = map_tensors(outputs, compact);
   if (loss_device() != job_.device) {
@@ -147,6 +155,12 @@ void TwoPass::again(Rows rows, const Batch& inputs, const std::function<Batch()>
     opaque_ = part.tape.opaque;
     const RngSnapshot now = RngSnapshot::capture(devices_);
     part.random.restore();
+    // Past the version counter: where forward doesn't write them nothing changes, and graphs that
+    // are kept stay valid.
+    for (size_t i = 0; i < part.buffers.size(); ++i) {
+      buffers_[i].variable_data().copy_(part.buffers[i]);
+    }
+    part.buffers.clear();
     at_work_ = forward();
     now.restore();
   }

@@ -1,10 +1,12 @@
 """Every criterion of torch.nn, recognised and exact; losses of the user's own."""
 
+import copy
 import functools
 
 import infinitybatch as ib
 import pytest
 import torch
+from infinitybatch import _coupled
 from infinitybatch._criteria import _CRITERIA
 from support import Calls, assert_exact, classification, mlp, native, ours, worst_error
 from torch import nn
@@ -415,21 +417,69 @@ def test_from_model_with_a_number_for_denominator():
         torch.testing.assert_close(report.loss, model(ids, ids)[0], rtol=1e-12, atol=0)
 
 
-def coupled(outputs, targets):
+def uniformity(outputs, targets):
     return (outputs @ outputs.T).logsumexp(1).mean()
 
 
-REFUSED = {
-    "a function of one's own": (coupled, ib.InvalidType, "coupled can't be known to be separable"),
-    "a lambda": (lambda o, t: o.sum(), ib.InvalidType, "losses.separable"),
-    "a module of one's own": (
-        nn.Linear(2, 2),
-        ib.InvalidType,
-        "Linear can't be known to be separable",
+class Head(nn.Linear):
+    """A criterion of one argument, with parameters of its own."""
+
+    def forward(self, outputs):
+        return super().forward(outputs).tanh().std()
+
+
+def hooked():
+    criterion = nn.MSELoss()
+    criterion.register_forward_hook(lambda module, args, loss: loss.square())
+    return criterion
+
+
+# What nobody knows to be separable: the loss, the targets, and how the notice begins.
+UNKNOWN = {
+    "a function of one's own": (uniformity, labels(), "uniformity is not known"),
+    "a lambda": (lambda o, t: uniformity(o, t).exp(), labels(), "<lambda> is not known"),
+    "a lambda of one argument": (lambda o: o.std(), None, "<lambda> is not known"),
+    "a module of one's own": (Head(5, 1).double(), None, "Head is not known"),
+    "an overridden forward": (
+        Focal(),
+        labels(),
+        "Focal, which overrides the forward of CrossEntropyLoss, is not known",
     ),
-    "an overridden forward": (Focal(), ib.InvalidType, "Focal overrides the forward"),
-    "no loss at all": ("mse", ib.InvalidType, "loss must be a criterion"),
-    "None": (None, ib.InvalidType, "loss must be a criterion"),
+    "hooks": (hooked(), rand(N, 5), "MSELoss with its hooks is not known"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_loss_is_coupled_and_says_so(name):
+    loss, targets, message = UNKNOWN[name]
+    model = mlp()
+    inputs = rand(N, 6)
+    native = copy.deepcopy(model)
+    arguments = (native(inputs),) if targets is None else (native(inputs), targets)
+    wanted = loss(*arguments)
+    wanted.backward()
+    _coupled._told.clear()
+    with pytest.warns(ib.CoupledLossNotice, match="IB101") as notices:
+        batch = ib.VirtualBatch(model, loss, micro_batch_size=4)
+        ib.VirtualBatch(model, loss, micro_batch_size=4)
+    (notice,) = notices  # once for each loss
+    assert message in str(notice.message) and "losses.separable" in str(notice.message)
+    assert notice.filename == __file__
+    report = batch.backward(inputs, targets)
+    assert report.strategy == "replay"
+    torch.testing.assert_close(report.loss, wanted.detach(), rtol=1e-12, atol=0)
+    for a, b in zip(model.parameters(), native.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-16)
+
+
+def test_a_penalty_beside_a_coupled_loss_is_refused():
+    with pytest.raises(ib.InvalidType, match="add the penalty inside of it"):
+        ib.losses.with_penalty(ib.losses.coupled(uniformity), lambda: torch.zeros(()))
+
+
+REFUSED = {
+    "no loss at all": ("mse", ib.InvalidType, "loss must be a callable"),
+    "None": (None, ib.InvalidType, "loss must be a callable"),
     "reduction none": (nn.MSELoss(reduction="none"), ib.InvalidArgument, "one loss per element"),
     "an unknown reduction": (
         functools.partial(F.mse_loss, reduction="max"),
@@ -454,10 +504,3 @@ def test_losses_that_are_refused(name):
     loss, kind, message = REFUSED[name]
     with pytest.raises(kind, match=message):
         ib.VirtualBatch(mlp(), loss, micro_batch_size=2)
-
-
-def test_a_criterion_with_hooks_is_refused():
-    criterion = nn.MSELoss()
-    criterion.register_forward_hook(lambda *_: None)
-    with pytest.raises(ib.Unsupported, match="has hooks"):
-        ib.VirtualBatch(mlp(), criterion, micro_batch_size=2)

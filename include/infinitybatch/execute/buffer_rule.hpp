@@ -19,6 +19,9 @@ class BufferRule {
   /// Call it when a micro-batch is done and its graph is gone.
   void end_micro_batch();
 
+  /// From now on micro-batches run for the second time: what they leave in the buffers is undone.
+  void begin_second_pass();
+
   /// Whether any micro-batch has written a buffer.
   bool written() const noexcept;
 
@@ -47,6 +50,7 @@ class BufferRule {
   std::vector<Entry> entries_;
   bool exact_;
   bool first_ = true;
+  bool second_pass_ = false;
 };
 
 }  // namespace infinitybatch

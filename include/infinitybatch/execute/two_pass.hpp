@@ -63,6 +63,7 @@ class TwoPass {
   struct Part {
     Rows rows;
     RngSnapshot random;
+    std::vector<at::Tensor> buffers;  // copies, where one micro-batch's carry on into the next
     tape::Tape tape;
     Batch outputs;                     // detached
     std::vector<bool> wants_gradient;  // of each leaf
