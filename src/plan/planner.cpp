@@ -61,15 +61,22 @@ void Planner::begin(const Request& request) {
   request_ = request;
   known_ = &knowledge_[request.signature];
   row_ = 0;
+  attempted_retained_ = 0;
   if (!same) forget_settled_plan();
   if (settled_plan_) return;
   if (known_->profile && candidates().empty()) {
-    const int64_t needed = std::max(predicted_peak(1), request.budget_bytes + 1);
+    int64_t smallest = INT64_MAX;
+    for (int64_t cap = 1; cap < 2 * request.batch_size; cap *= 2) {
+      smallest = std::min(smallest, predicted_peak(size_under(cap)));
+      if (!request.two_pass) break;  // no size needs less than one sample does
+    }
+    const int64_t needed = std::max(smallest, request.budget_bytes + 1);
     throw BudgetExceeded(needed, request.budget_bytes, needed,
-                         request.two_pass ? "one sample at a time, beside the outputs and the loss "
-                                            "of all " +
-                                                std::to_string(request.batch_size)
-                                          : "a single sample");
+                         request.two_pass
+                             ? "a few samples at a time, beside the outputs and the loss "
+                               "of all " +
+                                   std::to_string(request.batch_size)
+                             : "a single sample");
   }
 }
 
@@ -83,7 +90,9 @@ std::vector<int64_t> Planner::candidates() const {
     return true;
   };
   int64_t cap = kSmallProbe;
-  while (consider(cap) && cap < request_.batch_size) cap *= 2;
+  // What a coupled loss keeps of every micro-batch can make many small ones need more than few.
+  const bool skip = request_.two_pass;
+  while ((consider(cap) || (skip && caps.empty())) && cap < request_.batch_size) cap *= 2;
   if (caps.empty()) {
     consider(1);
   } else if (caps.back() < request_.batch_size) {
@@ -325,7 +334,10 @@ std::optional<Piece> Planner::next() {
 }
 
 void Planner::observe(const Piece& piece, const Measurement& measured) {
-  if (measured.whole_loss) known_->whole_loss[request_.batch_size] = *measured.whole_loss;
+  if (measured.whole_loss) {
+    const bool one = piece.plan.micro_batch_sizes.size() == 1;
+    known_->whole_loss[{request_.batch_size, one}] = *measured.whole_loss;
+  }
   if (piece.settled) return;
   if (piece.plan.strategy == "replay") return observe_two_pass(piece, measured);
   const int64_t size = piece.plan.micro_batch_size();
@@ -385,10 +397,10 @@ void Planner::forget_settled_plan() {
 }
 
 void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
-  const int64_t retained = settled_plan_ ? settled_plan_->retained : 0;
   forget_settled_plan();
-  if (retained > 0) {
-    known_->most_retained = retained / 2;
+  if (attempted_retained_ > 0) {
+    known_->most_retained = attempted_retained_ / 2;
+    attempted_retained_ = 0;
     return;
   }
   if (in_loss) {

@@ -13,27 +13,37 @@ Plan Planner::measured_plan(std::vector<int64_t> sizes) const {
                            : stream_plan(std::move(sizes), /*penalty=*/false);
 }
 
-MicroBatchProfile::Effect Planner::whole_loss() const {
-  const auto found = known_->whole_loss.find(request_.batch_size);
-  return found == known_->whole_loss.end() ? MicroBatchProfile::Effect() : found->second;
+std::optional<MicroBatchProfile::Effect> Planner::whole_loss(size_t micro_batches) const {
+  const bool one = micro_batches == 1;
+  for (const bool measured : {one, !one}) {
+    const auto found = known_->whole_loss.find({request_.batch_size, measured});
+    if (found != known_->whole_loss.end()) return found->second;
+  }
+  return std::nullopt;
+}
+
+bool Planner::knows_whole_loss(size_t micro_batches) const {
+  return known_->whole_loss.contains({request_.batch_size, micro_batches == 1});
 }
 
 int64_t Planner::two_pass_peak(int64_t size, int64_t retained) const {
-  return simulate_peak(two_pass_plan(split_evenly(request_.batch_size, size), retained),
-                       *known_->profile, request_.baseline_bytes, /*begun=*/false, whole_loss());
+  const Plan plan = two_pass_plan(split_evenly(request_.batch_size, size), retained);
+  return simulate_peak(
+      plan, *known_->profile, request_.baseline_bytes, /*begun=*/false,
+      whole_loss(plan.micro_batch_sizes.size()).value_or(MicroBatchProfile::Effect()));
 }
 
 /// Graphs that fit beside everything else. None before the loss has been measured: it comes while
 /// all of them are held.
 int64_t Planner::most_retained(int64_t size) const {
-  if (!known_->profile || !known_->whole_loss.contains(request_.batch_size)) return 0;
+  const int64_t count = (request_.batch_size + size - 1) / size;
+  if (!known_->profile || !whole_loss(static_cast<size_t>(count))) return 0;
   const int64_t baseline = request_.baseline_bytes;
   const auto fit = [&](int64_t retained) {
     const auto above = static_cast<double>(two_pass_peak(size, retained) - baseline);
     return baseline + static_cast<int64_t>(std::ceil(above * known_->correction)) <=
            request_.budget_bytes;
   };
-  const int64_t count = (request_.batch_size + size - 1) / size;
   int64_t low = 0;
   int64_t high = std::min(count, known_->most_retained) + 1;
   while (high - low > 1) {
@@ -52,7 +62,7 @@ Piece Planner::two_pass() {
     const int64_t size = size_under(fastest());
     const int64_t retained = most_retained(size);
     piece.plan = two_pass_plan(split_evenly(request_.batch_size, size), retained);
-    if (known_->whole_loss.contains(request_.batch_size) && settled()) {
+    if (knows_whole_loss(piece.plan.micro_batch_sizes.size()) && settled()) {
       if (known_->profile) {
         const auto above =
             static_cast<double>(two_pass_peak(size, retained) - request_.baseline_bytes);
@@ -64,6 +74,7 @@ Piece Planner::two_pass() {
   }
   row_ = request_.batch_size;
   attempted_ = piece.plan.micro_batch_size();
+  attempted_retained_ = piece.plan.retained;
   return piece;
 }
 
@@ -71,7 +82,9 @@ void Planner::observe_two_pass(const Piece& piece, const Measurement& measured) 
   if (!known_->profile) return;
   const int64_t baseline = request_.baseline_bytes;
   const int64_t predicted =
-      simulate_peak(piece.plan, *known_->profile, baseline, /*begun=*/false, whole_loss()) -
+      simulate_peak(
+          piece.plan, *known_->profile, baseline, /*begun=*/false,
+          whole_loss(piece.plan.micro_batch_sizes.size()).value_or(MicroBatchProfile::Effect())) -
       baseline;
   if (predicted <= 0) return;
   const auto ratio =

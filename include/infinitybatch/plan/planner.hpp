@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace infinitybatch {
@@ -95,8 +96,9 @@ class Planner {
     double correction = 1.0;            // measured peak / predicted peak, where that was more
     bool whole_batch_only = false;
     // Of a coupled loss:
-    std::map<int64_t, MicroBatchProfile::Effect> whole_loss;  // measured, by batch size
-    int64_t most_retained = INT64_MAX;                        // more have run out of memory
+    // Measured, by batch size and whether it was one micro-batch, whose outputs are not copied.
+    std::map<std::pair<int64_t, bool>, MicroBatchProfile::Effect> whole_loss;
+    int64_t most_retained = INT64_MAX;  // more have run out of memory
   };
 
   /// Sizes to choose from, as upper ends: powers of two and the largest that fits. A logical batch
@@ -111,7 +113,9 @@ class Planner {
   std::vector<int64_t> split_rest() const;
   /// Micro-batches as they are measured.
   Plan measured_plan(std::vector<int64_t> sizes) const;
-  MicroBatchProfile::Effect whole_loss() const;
+  /// Of a plan with so many micro-batches: measured with one or several, or the other of these.
+  std::optional<MicroBatchProfile::Effect> whole_loss(size_t micro_batches) const;
+  bool knows_whole_loss(size_t micro_batches) const;
   int64_t two_pass_peak(int64_t size, int64_t retained) const;
   int64_t most_retained(int64_t size) const;
   void observe_two_pass(const Piece& piece, const Measurement& measured);
@@ -138,6 +142,7 @@ class Planner {
   std::optional<Plan> settled_plan_;       // for the current request
   mutable std::optional<Plan> full_plan_;  // the settled one with what `explain` needs
   int64_t attempted_ = 0;                  // the largest micro-batch of the current attempt
+  int64_t attempted_retained_ = 0;         // of a coupled loss: graphs it wanted to keep
 };
 
 }  // namespace infinitybatch
