@@ -20,8 +20,12 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
         return same_bits(a.detach().to_dense(), b.detach().to_dense())
     if a.is_quantized:
         return same_bits(a.int_repr(), b.int_repr())
-    raw = lambda t: t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)  # noqa: E731
-    return torch.equal(raw(a).view(torch.uint8), raw(b).view(torch.uint8))
+
+    def raw(t: torch.Tensor) -> torch.Tensor:
+        t = t.detach().resolve_conj().resolve_neg().flatten()
+        return t.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+    return torch.equal(raw(a), raw(b))
 
 
 def gradients(outputs: Any, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
