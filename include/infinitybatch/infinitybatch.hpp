@@ -14,3 +14,4 @@
 #include <infinitybatch/step/module.hpp>
 #include <infinitybatch/step/verify.hpp>
 #include <infinitybatch/step/virtual_batch.hpp>
+#include <infinitybatch/step/wrap.hpp>

@@ -15,7 +15,16 @@ the peak stays inside the bytes that you allow.
 # ruff: isort: off
 from . import _torch_check as _torch_check  # first: another torch could not even load the module
 from . import errors, losses, memory, tape
-from ._C import BatchSource, Candidate, Instruction, Plan, StepReport, batch_dim, shared
+from ._C import (
+    BatchSource,
+    Candidate,
+    Instruction,
+    Plan,
+    StepReport,
+    VerifyReport,
+    batch_dim,
+    shared,
+)
 from ._build import VERSION as __version__
 from ._model import make_model
 from .errors import (
@@ -30,7 +39,9 @@ from .errors import (
     Unsupported,
 )
 from .sources import from_batches, from_dataset
+from .verify import verify
 from .virtual_batch import MicroBatch, VirtualBatch
+from .wrap import wrap
 
 __all__ = [
     "BatchError",
@@ -48,6 +59,7 @@ __all__ = [
     "StateError",
     "StepReport",
     "Unsupported",
+    "VerifyReport",
     "VirtualBatch",
     "__version__",
     "batch_dim",
@@ -59,4 +71,6 @@ __all__ = [
     "memory",
     "shared",
     "tape",
+    "verify",
+    "wrap",
 ]

@@ -40,8 +40,15 @@ def flatten(value: Any) -> tuple[list[Any], list[int], list[str], _pytree.TreeSp
         value = _pytree.tree_unflatten([_opened(leaf) for leaf in leaves], spec)
         leaves, spec = _pytree.tree_flatten(value)
         dims = opened_dims
-    paths, _ = _pytree.tree_flatten_with_path(value)
-    return leaves, dims, [_pytree.keystr(path) for path, _ in paths], spec
+    return leaves, dims, _names(value, len(leaves)), spec
+
+
+def _names(value: Any, count: int) -> list[str]:
+    try:
+        paths, _ = _pytree.tree_flatten_with_path(value)
+    except ValueError:  # a class that was registered without names for its children
+        return [f"[{i}]" for i in range(count)]
+    return [_pytree.keystr(path) for path, _ in paths]
 
 
 def unflatten(leaves: list[Any], spec: _pytree.TreeSpec) -> Any:

@@ -2,6 +2,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <exception>
+
 namespace infinitybatch::python {
 
 // One function for each concept; module.cpp calls them in this order.
@@ -11,7 +13,13 @@ void bind_memory(pybind11::module_& module);
 void bind_loss(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_tape(pybind11::module_& module);
+void bind_verify(pybind11::module_& module);
 void bind_virtual_batch(pybind11::module_& module);
+void bind_wrap(pybind11::module_& module);
 void register_random_sources();
+
+/// Throws an error of this library as the Python exception that stands for it, for code that goes
+/// through torch's own bindings, which do not know it. Returns where `error` is none of ours.
+void throw_as_python(const std::exception_ptr& error);
 
 }  // namespace infinitybatch::python

@@ -108,6 +108,17 @@ bool is_python_out_of_memory(const std::exception_ptr& pointer) {
 
 }  // namespace
 
+void throw_as_python(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error&) {
+    const py::gil_scoped_acquire gil;
+    translate(error);
+    throw py::error_already_set();
+  } catch (...) {
+  }
+}
+
 void bind_errors(py::module_&) {
   error_classes();
   torch_out_of_memory();

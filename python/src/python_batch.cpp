@@ -48,7 +48,7 @@ class Reader {
     }
     if (PyTuple_CheckExact(object) || PyList_CheckExact(object)) return read_row(value, batch_dim);
     if (PyDict_CheckExact(object) && has_only_str_keys(object)) return read_dict(value, batch_dim);
-    if (side_ == Side::given && Marked::check(value)) {
+    if (side_ != Side::returned && Marked::check(value)) {
       const auto& marked = value.cast<const Marked&>();
       return read(marked.value, marked.dim);
     }
@@ -56,7 +56,7 @@ class Reader {
       if (PyDict_CheckExact(object) || tree_module().attr("is_node")(value).cast<bool>()) {
         return nullptr;
       }
-      if (side_ == Side::given) {
+      if (side_ != Side::returned) {
         const py::object array = tree_module().attr("as_tensor")(value);
         if (!array.is_none()) {
           add(THPVariable_Unpack(array.ptr()), batch_dim);
@@ -119,7 +119,7 @@ Batch read_foreign(py::handle value, Side side) {
                                                 read[2].cast<std::vector<std::string>>())};
 }
 
-void check_given(const Batch& batch, const char* name) {
+void check_given(const Batch& batch, Side side, const char* name) {
   for (size_t i = 0; i < batch.leaves().size(); ++i) {
     const at::Tensor& tensor = batch.leaves()[i].tensor;
     if (!tensor.defined()) continue;
@@ -136,7 +136,7 @@ void check_given(const Batch& batch, const char* name) {
     if (tensor.is_inference()) {
       refuse(" was made in inference mode and cannot take part in autograd; clone it outside");
     }
-    if (tensor.requires_grad() && !tensor.is_leaf()) {
+    if (side == Side::given && tensor.requires_grad() && !tensor.is_leaf()) {
       refuse(
           " was computed from something that requires grad, and that graph can run backward only "
           "once; detach it, or make what computed it a part of the model");
@@ -197,7 +197,7 @@ Batch to_batch(py::handle value, Side side, const char* name) {
   StructurePtr structure = Reader(side, leaves).read(value, 0);
   Batch batch =
       structure ? Batch(std::move(leaves), std::move(structure)) : read_foreign(value, side);
-  if (side == Side::given) check_given(batch, name);
+  if (side != Side::returned) check_given(batch, side, name);
   return batch;
 }
 

@@ -9,7 +9,8 @@ namespace infinitybatch::python {
 /// What is being turned into a Batch.
 enum class Side {
   given,  ///< inputs and targets: markers (`shared`, `batch_dim`) and NumPy arrays are understood
-  returned,  ///< what a model gave back: taken as it is
+  differentiated,  ///< given, and gradients go on through the graph that a tensor has
+  returned,        ///< what a model gave back: taken as it is
 };
 
 /// Any pytree as a Batch. Tensors, and tuples, lists and dicts (with str keys) of them, are read

@@ -60,8 +60,8 @@ void check_can_be_kept(const Batch& outputs) {
     if (is_plain_value(object)) continue;
     throw InvalidType("outputs" + outputs.structure()->leaf_name(i) + " is a " +
                       Py_TYPE(object.ptr())->tp_name +
-                      ", which keep_outputs cannot join: register the class with "
-                      "torch.utils._pytree, or leave keep_outputs off and use on_micro_batch");
+                      ", which cannot be joined over micro-batches: register the class with "
+                      "torch.utils._pytree, or where keep_outputs asks for it use on_micro_batch");
   }
 }
 

@@ -6,6 +6,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <unordered_set>
 #include <vector>
 
 namespace infinitybatch::autograd {
@@ -72,6 +73,21 @@ void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Te
   edges.reserve(roots.size());
   for (const at::Tensor& root : roots) edges.push_back(torch::autograd::impl::gradient_edge(root));
   execute_or_drain(edges, gradients);
+}
+
+void walk_graph(const std::vector<at::Tensor>& roots, const std::function<void(Node&)>& visit) {
+  std::unordered_set<Node*> seen;
+  std::vector<Node*> open;
+  const auto reach = [&](Node* node) {
+    if (node != nullptr && seen.insert(node).second) open.push_back(node);
+  };
+  for (const at::Tensor& root : roots) reach(root.grad_fn().get());
+  while (!open.empty()) {
+    Node* node = open.back();
+    open.pop_back();
+    visit(*node);
+    for (const Edge& edge : node->next_edges()) reach(edge.function.get());
+  }
 }
 
 void run_root(const compat::NodePtr& node) {

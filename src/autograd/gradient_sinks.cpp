@@ -7,7 +7,9 @@
 
 #include <ATen/Functions.h>
 
+#include <algorithm>
 #include <mutex>
+#include <thread>
 #include <unordered_set>
 
 namespace infinitybatch::autograd {
@@ -55,6 +57,7 @@ struct GradientSinks::Slot {
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> variable;
   at::Tensor buffer;
   std::shared_ptr<Watcher> watcher;
+  std::thread::id thread = std::this_thread::get_id();
   bool open = true;
 };
 
@@ -92,6 +95,8 @@ class GradientSinks::Sink : public Node {
 
   std::string name() const override { return "infinitybatch::GradientSink"; }
 
+  bool of_this_thread() const { return slot_->thread == std::this_thread::get_id(); }
+
  private:
   // Summed in fp32: many small addends would be lost in a half precision buffer.
   void add_half(const at::Tensor& variable, at::Tensor& gradient) {
@@ -115,14 +120,15 @@ struct GradientSinks::Entry {
   c10::TensorImpl* identity = nullptr;
 };
 
-GradientSinks::GradientSinks(const std::vector<NamedParameter>& parameters)
+GradientSinks::GradientSinks(const std::vector<NamedParameter>& parameters, bool nested)
     : watcher_(std::make_shared<Watcher>()) {
   std::unordered_set<c10::TensorImpl*> seen;
   for (const NamedParameter& parameter : parameters) {
     if (!parameter.tensor.requires_grad()) continue;
     if (!seen.insert(parameter.tensor.unsafeGetTensorImpl()).second) continue;  // tied weights
     const NodePtr current = compat::accumulator_of(parameter.tensor);
-    if (current && dynamic_cast<Sink*>(current.get()) != nullptr) {
+    const auto* other = dynamic_cast<const Sink*>(current.get());
+    if (other != nullptr && !(nested && other->of_this_thread())) {
       uninstall();
       throw StateError("another step is running on parameter '" + parameter.name +
                        "'; a model can take one VirtualBatch step at a time");
@@ -168,36 +174,24 @@ void GradientSinks::redirect_other_leaves(const std::vector<at::Tensor>& roots,
                                           const std::vector<at::Tensor>& except) {
   std::unordered_set<c10::TensorImpl*> left_alone;
   for (const at::Tensor& leaf : except) left_alone.insert(leaf.unsafeGetTensorImpl());
-  std::unordered_set<Node*> seen;
-  std::vector<Node*> open;
-  for (const at::Tensor& root : roots) {
-    Node* start = root.grad_fn().get();
-    if (start != nullptr && seen.insert(start).second) open.push_back(start);
-  }
-  while (!open.empty()) {
-    Node* node = open.back();
-    open.pop_back();
-    for (uint32_t i = 0; i < node->num_outputs(); ++i) {
-      Node* next = node->next_edge(i).function.get();
-      if (next == nullptr || dynamic_cast<Sink*>(next) != nullptr) continue;
-      if (auto* accumulator = dynamic_cast<AccumulateGrad*>(next)) {
-        // Not held: the edge keeps the accumulator, and with it the leaf, until it is replaced.
-        const at::Tensor variable = accumulator->variable;
-        c10::TensorImpl* identity = variable.unsafeGetTensorImpl();
-        if (left_alone.contains(identity)) continue;
-        Entry* entry = nullptr;
-        for (const auto& known : entries_) {
-          if (known->identity == identity && known->slot->lock().defined()) entry = known.get();
-        }
-        if (entry == nullptr) entry = &add(variable, /*install=*/false);
-        // Not by set_next_edge, which refuses nodes that have a parent for the sake of topological
-        // numbers: a sink's is 0, as the accumulator's was.
-        node->next_edges()[i] = Edge(entry->sink, 0);
-      } else if (seen.insert(next).second) {
-        open.push_back(next);
+  walk_graph(roots, [&](Node& node) {
+    for (Edge& edge : node.next_edges()) {
+      auto* accumulator = dynamic_cast<AccumulateGrad*>(edge.function.get());
+      if (accumulator == nullptr) continue;
+      // Not held: the edge keeps the accumulator, and with it the leaf, until it is replaced.
+      const at::Tensor variable = accumulator->variable;
+      c10::TensorImpl* identity = variable.unsafeGetTensorImpl();
+      if (left_alone.contains(identity)) continue;
+      Entry* entry = nullptr;
+      for (const auto& known : entries_) {
+        if (known->identity == identity && known->slot->lock().defined()) entry = known.get();
       }
+      if (entry == nullptr) entry = &add(variable, /*install=*/false);
+      // Not by set_next_edge, which refuses nodes that have a parent for the sake of topological
+      // numbers: a sink's is 0, as the accumulator's was.
+      edge = Edge(entry->sink, 0);
     }
-  }
+  });
 }
 
 void GradientSinks::forget_dead_leaves() {
@@ -274,6 +268,16 @@ void GradientSinks::hand_out() {
     }
     throw;
   }
+}
+
+std::vector<at::Tensor> GradientSinks::take() {
+  std::vector<at::Tensor> sums;
+  for (size_t i = 0; i < parameter_count_; ++i) {
+    at::Tensor sum = std::exchange(entries_[i]->slot->buffer, at::Tensor());
+    const at::ScalarType type = entries_[i]->parameter.scalar_type();
+    sums.push_back(sum.defined() && sum.scalar_type() != type ? sum.to(type) : std::move(sum));
+  }
+  return sums;
 }
 
 void GradientSinks::watch(Watcher watcher) {

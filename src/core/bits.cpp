@@ -1,6 +1,7 @@
 #include <infinitybatch/core/bits.hpp>
 
 #include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
 
 namespace infinitybatch {
 
@@ -13,6 +14,22 @@ at::Tensor any_bit_differs(const at::Tensor& a, const at::Tensor& b) {
     return tensor.contiguous().reshape({-1}).view(at::kByte);
   };
   return at::ne(bytes(a), bytes(b)).any();
+}
+
+void note_differences(const Batch& before, const Batch& now, at::Tensor& differs) {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < before.leaves().size(); ++i) {
+    const at::Tensor& left = before.leaves()[i].tensor;
+    if (!left.defined() || left.layout() != at::kStrided) continue;
+    const at::Tensor right = i < now.leaves().size() && now.leaves()[i].tensor.defined()
+                                 ? now.leaves()[i].tensor.detach().to(left.device())
+                                 : at::Tensor();
+    if (!right.defined() || !same_form(left, right)) {
+      differs.fill_(true);
+    } else {
+      differs.logical_or_(any_bit_differs(left, right));
+    }
+  }
 }
 
 }  // namespace infinitybatch

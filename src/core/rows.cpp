@@ -88,6 +88,14 @@ Batch to_device(const Batch& batch, at::Device device) {
   });
 }
 
+Batch detached(const Batch& batch) {
+  return with_tensors(batch, [](const Leaf& leaf) {
+    const at::Tensor alone = leaf.tensor.detach();
+    if (alone.layout() != at::kStrided || !alone.has_storage()) return alone;
+    return alone.storage().nbytes() > alone.nbytes() ? alone.clone() : alone;
+  });
+}
+
 namespace {
 
 /// The one dimension along which every part has its number of rows; of a single part `kShared`

@@ -1,5 +1,7 @@
 #include <infinitybatch/coupled/coupling_watch.hpp>
 
+#include <infinitybatch/core/errors.hpp>
+
 #include <ATen/Functions.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/GradMode.h>
@@ -115,6 +117,17 @@ void CouplingWatch::remember(const at::Tensor& weight) {
   }
   const at::NoGradGuard no_grad;
   writes_.push_back({weight, weight.detach().clone()});
+}
+
+void CouplingWatch::check(int64_t rows, int64_t total) const {
+  if (!found_ || rows == total) return;
+  throw CouplingError(
+      found_->op,
+      found_->op + " couples the samples of a batch (" + found_->why + "), so micro-batches of " +
+          std::to_string(rows) + " cannot give the gradient of all " + std::to_string(total) +
+          "; put the layer into eval mode, use one that does not couple (GroupNorm), make the "
+          "budget large enough for one micro-batch, or accept another gradient with "
+          "batch_coupling=\"per_micro_batch\"");
 }
 
 void CouplingWatch::undo_writes() const {

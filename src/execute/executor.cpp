@@ -119,15 +119,7 @@ void Executor::replay(Rows rows) {
 }
 
 void Executor::check_coupling(Rows rows) const {
-  if (!watch_.found() || !job_.exact_coupling || rows.size() == job_.batch_size()) return;
-  const coupled::CoupledOp& op = *watch_.found();
-  throw CouplingError(
-      op.op, op.op + " couples the samples of a batch (" + op.why + "), so micro-batches of " +
-                 std::to_string(rows.size()) + " cannot give the gradient of all " +
-                 std::to_string(job_.batch_size()) +
-                 "; put the layer into eval mode, use one that does not couple (GroupNorm), make "
-                 "the budget large enough for one micro-batch, or accept another gradient with "
-                 "batch_coupling=\"per_micro_batch\"");
+  if (job_.exact_coupling) watch_.check(rows.size(), job_.batch_size());
 }
 
 void Executor::loss(Rows rows) {

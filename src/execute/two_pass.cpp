@@ -15,13 +15,6 @@
 namespace infinitybatch {
 namespace {
 
-/// Detached, and in memory of its own size: a view would keep all of what it was cut from.
-at::Tensor compact(const at::Tensor& tensor) {
-  at::Tensor alone = tensor.detach();
-  if (alone.layout() != at::kStrided || !alone.has_storage()) return alone;
-  return alone.storage().nbytes() > alone.nbytes() ? alone.clone() : alone;
-}
-
 template <typename Change>
 Batch map_tensors(const Batch& batch, Change&& change) {
   std::vector<Leaf> leaves = batch.leaves();
@@ -83,7 +76,7 @@ const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain,
     part.random = RngSnapshot();
     part.buffers.clear();
   }
-  part.outputs = map_tensors(outputs, compact);
+  part.outputs = detached(outputs);
   if (loss_device() != job_.device) {
     part.outputs = map_tensors(part.outputs,
                                [&](const at::Tensor& tensor) { return tensor.to(loss_device()); });
@@ -176,18 +169,7 @@ void TwoPass::compare(const Part& part, const Batch& outputs) {
   if (!differs_.defined()) {
     differs_ = at::zeros({}, at::TensorOptions().dtype(at::kBool).device(loss_device()));
   }
-  for (size_t i = 0; i < seen.leaves().size(); ++i) {
-    const at::Tensor& before = seen.leaves()[i].tensor;
-    if (!before.defined() || before.layout() != at::kStrided) continue;
-    const at::Tensor now = i < outputs.leaves().size() && outputs.leaves()[i].tensor.defined()
-                               ? outputs.leaves()[i].tensor.detach().to(before.device())
-                               : at::Tensor();
-    if (!now.defined() || !same_form(before, now)) {
-      differs_.fill_(true);
-    } else {
-      differs_.logical_or_(any_bit_differs(before, now));
-    }
-  }
+  note_differences(seen, outputs, differs_);
 }
 
 void TwoPass::backward(Rows rows) {

@@ -2,6 +2,7 @@
 
 #include <infinitybatch/core/torch_compat.hpp>
 
+#include <functional>
 #include <vector>
 
 namespace infinitybatch::autograd {
@@ -11,6 +12,10 @@ namespace infinitybatch::autograd {
 /// region. After a failure the engine's queue of this thread holds nothing of the failed run.
 /// \param gradients one for each root, same shape and device
 void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients);
+
+/// Visits each node of the graph behind `roots` once, nearer ones first. `visit` may replace edges.
+void walk_graph(const std::vector<at::Tensor>& roots,
+                const std::function<void(torch::autograd::Node&)>& visit);
 
 /// Stands for the gradient of a root that needs none: the engine wants a defined tensor. It has no
 /// elements, so it can be made when memory has run out.

@@ -23,8 +23,10 @@ struct SinkEvent {
 /// gradient. Buffers of half precision parameters are fp32.
 class GradientSinks {
  public:
+  /// \param nested may stand inside other sinks of this thread, which get the gradients again when
+  ///               these are gone: a graph node that runs a backward of its own
   /// \throws StateError where another step is running on one of `parameters`
-  explicit GradientSinks(const std::vector<NamedParameter>& parameters);
+  explicit GradientSinks(const std::vector<NamedParameter>& parameters, bool nested = false);
   ~GradientSinks();
   GradientSinks(const GradientSinks&) = delete;
   GradientSinks& operator=(const GradientSinks&) = delete;
@@ -45,6 +47,14 @@ class GradientSinks {
   /// Adds every buffer to its tensor's `.grad`, hooks included, and empties the buffers.
   /// `.grad` is as it was where a hook throws, whatever else the hooks did.
   void hand_out();
+
+  /// Instead of `hand_out`: the sums, one for each tensor that the constructor was given (different
+  /// ones, all of which require grad), in its own type, undefined where no gradient came in.
+  /// Empties the buffers.
+  std::vector<at::Tensor> take();
+
+  /// Whether a leaf that the constructor was not given is alive.
+  bool has_other_leaves() const noexcept { return entries_.size() > parameter_count_; }
 
   /// Called for every gradient that comes in while set; for the planner's probes.
   void watch(std::function<void(const SinkEvent&)> watcher);

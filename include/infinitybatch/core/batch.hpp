@@ -114,9 +114,14 @@ Batch rows(const Batch& batch, int64_t begin, int64_t end);
 /// are.
 Batch to_device(const Batch& batch, at::Device device);
 
+/// Without graph, each tensor in memory of its own size: a view would keep all of what it was cut
+/// from.
+Batch detached(const Batch& batch);
+
 /// Joins what the model returned for consecutive micro-batches along the dimension whose size is
-/// the number of rows in every one of them, which becomes its `batch_dim`; leaves that are no tensor
-/// are taken from the first. A single part is taken as it is, `kShared` where no dimension fits.
+/// the number of rows in every one of them, which becomes its `batch_dim`; leaves that are no
+/// tensor are taken from the first. A single part is taken as it is, `kShared` where no dimension
+/// fits.
 /// \param row_counts rows of each part
 /// \throws BatchError naming the leaf that has no such dimension
 Batch concatenate(std::vector<Batch> parts, const std::vector<int64_t>& row_counts,

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <infinitybatch/core/batch.hpp>
+
 #include <ATen/core/TensorBody.h>
 
 namespace infinitybatch {
@@ -10,5 +12,9 @@ bool same_form(const at::Tensor& a, const at::Tensor& b);
 /// Whether any bit differs between two tensors of the same form, as a 0-dimensional bool tensor on
 /// their device: nothing waits for the device, and NaN equals NaN.
 at::Tensor any_bit_differs(const at::Tensor& a, const at::Tensor& b);
+
+/// Sets `differs`, a 0-dimensional bool tensor, where a strided tensor of `before` has other bits,
+/// or another form, in `now`. Nothing waits for the device.
+void note_differences(const Batch& before, const Batch& now, at::Tensor& differs);
 
 }  // namespace infinitybatch

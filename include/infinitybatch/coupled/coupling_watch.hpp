@@ -37,6 +37,9 @@ class CouplingWatch {
   /// The first coupled op so far.
   const std::optional<CoupledOp>& found() const noexcept { return found_; }
 
+  /// \throws CouplingError where a coupled op ran on `rows` of `total` samples, but not all of them
+  void check(int64_t rows, int64_t total) const;
+
   /// Puts back weights that an embedding's `max_norm` rewrote, as they were before the first time.
   void undo_writes() const;
 

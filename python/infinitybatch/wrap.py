@@ -1,0 +1,165 @@
+"""A module that is computed micro-batch by micro-batch, for training loops that stay as they are."""
+
+from typing import Any, Literal
+
+from torch import nn
+
+from . import _C
+from ._model import ModelView
+from .errors import InvalidArgument, InvalidType
+from .virtual_batch import _whole_number
+
+
+def wrap(
+    model: nn.Module,
+    *,
+    micro_batch_size: int | None = None,
+    memory_budget: int | float | str | None = None,
+    batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
+    reduce: Literal["sum", "mean"] | None = None,
+    output_batch_dim: int | None = None,
+) -> "Wrapped":
+    """`model` with a forward that is computed micro-batch by micro-batch, exact under any loss.
+
+    The outputs carry one graph node for the whole batch; the loop stays as it is.
+
+        model = ib.wrap(model, micro_batch_size=32)
+        criterion(model(images), labels).backward()
+
+    The module returned shares parameters, buffers and submodules with `model`: optimizers, hooks,
+    `state_dict` and checkpoints see the same names. Forward takes any nested structure: every
+    tensor is split along its first dimension (`shared` and `batch_dim` say otherwise); tensors of
+    dimension 0 and whatever is no tensor are seen whole. A batch of one micro-batch runs natively.
+    With DistributedDataParallel the order is DDP(ib.wrap(model)).
+
+    Args:
+        model: a torch.nn.Module.
+        micro_batch_size: samples that are computed at once; the last micro-batch may be smaller.
+        memory_budget: not there yet; raises Unsupported.
+        batch_coupling: "exact" raises CouplingError where a layer mixes the samples of a batch
+            (BatchNorm in training); "per_micro_batch" lets each micro-batch be a batch of its own.
+        reduce: what an output that is one number for each micro-batch is: a "sum" or a "mean" over
+            samples. Without it such outputs raise BatchError.
+        output_batch_dim: the dimension of outputs along which samples lie, where several could be
+            it (by default the one whose size follows the micro-batch's).
+
+    Raises:
+        InvalidType: for anything but a module.
+        InvalidArgument: for options out of range.
+
+        From forward: BatchError, CouplingError, Unsupported as VirtualBatch.backward, and whatever
+        the model raises. From backward: StateError where parameters or inputs were changed in place
+        since forward; Unsupported for create_graph=True, or where forward cannot be repeated.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidType(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if batch_coupling not in ("exact", "per_micro_batch"):
+        raise InvalidArgument(
+            f'batch_coupling is {batch_coupling!r}; it is "exact" or "per_micro_batch"'
+        )
+    if reduce not in (None, "sum", "mean"):
+        raise InvalidArgument(f'reduce is {reduce!r}; it is "sum", "mean" or None')
+    return Wrapped(
+        model,
+        {
+            "micro_batch_size": _whole_number("micro_batch_size", micro_batch_size, "samples"),
+            "memory_budget": memory_budget,
+            "exact_coupling": batch_coupling == "exact",
+            "reduce": reduce,
+            "output_batch_dim": _whole_number("output_batch_dim", output_batch_dim, "dimensions"),
+        },
+    )
+
+
+class Wrapped(nn.Module):
+    """What `wrap` returns: the face of the inner module, which is not registered as a child.
+
+    Whatever is asked of it or set on it that is not its own (its forward hooks are) is the inner
+    module's.
+    """
+
+    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+        own = self.__dict__
+        own["_inner"] = model
+        super().__init__()
+        own.update(_options=options, **_shared(model))
+        view = ModelView(model, options["exact_coupling"])
+
+        def forward(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            return model(*arguments, **keywords)
+
+        own["_step"] = _C.Wrap(model=view, forward=forward, **options)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step.forward(args, kwargs)
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        return self._inner.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        # Set by nn.Module's constructor too, which must not wake what sleeps inside.
+        if "_step" in self.__dict__:
+            self._inner.training = mode
+
+    def train(self, mode: bool = True) -> "Wrapped":
+        self._inner.train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Wrapped":
+        self._inner._apply(fn, recurse)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._inner._load_from_state_dict(*args)
+
+    def extra_repr(self) -> str:
+        size = self._options["micro_batch_size"]
+        return f"{type(self._inner).__name__}, micro_batch_size={size}"
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__.get("_inner")
+        # Special methods are looked for by `copy` and `pickle`, which mean this object.
+        if inner is None or (name.startswith("__") and name.endswith("__")):
+            return super().__getattr__(name)
+        return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = "_step" not in self.__dict__ or name in self.__dict__ or hasattr(Wrapped, name)
+        if own:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._inner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self._inner, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._inner)})
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        made = {"_inner", "_options", "_step", *_shared(self._inner)}
+        own = {name: value for name, value in self.__dict__.items() if name not in made}
+        return Wrapped, (self._inner, self._options), own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _shared(model: nn.Module) -> dict[str, Any]:
+    """The very dicts of `model`, so that both always hold the same tensors and modules."""
+    names = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+    return {name: getattr(model, name) for name in names}
+
+
+__all__ = ["Wrapped", "wrap"]

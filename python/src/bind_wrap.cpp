@@ -1,0 +1,120 @@
+#include "bind.hpp"
+#include "budget_argument.hpp"
+#include "python_batch.hpp"
+#include "python_model.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/step/wrap.hpp>
+
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace infinitybatch::python {
+
+namespace py = pybind11;
+
+namespace {
+
+void check_signals() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+Reduce to_reduce(const std::optional<std::string>& name) {
+  if (!name) return Reduce::none;
+  return *name == "sum" ? Reduce::sum : Reduce::mean;
+}
+
+/// infinitybatch.wrap's engine: what a module is stands in wrap.py.
+class PyWrap {
+ public:
+  PyWrap(const py::object& model, const py::object& forward, const py::object& budget,
+         std::optional<int64_t> micro_batch_size, bool exact_coupling,
+         const std::optional<std::string>& reduce, std::optional<int64_t> output_batch_dim) {
+    WrapOptions options;
+    if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
+    options.micro_batch_size = micro_batch_size;
+    options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
+    options.reduce = to_reduce(reduce);
+    options.output_batch_dim = output_batch_dim;
+    options.interrupt = &check_signals;
+    options.on_backward_error = &throw_as_python;
+    held_ = {Held(model), Held(forward)};
+    wrap_ = std::make_unique<Wrap>(model_of(held_[0], held_[1], /*keep_outputs=*/true),
+                                   std::move(options));
+  }
+
+  py::object forward(const py::tuple& arguments, const py::dict& keywords) {
+    torch::PyWarningHandler warnings;  // torch's warnings become Python's
+    try {
+      Batch inputs = to_batch(py::make_tuple(arguments, keywords), Side::differentiated, "inputs");
+      for (Leaf& leaf : inputs.leaves()) {
+        if (leaf.tensor.defined() && leaf.tensor.dim() == 0) leaf.batch_dim = Leaf::kShared;
+      }
+      Batch outputs;
+      {
+        const py::gil_scoped_release no_gil;
+        outputs = wrap_->forward(inputs);
+        inputs = Batch();
+      }
+      return to_python(outputs);
+    } catch (...) {
+      warnings.set_in_exception();
+      throw;
+    }
+  }
+
+  /// For the garbage collector: a module may well hold what wraps it.
+  int visit(visitproc visit, void* arg) const {
+    for (const Held& object : held_) Py_VISIT(object.get());
+    return 0;
+  }
+  void clear() {
+    held_.clear();
+    wrap_.reset();
+  }
+
+ private:
+  std::vector<Held> held_;
+  std::unique_ptr<Wrap> wrap_;
+};
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+#if PY_VERSION_HEX >= 0x03090000
+  Py_VISIT(Py_TYPE(self));
+#endif
+  if (!py::detail::is_holder_constructed(self)) return 0;
+  return py::cast<PyWrap&>(py::handle(self)).visit(visit, arg);
+}
+
+int clear(PyObject* self) {
+  py::cast<PyWrap&>(py::handle(self)).clear();
+  return 0;
+}
+
+}  // namespace
+
+void bind_wrap(py::module_& module) {
+  py::class_<PyWrap>(module, "Wrap", "infinitybatch.wrap without its manners.",
+                     py::custom_type_setup([](PyHeapTypeObject* heap_type) {
+                       PyTypeObject* type = &heap_type->ht_type;
+                       type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+                       type->tp_traverse = &traverse;
+                       type->tp_clear = &clear;
+                     }))
+      .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,
+                    bool, const std::optional<std::string>&, std::optional<int64_t>>(),
+           py::kw_only(), py::arg("model"), py::arg("forward"), py::arg("memory_budget"),
+           py::arg("micro_batch_size"), py::arg("exact_coupling"), py::arg("reduce"),
+           py::arg("output_batch_dim"))
+      .def("forward", &PyWrap::forward, py::arg("arguments"), py::arg("keywords"));
+}
+
+}  // namespace infinitybatch::python

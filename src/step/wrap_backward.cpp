@@ -1,0 +1,264 @@
+#include "wrapped_call.hpp"
+
+#include <infinitybatch/autograd/engine.hpp>
+#include <infinitybatch/autograd/gradient_sinks.hpp>
+#include <infinitybatch/core/bits.hpp>
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/foreign_exception.hpp>
+#include <infinitybatch/core/torch_compat.hpp>
+
+#include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <optional>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+/// Puts the state back that user code must not see changed: buffers, and which parameters require
+/// grad (freezing them after forward does not matter natively).
+class Restoring {
+ public:
+  explicit Restoring(const WrappedCall& call) : buffers_(call.buffers) {
+    for (const auto& [tensor, flag] : call.requires_grad) {
+      if (tensor.requires_grad() == flag) continue;
+      at::Tensor(tensor).set_requires_grad(flag);
+      turned_.push_back(tensor);
+    }
+  }
+  ~Restoring() {
+    buffers_.restore();
+    for (const at::Tensor& tensor : turned_) tensor.set_requires_grad(!tensor.requires_grad());
+  }
+  Restoring(const Restoring&) = delete;
+  Restoring& operator=(const Restoring&) = delete;
+
+ private:
+  BufferValues buffers_;
+  std::vector<at::Tensor> turned_;
+};
+
+/// Random numbers, and the modes of forward, for running user code again.
+class AsInForward {
+ public:
+  AsInForward(const WrappedCall& call, const RngSnapshot& random)
+      : random_(RngSnapshot::capture(call.devices)) {
+    random.restore();
+    call.modes.apply();
+  }
+  ~AsInForward() { random_.restore(); }
+  AsInForward(const AsInForward&) = delete;
+  AsInForward& operator=(const AsInForward&) = delete;
+
+ private:
+  tape::ModesGuard modes_;
+  RngSnapshot random_;
+};
+
+/// One backward pass over all micro-batches, last to first. Nothing leaves it before `gradients`.
+class BackwardPass {
+ public:
+  BackwardPass(const WrappedCall& call, const std::vector<at::Tensor>& gradients, bool use_tapes)
+      : call_(call),
+        gradients_(gradients),
+        use_tapes_(use_tapes),
+        sinks_(call.leaves, /*nested=*/true),
+        differs_(at::zeros({}, at::TensorOptions().dtype(at::kBool).device(call.device))),
+        of_inputs_(call.wanted_inputs.size()) {}
+
+  void run() {
+    for (size_t i = call_.parts.size(); i-- > 0;) run(call_.parts[i]);
+  }
+  bool replayed() const noexcept { return replayed_; }
+  /// Whether outputs differ from those of forward. Waits for the device.
+  bool differs() const { return differs_.item<bool>(); }
+
+  std::vector<at::Tensor> gradients() {
+    std::vector<at::Tensor> sums = sinks_.take();
+    sums.insert(sums.end(), of_inputs_.begin(), of_inputs_.end());
+    return sums;
+  }
+
+ private:
+  void run(const WrappedCall::Part& part);
+  Batch outputs_of(const WrappedCall::Part& part, const Batch& micro);
+  void compare(const WrappedCall::Part& part, const Batch& outputs);
+  void collect(const WrappedCall::Part& part, const Batch& micro);
+
+  const WrappedCall& call_;
+  const std::vector<at::Tensor>& gradients_;
+  const bool use_tapes_;
+  autograd::GradientSinks sinks_;
+  at::Tensor differs_;  // 0-dimensional bool
+  std::vector<at::Tensor> of_inputs_;
+  bool replayed_ = false;
+};
+
+void BackwardPass::run(const WrappedCall::Part& part) {
+  if (call_.wrapped->options.interrupt) call_.wrapped->options.interrupt();
+  const Batch micro = call_.micro_batch(part.rows);
+  part.buffers->restore();
+  std::vector<at::Tensor> roots;
+  std::vector<at::Tensor> seeds;
+  {
+    const Batch outputs = outputs_of(part, micro);
+    compare(part, outputs);
+    for (size_t i = 0; i < outputs.leaves().size(); ++i) {
+      const at::Tensor& output = outputs.leaves()[i].tensor;
+      const int number = i < call_.gradient_of_output.size() ? call_.gradient_of_output[i] : -1;
+      if (number < 0 || !output.defined() || !output.requires_grad()) continue;
+      const at::Tensor& gradient = gradients_[static_cast<size_t>(number)];
+      if (!gradient.defined()) continue;  // nothing depends on this output
+      at::Tensor seed = call_.outputs.part_of_gradient(i, gradient, part.rows);
+      if (seed.sizes() != output.sizes()) continue;  // `compare` has noted it
+      roots.push_back(output);
+      seeds.push_back(seed.to(output.device(), output.scalar_type()));
+    }
+  }
+  if (!roots.empty()) {
+    sinks_.redirect_other_leaves(roots, micro.tensors());
+    autograd::run_backward(roots, seeds);
+    roots.clear();
+    collect(part, micro);
+  }
+  at::autocast::clear_cache();
+  sinks_.forget_dead_leaves();
+  if (sinks_.has_other_leaves()) {
+    throw Unsupported(
+        "forward keeps a leaf that requires grad and that it makes anew each time, so its gradient "
+        "would be lost; make it once, outside of forward");
+  }
+}
+
+Batch BackwardPass::outputs_of(const WrappedCall::Part& part, const Batch& micro) {
+  if (use_tapes_ && !part.tape.opaque) {
+    replayed_ = true;
+    return tape::replay(part.tape, micro);
+  }
+  for (const Version& version : call_.parameter_versions) version.check();
+  const AsInForward as_in_forward(call_, part.random);
+  return call_.wrapped->model.forward(micro);
+}
+
+void BackwardPass::compare(const WrappedCall::Part& part, const Batch& outputs) {
+  note_differences(part.numbers, outputs, differs_);
+  Batch seen = call_.outputs.whole;
+  for (size_t i = 0; i < seen.leaves().size(); ++i) {
+    Leaf& leaf = seen.leaves()[i];
+    if (!leaf.tensor.defined()) continue;
+    // What the caller has changed in place since cannot be compared any more.
+    if (leaf.batch_dim == Leaf::kShared || !call_.output_versions[i].holds()) leaf.tensor.reset();
+  }
+  note_differences(rows(seen, part.rows.begin, part.rows.end), outputs, differs_);
+}
+
+void BackwardPass::collect(const WrappedCall::Part& part, const Batch& micro) {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < of_inputs_.size(); ++i) {
+    const size_t index = call_.wanted_inputs[i];
+    const at::Tensor gradient = micro.leaves()[index].tensor.grad();
+    if (!gradient.defined()) continue;
+    const Leaf& whole = call_.inputs.leaves()[index];
+    if (!of_inputs_[i].defined()) of_inputs_[i] = at::zeros_like(whole.tensor);
+    if (whole.batch_dim == Leaf::kShared) {
+      of_inputs_[i].add_(gradient.to(of_inputs_[i].device()));
+    } else {
+      of_inputs_[i].narrow(whole.batch_dim, part.rows.begin, part.rows.size()).copy_(gradient);
+    }
+  }
+}
+
+std::vector<at::Tensor> run_once(const WrappedCall& call, const std::vector<at::Tensor>& gradients,
+                                 bool use_tapes, bool& differs) {
+  BackwardPass pass(call, gradients, use_tapes);
+  pass.run();
+  differs = pass.differs();
+  if (differs && !pass.replayed()) {
+    throw Unsupported(
+        "forward gave other outputs when it ran again on the same rows under the same random "
+        "state, so its gradient would not belong to the outputs; it depends on state that is "
+        "neither a parameter, a buffer nor torch's, NumPy's or Python's random numbers (train() or "
+        "eval() called before backward, say), or on a kernel that is not deterministic");
+  }
+  return differs ? std::vector<at::Tensor>() : pass.gradients();
+}
+
+/// Backward of a whole wrapped forward. Runs the engine again inside: holds no lock meanwhile.
+class WrapNode : public Node {
+ public:
+  explicit WrapNode(std::shared_ptr<const WrappedCall> call) : call_(std::move(call)) {}
+
+  variable_list apply(variable_list&& gradients) override {
+    const std::shared_ptr<const WrappedCall> call = call_;
+    TORCH_CHECK(call != nullptr, torch::autograd::ERR_BACKWARD_TWICE);
+    try {
+      return backward(*call, gradients);
+    } catch (...) {
+      const std::exception_ptr error = std::current_exception();
+      keep_foreign_exception(error);
+      if (call->wrapped->options.on_backward_error) call->wrapped->options.on_backward_error(error);
+      throw;
+    }
+  }
+
+  /// The engine calls it after a backward without `retain_graph`.
+  void release_variables() override { call_.reset(); }
+
+  std::string name() const override { return "infinitybatch::Wrap"; }
+
+ private:
+  std::shared_ptr<const WrappedCall> call_;
+};
+
+}  // namespace
+
+std::vector<at::Tensor> backward(const WrappedCall& call,
+                                 const std::vector<at::Tensor>& gradients) {
+  if (at::GradMode::is_enabled()) {
+    throw Unsupported(
+        "create_graph=True through a wrapped model: its gradients have no graph of their own; call "
+        "the inner model for this batch, or give a micro_batch_size as large as the batch");
+  }
+  for (const Version& version : call.input_versions) version.check();
+  const Restoring restoring(call);
+  bool differs = false;
+  if (call.wrapped->use_tapes) {
+    std::vector<at::Tensor> sums = run_once(call, gradients, /*use_tapes=*/true, differs);
+    if (!differs) return sums;
+    call.wrapped->use_tapes = false;
+  }
+  return run_once(call, gradients, /*use_tapes=*/false, differs);
+}
+
+void attach_node(const std::shared_ptr<WrappedCall>& call, const Batch& inputs,
+                 const std::vector<bool>& wanted, Batch& outputs) {
+  torch::autograd::edge_list edges;
+  for (const NamedParameter& leaf : call->leaves) {
+    edges.push_back(torch::autograd::impl::gradient_edge(leaf.tensor));
+  }
+  for (const size_t index : call->wanted_inputs) {
+    edges.push_back(torch::autograd::impl::gradient_edge(inputs.leaves()[index].tensor));
+  }
+  const auto node = compat::make_node<WrapNode>(call);
+  node->set_next_edges(std::move(edges));
+  call->gradient_of_output.assign(outputs.leaves().size(), -1);
+  int number = 0;
+  for (size_t i = 0; i < outputs.leaves().size(); ++i) {
+    const at::Tensor& output = outputs.leaves()[i].tensor;
+    // Alone: the node must not hold the output, which holds the node.
+    at::Tensor& kept = call->outputs.whole.leaves()[i].tensor;
+    if (output.defined()) kept = output.detach();
+    call->output_versions.push_back(output.defined() ? Version::of("an output", kept) : Version());
+    if (i >= wanted.size() || !wanted[i]) continue;
+    torch::autograd::create_gradient_edge(outputs.leaves()[i].tensor, node);
+    call->gradient_of_output[i] = number++;
+  }
+}
+
+}  // namespace infinitybatch

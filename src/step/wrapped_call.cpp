@@ -1,0 +1,53 @@
+#include "wrapped_call.hpp"
+
+#include <infinitybatch/core/bits.hpp>
+#include <infinitybatch/core/errors.hpp>
+
+#include <c10/core/GradMode.h>
+
+namespace infinitybatch {
+
+BufferValues::BufferValues(const std::vector<BufferSlot>& slots) {
+  const at::NoGradGuard no_grad;
+  for (const BufferSlot& slot : slots) {
+    const at::Tensor tensor = slot.get();
+    if (tensor.defined()) entries_.push_back({slot, tensor, tensor.detach().clone()});
+  }
+}
+
+void BufferValues::restore() const {
+  const at::NoGradGuard no_grad;
+  for (const Entry& entry : entries_) {
+    if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
+    entry.tensor.variable_data().copy_(entry.values);
+  }
+}
+
+Version Version::of(std::string what, const at::Tensor& tensor) {
+  // Inference tensors count no versions; nothing can be said of them.
+  return {std::move(what), tensor,
+          tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version())};
+}
+
+bool Version::holds() const {
+  return tensor.is_inference() || tensor._version() == version;
+}
+
+void Version::check() const {
+  if (holds()) return;
+  throw StateError(what + " of shape " + c10::str(tensor.sizes()) +
+                   " has been changed in place since forward read it (version " +
+                   std::to_string(tensor._version()) + ", expected " + std::to_string(version) +
+                   "); run backward before changing it");
+}
+
+Batch WrappedCall::micro_batch(Rows part) const {
+  Batch micro = to_device(rows(inputs, part.begin, part.end), device);
+  for (Leaf& leaf : micro.leaves()) {
+    if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.detach();
+  }
+  for (const size_t index : wanted_inputs) micro.leaves()[index].tensor.set_requires_grad(true);
+  return micro;
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,93 @@
+#pragma once
+
+#include "wrap_outputs.hpp"
+
+#include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/execute/two_pass.hpp>
+#include <infinitybatch/step/wrap.hpp>
+#include <infinitybatch/tape/modes.hpp>
+#include <infinitybatch/tape/tape.hpp>
+
+#include <atomic>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace infinitybatch {
+
+/// What calls of one Wrap share with their graph nodes, which may outlive it.
+struct Wrapped {
+  Model model;
+  WrapOptions options;
+  std::atomic<bool> use_tapes = true;  ///< false once a replay gave other outputs
+};
+
+/// Tensors of all buffers and their values at one moment. Restoring raises no version: graphs that
+/// read the buffers stay valid, for they find the same values.
+class BufferValues {
+ public:
+  explicit BufferValues(const std::vector<BufferSlot>& slots);
+  void restore() const;
+
+ private:
+  struct Entry {
+    BufferSlot slot;
+    at::Tensor tensor;
+    at::Tensor values;
+  };
+  std::vector<Entry> entries_;
+};
+
+/// A tensor and its version when it was read.
+struct Version {
+  std::string what;
+  at::Tensor tensor;
+  uint32_t version = 0;
+
+  static Version of(std::string what, const at::Tensor& tensor);
+  bool holds() const;
+  /// \throws StateError where the tensor has been changed in place since
+  void check() const;
+};
+
+/// Everything that the backward pass of one call needs to know of its forward pass.
+struct WrappedCall {
+  struct Part {
+    Rows rows;
+    RngSnapshot random;
+    tape::Tape tape;
+    std::shared_ptr<const BufferValues> buffers;  ///< as they were in front of it
+    Batch numbers;  ///< outputs that are one number; other leaves undefined
+  };
+
+  std::shared_ptr<Wrapped> wrapped;
+  at::Device device = at::kCPU;
+  std::vector<at::Device> devices;     ///< whose random generators are at work
+  Batch inputs;                        ///< detached
+  std::vector<size_t> wanted_inputs;   ///< leaves of `inputs` that require grad
+  std::vector<NamedParameter> leaves;  ///< parameters and other leaves that get a gradient
+  std::vector<std::pair<at::Tensor, bool>> requires_grad;  ///< of every parameter
+  std::vector<Version> parameter_versions;
+  std::vector<Version> input_versions;
+  std::vector<Part> parts;
+  std::vector<BufferSlot> buffers;
+  tape::Modes modes;
+  JoinedOutputs outputs;                 ///< tensors detached; they share memory with the caller's
+  std::vector<Version> output_versions;  ///< for each leaf of `outputs`
+  std::vector<int> gradient_of_output;   ///< which of the node's inputs a leaf is; -1 for none
+
+  /// One micro-batch of the inputs: leaves of a graph of its own.
+  Batch micro_batch(Rows part) const;
+};
+
+/// Gradients of `leaves`, then of `wanted_inputs`, from those of the outputs.
+/// \param gradients for each of the node's inputs, undefined where none came
+std::vector<at::Tensor> backward(const WrappedCall& call, const std::vector<at::Tensor>& gradients);
+
+/// Gives the outputs that want a gradient one graph node for all, which holds `call`.
+/// \param inputs with their graph
+/// \param wanted which leaves of the outputs want a gradient
+void attach_node(const std::shared_ptr<WrappedCall>& call, const Batch& inputs,
+                 const std::vector<bool>& wanted, Batch& outputs);
+
+}  // namespace infinitybatch

@@ -1,0 +1,159 @@
+// Wrapped models against the models themselves. What Python adds is tested from Python.
+#include "support.hpp"
+
+#include <infinitybatch/step/wrap.hpp>
+
+namespace infinitybatch::testing {
+namespace {
+
+WrapOptions in_micro_batches_of(int64_t size) {
+  WrapOptions options;
+  options.micro_batch_size = size;
+  return options;
+}
+
+/// Couples every sample with every other.
+at::Tensor contrastive(const at::Tensor& outputs) {
+  return at::log_softmax(outputs.mm(outputs.t()), 1).diagonal().pow(2).mean() +
+         outputs.std(0).sum();
+}
+
+std::vector<at::Tensor> gradients(const at::Tensor& loss, const std::vector<at::Tensor>& leaves) {
+  return torch::autograd::grad({loss}, leaves);
+}
+
+void expect_close(const std::vector<at::Tensor>& found, const std::vector<at::Tensor>& wanted) {
+  ASSERT_EQ(found.size(), wanted.size());
+  for (size_t i = 0; i < found.size(); ++i) EXPECT_LE(error(found[i], wanted[i]), 1e-12) << i;
+}
+
+TEST(Wrap, AnyLossOfAnyModule) {
+  Task task;
+  const auto wanted =
+      gradients(contrastive(task.net->forward(task.inputs)), task.net->parameters());
+  for (const int64_t size : {1, 2, 3, 6, 7, 9}) {
+    const Wrap wrapped(task.net, in_micro_batches_of(size));
+    const at::Tensor outputs = wrapped.forward(task.inputs).tensor();
+    EXPECT_LE(error(outputs, task.net->forward(task.inputs)), 1e-15);
+    expect_close(gradients(contrastive(outputs), task.net->parameters()), wanted);
+  }
+}
+
+TEST(Wrap, ACallableWithParametersAndANestedBatch) {
+  const at::Tensor weight = at::randn({4, 3}, at::kDouble).requires_grad_();
+  const at::Tensor x = at::randn({7, 4}, at::kDouble).requires_grad_();
+  const at::Tensor shift = at::randn({3}, at::kDouble).requires_grad_();
+  const auto compute = [&](const Batch& inputs) {
+    const at::Tensor hidden = inputs["x"].tensor().mm(weight).tanh();
+    return Batch::dict({{"sum", hidden + inputs["shift"].tensor()}, {"square", hidden * hidden}});
+  };
+  const auto loss = [](const Batch& outputs) {
+    return contrastive(outputs["sum"].tensor()) * outputs["square"].tensor().sum();
+  };
+  const Batch inputs = Batch::dict({{"x", x}, {"shift", Batch(shift).shared()}});
+  const Wrap wrapped(make_model(compute, {weight}), in_micro_batches_of(3));
+  expect_close(gradients(loss(wrapped.forward(inputs)), {weight, x, shift}),
+               gradients(loss(compute(inputs)), {weight, x, shift}));
+}
+
+TEST(Wrap, HooksFireOnceAndGradientsOfHalfPrecisionKeepTheirType) {
+  Task task;
+  task.net->to(at::kBFloat16);
+  int fired = 0;
+  task.net->parameters()[0].register_hook([&](const at::Tensor&) { ++fired; });
+  const Wrap wrapped(task.net, in_micro_batches_of(2));
+  wrapped.forward(task.inputs.to(at::kBFloat16)).tensor().pow(2).sum().backward();
+  EXPECT_EQ(fired, 1);
+  EXPECT_EQ(task.net->parameters()[0].grad().scalar_type(), at::kBFloat16);
+}
+
+TEST(Wrap, WithoutGradMode) {
+  Task task;
+  const Wrap wrapped(task.net, in_micro_batches_of(2));
+  const at::NoGradGuard no_grad;
+  const at::Tensor outputs = wrapped.forward(task.inputs).tensor();
+  EXPECT_FALSE(outputs.requires_grad());
+  EXPECT_LE(error(outputs, task.net->forward(task.inputs)), 1e-15);
+}
+
+TEST(Wrap, BackwardOnceTwiceAndWithAGraph) {
+  Task task;
+  const Wrap wrapped(task.net, in_micro_batches_of(2));
+  const at::Tensor loss = contrastive(wrapped.forward(task.inputs).tensor());
+  expect_says(message_of<Unsupported>(
+                  [&] { torch::autograd::grad({loss}, task.net->parameters(), {}, true, true); }),
+              "create_graph");
+  const auto once = torch::autograd::grad({loss}, task.net->parameters(), {}, true);
+  expect_close(gradients(loss, task.net->parameters()), once);
+  expect_says(message_of<c10::Error>([&] { gradients(loss, task.net->parameters()); }),
+              "second time");
+}
+
+TEST(Wrap, AParameterThatChangedIsNoticed) {
+  Task task;
+  const Wrap wrapped(task.net, in_micro_batches_of(2));
+  const at::Tensor loss = contrastive(wrapped.forward(task.inputs).tensor());
+  {
+    const at::NoGradGuard no_grad;
+    task.net->parameters()[0].add_(1);
+  }
+  expect_says(message_of<StateError>([&] { loss.backward(); }), "changed in place");
+  EXPECT_FALSE(task.net->parameters()[0].grad().defined());
+}
+
+TEST(Wrap, SinksMayStandInsideOthers) {
+  // The outer step's gradients go through the inner node's sinks to the outer step's.
+  Task task;
+  const Wrap wrapped(task.net, in_micro_batches_of(2));
+  Model model(task.net);
+  model.forward = [wrapped](const Batch& inputs) { return wrapped.forward(inputs); };
+  VirtualBatch(model, losses::mse(), of_size(5)).backward(task.inputs, task.targets);
+  expect_gradients(*task.net, task.native_gradients());
+}
+
+TEST(Wrap, NumbersAreReduced) {
+  Task task;
+  for (const auto& [reduce, name] : {std::pair{Reduce::sum, "sum"}, {Reduce::mean, "mean"}}) {
+    SCOPED_TRACE(name);
+    WrapOptions options = in_micro_batches_of(3);
+    options.reduce = reduce;
+    Model model(task.net);
+    model.forward = [&, reduce = reduce](const Batch& inputs) {
+      const at::Tensor outputs = task.net->forward(inputs.tensor()).exp();
+      return Batch(reduce == Reduce::sum ? outputs.sum() : outputs.mean());
+    };
+    const at::Tensor found = Wrap(model, options).forward(task.inputs).tensor();
+    const at::Tensor wanted = model.forward(task.inputs).tensor();
+    EXPECT_LE(error(found, wanted), 1e-14);
+    expect_close(gradients(found.pow(2), task.net->parameters()),
+                 gradients(wanted.pow(2), task.net->parameters()));
+    expect_says(
+        message_of<BatchError>([&] { Wrap(model, in_micro_batches_of(3)).forward(task.inputs); }),
+        "reduce=");
+  }
+}
+
+TEST(Wrap, OptionsThatCannotBe) {
+  Task task;
+  expect_says(message_of<InvalidArgument>([&] { Wrap(task.net, {}); }), "micro_batch_size");
+  expect_says(message_of<InvalidArgument>([&] { Wrap(task.net, in_micro_batches_of(0)); }), "is 0");
+  WrapOptions options;
+  options.memory_budget = "1GiB";
+  expect_says(message_of<Unsupported>([&] { Wrap(task.net, options); }), "micro_batch_size");
+}
+
+TEST(Wrap, NothingIsKept) {
+  Task task;
+  const Wrap wrapped(task.net, in_micro_batches_of(2));
+  const auto step = [&] {
+    contrastive(wrapped.forward(task.inputs).tensor()).backward();
+    wrapped.forward(task.inputs);
+  };
+  step();
+  const int64_t live = memory::stats(at::kCPU).live;
+  for (int i = 0; i < 3; ++i) step();
+  EXPECT_EQ(memory::stats(at::kCPU).live, live);
+}
+
+}  // namespace
+}  // namespace infinitybatch::testing

@@ -1,0 +1,55 @@
+"""Losses and models for wrapped modules, and how near a gradient has to be."""
+
+from typing import Any
+
+import torch
+from support import Calls, classification, mlp
+from torch import nn
+from torch.utils import _pytree
+
+X, Y = classification(13)
+
+
+def close(found: Any, wanted: Any, tolerance: float = 1e-12) -> None:
+    """Every tensor within `tolerance` of the one that native gives, relative to its norm."""
+    found, wanted = _pytree.tree_leaves(found), _pytree.tree_leaves(wanted)
+    assert len(found) == len(wanted)
+    scale = max((float(w.detach().double().norm()) for w in wanted if w is not None), default=1.0)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is None:
+            continue
+        a, b = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (a, b))
+        assert a.shape == b.shape and a.dtype == b.dtype
+        a, b = (t.double() for t in (a, b))
+        norm = float(b.norm())
+        limit = tolerance * (norm if norm > 1e-8 * scale else scale)
+        assert float((a - b).norm()) <= limit
+
+
+def contrastive(z: torch.Tensor) -> torch.Tensor:
+    """Couples every sample with every other."""
+    z = nn.functional.normalize(z, dim=1)
+    return nn.functional.cross_entropy(z @ z.T / 0.3, torch.arange(len(z)).roll(1))
+
+
+def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+def opaque(dropout: float = 0.0) -> nn.Module:
+    return Calls(
+        lambda self, x: nn.functional.dropout(Square.apply(self.net(x)), dropout, self.training),
+        net=mlp(),
+    )
