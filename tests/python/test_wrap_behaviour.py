@@ -440,3 +440,50 @@ def test_ddp_around_it():
     ((contrastive(native(x[0])) + contrastive(native(x[1]))) / 2).backward()
     for rank in range(2):
         close({name: torch.from_numpy(g) for name, g in found[rank].items()}, grads(native))
+
+
+def test_memory_is_that_of_a_micro_batch():
+    """Forward and backward hold the activations of one micro-batch, not of the batch."""
+    layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    inner = nn.Sequential(*layers)
+    x = torch.randn(2048, 64)
+    peaks = []
+    for module in (inner, ib.wrap(inner, micro_batch_size=64)):
+        before = ib.memory.stats().live
+        with ib.memory.peak() as peak:
+            module(x).pow(2).mean().backward()
+        inner.zero_grad()
+        peaks.append(peak.peak - before)
+    native, wrapped = peaks
+    activations = 8 * x.nbytes
+    assert native > activations
+    # The outputs with what the loss makes of them, gradients, the activations of two micro-batches,
+    # random states.
+    parts = 2048 // 64
+    gradients = 2 * 8 * 65 * 64 * x.itemsize
+    assert wrapped < 4 * x.nbytes + gradients + 2 * activations / parts + 8192 * parts
+
+
+@pytest.mark.parametrize("make", [mlp, opaque])
+def test_every_allocation_may_fail(make):
+    inner = make()
+    wrapped = ib.wrap(inner, micro_batch_size=5)
+    contrastive(wrapped(X)).backward()
+    wanted = {name: grad.clone() for name, grad in grads(inner).items()}
+    inner.zero_grad()
+    failures = 0
+    for n in range(1, 10_000):
+        try:
+            with ib.memory.fail_allocation(n):
+                contrastive(wrapped(X)).backward()
+        except torch.OutOfMemoryError:
+            failures += 1
+            inner.zero_grad()
+            if n % 10 == 0:
+                contrastive(wrapped(X)).backward()
+                close(grads(inner), wanted)
+                inner.zero_grad()
+            continue
+        break
+    assert failures == n - 1 > 50
+    close(grads(inner), wanted)
