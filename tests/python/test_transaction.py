@@ -314,12 +314,11 @@ def test_ctrl_c_reaches_a_step_that_runs_no_python_at_all():
     batch = ib._C.VirtualBatch(
         model=view,
         loss=ib.losses.cross_entropy(),
-        memory_budget=None,
         micro_batch_size=1,
+        retained_micro_batches=0,
         exact_coupling=True,
         keep_outputs=False,
-        on_micro_batch=None,
-        loss_scale=None,
+        **dict.fromkeys(("memory_budget", "on_micro_batch", "loss_scale")),
     )
     main = threading.main_thread().ident
     timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
