@@ -11,7 +11,9 @@ bool same_form(const at::Tensor& a, const at::Tensor& b) {
 
 at::Tensor any_bit_differs(const at::Tensor& a, const at::Tensor& b) {
   const auto bytes = [](const at::Tensor& tensor) {
-    return tensor.contiguous().reshape({-1}).view(at::kByte);
+    // A single element counts as contiguous with any stride, which no view of bytes may have.
+    const at::Tensor plain = tensor.resolve_conj().resolve_neg().contiguous();
+    return plain.as_strided({plain.numel()}, {1}).view(at::kByte);
   };
   return at::ne(bytes(a), bytes(b)).any();
 }
