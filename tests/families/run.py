@@ -1,0 +1,160 @@
+"""Records and replays tiny random models of many Hugging Face families, which nobody here wrote.
+
+    python tests/families/run.py [family …]        # compare with results.json
+    python tests/families/run.py --write           # write it anew
+
+Needs the package transformers, which is no requirement of infinitybatch; nothing is downloaded. Each
+family's own configuration class is made small and the model is random, in training mode with
+dropout. A family replays if outputs and the gradients of all parameters have the bits of the
+recording. Families that no tape can keep are opaque, with the reason: their forward is run again.
+"""
+
+import argparse
+import inspect
+import json
+import os
+import pathlib
+import sys
+import warnings
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+warnings.simplefilter("ignore")
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "python"))
+
+import infinitybatch as ib  # noqa: E402
+import torch  # noqa: E402
+from tape_support import gradients, same_bits  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+from transformers import CONFIG_MAPPING, AutoModel  # noqa: E402
+
+RESULTS = pathlib.Path(__file__).parent / "results.json"
+TEXT = """albert bart bert big_bird biogpt blenderbot blenderbot-small bloom camembert canine codegen
+cohere convbert ctrl data2vec-text deberta deberta-v2 distilbert electra ernie falcon flaubert fnet
+gemma gemma2 gemma3_text glm gpt2 gpt_neox gptj granite helium ibert jamba layoutlm lfm2 llama
+longformer longt5 m2m_100 mamba marian mbart megatron-bert mistral mixtral mobilebert modernbert
+mpnet mpt mt5 nystromformer olmo olmo2 olmoe openai-gpt opt pegasus persimmon phi phi3 qwen2
+qwen2_moe qwen3 recurrent_gemma rembert roberta roberta-prelayernorm roformer rwkv smollm3 splinter
+squeezebert stablelm starcoder2 switch_transformers t5 umt5 xglm xlm xlm-roberta xlm-roberta-xl
+xlnet yoso""".split()
+IMAGES = """beit bit cvt data2vec-vision deit dinov2 focalnet hiera ijepa mobilenet_v1
+mobilenet_v2 mobilevit poolformer pvt pvt_v2 regnet resnet segformer swiftformer swinv2 textnet vit
+vit_mae vit_msn""".split()
+AUDIO = "data2vec-audio hubert sew unispeech wav2vec2 wavlm".split()
+
+SIZES = {
+    2: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers
+    num_key_value_heads type_vocab_size num_experts_per_tok eos_token_id sep_token_id""",
+    0: "pad_token_id",
+    1: "bos_token_id decoder_start_token_id",
+    4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads
+    decoder_attention_heads num_local_experts num_experts rotary_dim""",
+    8: "head_dim d_kv d_head state_size patch_size",
+    16: "embedding_size",
+    32: """hidden_size d_model n_embd dim image_size moe_intermediate_size attention_hidden_size
+    embedding_dim emb_dim d_embed word_embed_proj_dim lru_width""",
+    64: """intermediate_size d_ff encoder_ffn_dim decoder_ffn_dim ffn_dim vocab_size
+    max_position_embeddings n_positions n_ctx n_inner hidden_dim d_inner""",
+}
+SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
+# Left alone, one group after the other, where a family does not take a size with the others.
+GROUPS = [
+    set(),
+    {"head_dim"},
+    {"head_dim", "num_key_value_heads"},
+    {"head_dim", "pad_token_id", "bos_token_id", "eos_token_id"},
+    {name for size in (0, 1, 4, 8, 16) for name in SIZES[size].split()},
+    {name for size in (0, 1, 4, 8, 16, 32) for name in SIZES[size].split()},
+]
+# Sizes that fit together as they come, or cannot be set.
+AS_THEY_COME = {
+    "focalnet": {"patch_size"},
+    "swinv2": {"patch_size", "num_hidden_layers"},
+    "xlnet": {"max_position_embeddings"},
+}
+MOST_PARAMETERS = 60_000_000
+
+
+def is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def build(family: str) -> torch.nn.Module:
+    kind, failure = CONFIG_MAPPING[family], None
+    ours = {name: size for name, size in SMALL.items() if is_size(getattr(kind(), name, None))}
+    for group in GROUPS:
+        skipped = group | AS_THEY_COME.get(family, set())
+        try:
+            config = kind(**{name: size for name, size in ours.items() if name not in skipped})
+            with torch.device("meta"):
+                parameters = AutoModel.from_config(config).parameters()
+            if sum(p.numel() for p in parameters) > MOST_PARAMETERS:
+                raise ValueError("too large")
+            torch.manual_seed(0)
+            return AutoModel.from_config(config).train()
+        except Exception as error:  # configurations refuse with errors of every kind
+            failure = error
+    raise RuntimeError(f"{family} cannot be made small") from failure
+
+
+def inputs_of(family: str, model: torch.nn.Module) -> dict[str, Any]:
+    config, known = model.config, inspect.signature(model.forward).parameters
+    if family in IMAGES:
+        size = getattr(config, "image_size", 32)
+        side = max(32, size if isinstance(size, int) else size[0])
+        return {"pixel_values": torch.randn(2, getattr(config, "num_channels", 3), side, side)}
+    if family in AUDIO:
+        return {"input_values": torch.randn(2, 4000)}
+    ids = torch.randint(3, 64, (2, 16))
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if "attention_mask" in known:
+        inputs["attention_mask"] = torch.ones_like(ids)
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids[:, :8].clone()
+    if "use_cache" in known:
+        inputs["use_cache"] = False
+    return inputs
+
+
+def outcome(family: str) -> str:
+    model = build(family)
+    inputs = inputs_of(family, model)
+
+    def forward(inputs: dict[str, Any]) -> list[torch.Tensor]:
+        return [t for t in tree_leaves(dict(model(**inputs))) if isinstance(t, torch.Tensor)]
+
+    outputs, tape = ib.tape.record(forward, (inputs,), buffers=list(model.buffers()))
+    if tape.refusal is not None:
+        return "refused: " + tape.refusal
+    if tape.opaque is not None:
+        return "opaque: " + tape.opaque
+    again = tape.replay(inputs)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    pairs = [*zip(again, outputs, strict=True)]
+    pairs += zip(gradients(again, parameters), gradients(outputs, parameters), strict=True)
+    return "replays" if all(same_bits(a, b) for a, b in pairs) else "WRONG"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {}
+    for family in options.families or sorted(TEXT + IMAGES + AUDIO):
+        found[family] = outcome(family)
+        print(f"{family}: {found[family]}", flush=True)
+    replayed = sum(result == "replays" for result in found.values())
+    print(f"{replayed} of {len(found)} replay")
+    if options.write:
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    listed = json.loads(RESULTS.read_text())
+    changed = {name: result for name, result in found.items() if listed.get(name) != result}
+    print("not as listed:", changed or "none")
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
