@@ -98,6 +98,7 @@ void Program::begin(const at::RecordFunction& op) noexcept {
       if (name.starts_with("autograd::engine::")) {
         return give_up("gradients are computed inside of forward");
       }
+      if (name.starts_with("TorchDynamo")) return give_up("forward calls compiled code");
       return give_up(name + " is no ATen operator (an autograd function)");
     }
     ++depth_;
