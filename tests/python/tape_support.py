@@ -8,6 +8,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 
+def leaf(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return a is b

@@ -52,7 +52,8 @@ struct VerifyReport {
 
 /// Compares the gradients of a VirtualBatch with those of the native whole batch, and looks for
 /// samples that depend on each other without anybody having said so. Parameters, `.grad`, buffers
-/// and random state are as before afterwards. Parameter hooks run, on each gradient that is computed.
+/// and random state are as before afterwards. Parameter hooks run, on each gradient that is
+/// computed.
 ///
 /// Where native does not fit into the memory that is there, the first half of the rows is compared,
 /// or the first quarter, and so on; `rows` says so.

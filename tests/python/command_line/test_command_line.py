@@ -200,7 +200,9 @@ def test_config_has_the_flags_names_and_flags_win(pair, tmp_path):
 
 
 def test_verify_finds_the_step_exact(pair):
-    result = run("verify", *pair, "--model", "mlp", "--batch-size", "100", "--micro-batch-size", "7")
+    result = run(
+        "verify", *pair, "--model", "mlp", "--batch-size", "100", "--micro-batch-size", "7"
+    )
     assert result.returncode == OK, result.stderr
     assert "fp64: exact in" in result.stdout
     assert "100 of 100 samples" in result.stdout
