@@ -4,11 +4,11 @@ import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from support import ROOT
 
-FAMILIES = ROOT / "tests/families"
+FAMILIES = Path(__file__).resolve().parents[1] / "families"
 RESULTS = json.loads((FAMILIES / "results.json").read_text())
 
 
