@@ -104,6 +104,7 @@ class Watched:
 
     def __init__(self, model, loss):
         self.states = State(model), State(loss)
+        gc.collect()  # what earlier tests left in cycles may go at any time
         self.live = ib.memory.stats().live
 
     def check(self):

@@ -122,7 +122,7 @@ def wheel(prefix) -> Path:
     shutil.rmtree(dist, ignore_errors=True)
     run(
         sys.executable, "-m", "pip", "wheel", ROOT, "--no-build-isolation", "--no-deps", "--no-index",
-        "--wheel-dir", dist, "-C", f"build-dir={BUILD}", CMAKE_BUILD_PARALLEL_LEVEL=JOBS,
+        "--wheel-dir", dist, f"--config-settings=build-dir={BUILD}", CMAKE_BUILD_PARALLEL_LEVEL=JOBS,
     )  # fmt: skip
     (file,) = dist.glob("*.whl")
     return file
