@@ -9,7 +9,6 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
-#include <algorithm>
 #include <utility>
 
 namespace infinitybatch {
@@ -24,21 +23,10 @@ Batch map_tensors(const Batch& batch, Change&& change) {
   return {std::move(leaves), batch.structure()};
 }
 
-std::vector<at::Device> all_devices(const Job& job) {
-  std::vector<at::Device> devices{job.device};
-  for (const NamedParameter& parameter : job.parameters) {
-    const at::Device device = parameter.tensor.device();
-    if (std::find(devices.begin(), devices.end(), device) == devices.end()) {
-      devices.push_back(device);
-    }
-  }
-  return devices;
-}
-
 }  // namespace
 
 TwoPass::TwoPass(const Job& job, autograd::GradientSinks& sinks)
-    : job_(job), sinks_(sinks), devices_(all_devices(job)) {
+    : job_(job), sinks_(sinks), devices_(devices_of(job)) {
   for (const BufferSlot& slot : job.buffers) {
     if (at::Tensor buffer = slot.get(); buffer.defined()) buffers_.push_back(std::move(buffer));
   }
@@ -67,10 +55,10 @@ const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain,
     tape::Recorder recorder(inputs, buffers_, devices_);
     outputs = recorder.run(forward);
     part.tape = recorder.finish(outputs);
-    if (part.tape.refusal)
+    if (part.tape.refusal) {
       throw Unsupported(*part.tape.refusal +
-                        ", so micro-batches would not "
-                        "see what the whole batch sees");
+                        ", so micro-batches would not see what the whole batch sees");
+    }
   }
   if (!part.tape.opaque) {  // a tape has what it needs of both, a graph that is kept needs neither
     part.random = RngSnapshot();

@@ -8,8 +8,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
-#include <algorithm>
-
 namespace infinitybatch {
 namespace {
 
@@ -78,17 +76,6 @@ BatchSource targets_source(const Batch& targets, int64_t size) {
     return {size, [targets](int64_t, int64_t) { return targets; }, "none"};
   }
   return BatchSource::from(targets, "targets");
-}
-
-std::vector<at::Device> devices_of(const Job& job) {
-  std::vector<at::Device> devices{job.device};
-  for (const NamedParameter& parameter : job.parameters) {
-    const at::Device device = parameter.tensor.device();
-    if (std::find(devices.begin(), devices.end(), device) == devices.end()) {
-      devices.push_back(device);
-    }
-  }
-  return devices;
 }
 
 std::vector<at::Tensor> reachable_tensors(const Job& job) {

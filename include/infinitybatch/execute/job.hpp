@@ -37,4 +37,7 @@ struct Job {
   int64_t batch_size() const noexcept { return inputs->size; }
 };
 
+/// The devices whose random generators a step may draw from.
+std::vector<at::Device> devices_of(const Job& job);
+
 }  // namespace infinitybatch

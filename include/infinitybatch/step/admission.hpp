@@ -19,9 +19,6 @@ BatchSource targets_source(const Batch& targets, int64_t size);
 /// The part of `admit` that looks at the model alone: parameters, buffers, device.
 void admit_model(Job& job);
 
-/// The devices whose random generators a step may draw from.
-std::vector<at::Device> devices_of(const Job& job);
-
 /// Every tensor that the step reaches from the start: parameters, their gradients and buffers.
 std::vector<at::Tensor> reachable_tensors(const Job& job);
 
