@@ -87,7 +87,8 @@ def read_terminal(arguments, until: bytes, columns=60) -> bytes:
 
 def test_a_terminal_gets_one_line_that_is_refreshed(folder):
     arguments = ("train", "--data", folder / "pair", "--width", "64", "--epochs", "1000")
-    seen = read_terminal(arguments, until=b"\x1b[K    2 ").decode()
+    # A row of the table in place of the line; fast epochs may end before their line is drawn.
+    seen = read_terminal(arguments, until=b"\x1b[K  ").decode()
     passing = [
         part.split("\x1b[K")[0] for part in seen.split("\r") if "left" in part or "━" in part
     ]
