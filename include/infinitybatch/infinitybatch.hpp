@@ -11,6 +11,7 @@
 #include <infinitybatch/memory/budget.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
+#include <infinitybatch/step/bench.hpp>
 #include <infinitybatch/step/module.hpp>
 #include <infinitybatch/step/verify.hpp>
 #include <infinitybatch/step/virtual_batch.hpp>

@@ -17,6 +17,7 @@ from . import _torch_check as _torch_check  # first: another torch could not eve
 from . import errors, losses, memory, tape
 from ._C import (
     BatchSource,
+    BenchReport,
     Candidate,
     Instruction,
     Plan,
@@ -27,6 +28,7 @@ from ._C import (
 )
 from ._build import VERSION as __version__
 from ._model import make_model
+from .bench import bench
 from .errors import (
     BatchError,
     BudgetExceeded,
@@ -46,6 +48,7 @@ from .wrap import wrap
 __all__ = [
     "BatchError",
     "BatchSource",
+    "BenchReport",
     "BudgetExceeded",
     "Candidate",
     "CoupledLossNotice",
@@ -63,6 +66,7 @@ __all__ = [
     "VirtualBatch",
     "__version__",
     "batch_dim",
+    "bench",
     "errors",
     "from_batches",
     "from_dataset",

@@ -31,12 +31,13 @@ def verify(model: Any, loss: Any, inputs: Any, targets: Any = None, **options: A
 
         And whatever VirtualBatch raises.
     """
-    native = None
-    if not isinstance(loss, (SeparableLoss, CoupledLoss)):
-        native = _coupled.make_criterion(loss) if _is_criterion(loss) else None
-    return VirtualBatch(model, loss, **options)._verify(inputs, targets, native)
+    return VirtualBatch(model, loss, **options)._verify(inputs, targets, native_form(loss))
 
 
-def _is_criterion(loss: Any) -> bool:
-    """Whether it is called as torch.nn's criteria are, on the elements of tuples."""
-    return isinstance(_criteria.resolve(loss), SeparableLoss)
+def native_form(loss: Any) -> CoupledLoss | None:
+    """A criterion of torch.nn as native code calls it; None for what is itself the native loss."""
+    if isinstance(loss, (SeparableLoss, CoupledLoss)):
+        return None
+    # Criteria are called on the elements of tuples.
+    is_criterion = isinstance(_criteria.resolve(loss), SeparableLoss)
+    return _coupled.make_criterion(loss) if is_criterion else None

@@ -155,6 +155,13 @@ class VirtualBatch:
         """See `infinitybatch.verify`."""
         return self._current_step().verify(_readable(inputs), _readable(targets), native)
 
+    def _bench(
+        self, inputs: Any, targets: Any, native: Any, rounds: int, seconds: float
+    ) -> _C.BenchReport:
+        """See `infinitybatch.bench`."""
+        batch = (_readable(inputs), _readable(targets))
+        return self._current_step().bench(*batch, native, rounds, seconds)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # So that a model that holds its VirtualBatch can be copied and saved; plans are made anew.
         return _rebuild, (self._model, self._loss, self._arguments)

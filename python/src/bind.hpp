@@ -13,6 +13,7 @@ void bind_memory(pybind11::module_& module);
 void bind_loss(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_tape(pybind11::module_& module);
+void bind_bench(pybind11::module_& module);
 void bind_verify(pybind11::module_& module);
 void bind_virtual_batch(pybind11::module_& module);
 void bind_wrap(pybind11::module_& module);

@@ -5,6 +5,7 @@
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/step/bench.hpp>
 #include <infinitybatch/step/verify.hpp>
 
 #include <pybind11/stl.h>
@@ -84,6 +85,14 @@ class PyVirtualBatch {
     return run(inputs, targets, [&](const BatchSource& left, const BatchSource& right) {
       return infinitybatch::verify(setup_->model, setup_->loss, left, right, setup_->options,
                                    native);
+    });
+  }
+
+  BenchReport bench(const py::object& inputs, const py::object& targets,
+                    const std::optional<CoupledLoss>& native, int64_t rounds, double seconds) {
+    return run(inputs, targets, [&](const BatchSource& left, const BatchSource& right) {
+      return infinitybatch::bench(setup_->model, setup_->loss, left, right, setup_->options,
+                                  {rounds, seconds}, native);
     });
   }
 
@@ -233,6 +242,8 @@ void bind_virtual_batch(py::module_& module) {
       .def("backward", &PyVirtualBatch::backward, py::arg("inputs"), py::arg("targets"))
       .def("verify", &PyVirtualBatch::verify, py::arg("inputs"), py::arg("targets"),
            py::arg("native"))
+      .def("bench", &PyVirtualBatch::bench, py::arg("inputs"), py::arg("targets"),
+           py::arg("native"), py::arg("rounds"), py::arg("seconds"))
       .def("plan", &PyVirtualBatch::plan, py::arg("inputs"), py::arg("targets"));
 }
 

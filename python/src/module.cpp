@@ -10,6 +10,7 @@ PYBIND11_MODULE(_C, module) {
   bind_loss(module);
   bind_plan(module);
   bind_tape(module);
+  bind_bench(module);
   bind_verify(module);
   bind_virtual_batch(module);
   bind_wrap(module);

@@ -1,12 +1,12 @@
 #include <infinitybatch/step/verify.hpp>
 
 #include "examined_model.hpp"
+#include "native_loss.hpp"
 
 #include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
-#include <infinitybatch/execute/denominator.hpp>
 #include <infinitybatch/step/admission.hpp>
 
 #include <ATen/Context.h>
@@ -88,20 +88,6 @@ class Examination {
     targets_ = to_device(job_.targets->rows(0, rows), job_.device);
   }
 
-  at::Tensor native_loss(const Batch& outputs, const Batch& targets) const {
-    if (native_) return native_->value(outputs, targets);
-    if (const auto* coupled = std::get_if<CoupledLoss>(&loss_)) {
-      return coupled->value(outputs, targets);
-    }
-    const SeparableLoss& loss = std::get<SeparableLoss>(loss_);
-    const BatchSource source = targets_source(targets, rows_);
-    Job whole = job_;
-    whole.targets = &source;
-    whole.inputs = &source;
-    const at::Tensor value = Denominator(whole).divide(loss.sum(outputs, targets));
-    return loss.has_penalty() ? value + loss.penalty().to(value.scalar_type()) : value;
-  }
-
   Gradients native(const Batch& inputs, const Batch& targets) {
     model_.reset();
     const at::Tensor before = at::globalContext().defaultGenerator(job_.device).get_state();
@@ -112,7 +98,7 @@ class Examination {
           "forward draws random numbers, and micro-batches draw others than the whole batch, so "
           "that their gradients cannot be compared; call eval(), or set dropout to 0, to verify");
     }
-    native_loss(outputs, targets).backward();
+    native_loss(loss_, native_, job_.device, rows_, outputs, targets).backward();
     return model_.take_gradients();
   }
 

@@ -43,6 +43,7 @@ class VirtualBatch::State {
                             "; it is a number of micro-batches, 0 or more");
     }
     if (!options_.micro_batch_size && !options_.memory_budget) options_.memory_budget = "auto";
+    use_tapes_ = options_.use_tapes;
   }
 
   /// One step. Without `hand_out` it is a rehearsal: everything is as it was afterwards.
@@ -166,7 +167,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     report.strategy = plan_.strategy;
     if (const auto opaque = executor->opaque()) {
       report.strategy = "rerun";
-      report.strategy_reason = *opaque;
+      report.strategy_reason = options_.use_tapes ? *opaque : "use_tapes=false was given";
     }
     return report;
   } catch (...) {

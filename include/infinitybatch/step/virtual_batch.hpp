@@ -38,6 +38,9 @@ struct Options {
   /// With a fixed `micro_batch_size` and a coupled loss: micro-batches that keep their graph from
   /// the first pass, so that they need no second forward. Otherwise the plan decides.
   int64_t retained_micro_batches = 0;
+  /// With a coupled loss: forwards are recorded, and the second pass replays them. False: it runs
+  /// the model again, which gives the same gradient.
+  bool use_tapes = true;
   BatchCoupling batch_coupling = BatchCoupling::exact;
   /// Keep the outputs of all micro-batches and return them, detached, in the report.
   bool keep_outputs = false;
