@@ -26,14 +26,17 @@ MODULES = {
     "loop": "loop_cost",
     "budget": "budget",
     "coupled": "coupled",
+    "tape": "tape",
 }
-ROUNDS = {"time": 15, "loop": 100, "budget": 12, "coupled": 15}
+ROUNDS = {"time": 15, "loop": 100, "budget": 12, "coupled": 15, "tape": 200}
 UNTUNED = {
     "time": 3,
     "loop": 0,
     "budget": 0,
     "coupled": 0,
+    "tape": 0,
 }  # rounds with malloc as it is by default
+WITH_PEERS = ("loop", "coupled")
 TOY_ROUNDS = 4
 THREADS = [1, 2]
 LOOK = 2.0  # seconds between looks at what a running suite has found
@@ -185,17 +188,19 @@ def report_on(
     return report
 
 
-def peers_python(options: argparse.Namespace) -> tuple[Path, str]:
-    """The interpreter for the suite `loop`, and why peers are missing where they are."""
+def peers_python(options: argparse.Namespace, suite: str) -> tuple[Path, str]:
+    """The interpreter for suites with peers, and why peers are missing where they are."""
     if options.no_peers:
         return Path(sys.executable), "--no-peers was given"
     from peers.environment import prepare
 
     folder = HERE.parent / "build" / "peers"
-    print(f"loop: peers/requirements.txt goes into {folder.relative_to(HERE.parent)}", flush=True)
+    print(
+        f"{suite}: peers/requirements.txt goes into {folder.relative_to(HERE.parent)}", flush=True
+    )
     python, reason = prepare(folder)
     if python is None:
-        print(f"loop: peers could not be installed, going on without them: {reason}", flush=True)
+        print(f"{suite}: peers could not be installed, going on without them: {reason}", flush=True)
     return python or Path(sys.executable), reason
 
 
@@ -221,7 +226,9 @@ def main(arguments: list[str]) -> int:
     command = " ".join(["python", "benchmarks/run.py", *kept])
     failed = False
     for suite in options.suites:
-        python, reason = peers_python(options) if suite == "loop" else (Path(sys.executable), "")
+        python, reason = Path(sys.executable), ""
+        if suite in WITH_PEERS:
+            python, reason = peers_python(options, suite)
         name = f"{datetime.date.today().isoformat()}-{suite}"
         if options.threads != THREADS:
             name += "-threads-" + "-".join(map(str, options.threads))

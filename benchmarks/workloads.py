@@ -96,7 +96,7 @@ def for_budget(toy: bool) -> list[Workload]:
 def for_coupled(toy: bool) -> list[tuple[Workload, int]]:
     """Encoders in front of a contrastive loss, and the micro-batch size of each."""
     if toy:
-        return [(Workload("MLP", lambda: mlp(16, 32, 10), (16,), batch_size=256), 32)]
+        return [(Workload("MLP", lambda: mlp(16, 256, 10), (16,), batch_size=64), 16)]
     return [
         (Workload("convnet", lambda: convnet(32, 32), (3, 32, 32), batch_size=256), 32),
         (Workload("encoder", lambda: Encoder(128, 4, 2, 64), (64, 128), batch_size=256), 32),

@@ -10,34 +10,53 @@ from harness.clock import Sample, interleave
 from harness.ratios import median, ratio_of
 from harness.results import Findings, Goal, Table
 from harness.settings import Settings
+from peers.gradient_caches import GradCache, SentenceTransformers, installed
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from workloads import Workload, for_coupled
 
-TITLE = "Coupled losses: time and peak beside native and gradient caching"
+TITLE = "Coupled losses: time and peak beside native, gradient caching and checkpointing"
 EXPLANATION = (
-    "A contrastive loss (cross entropy of all pairwise similarities) over the whole batch, in "
-    "micro-batches. The accumulated pass is the same loop with the outputs' gradient given: forward "
+    "InfoNCE over the whole batch, whose first half are the anchors and whose second half their "
+    "partners, encoded by one model in micro-batches that are equally large on all sides. The accumulated pass is the same loop with the outputs' gradient given: forward "
     "and backward once, which no coupled loss can do with less. A second forward is needed for the "
     "share 1 - r of micro-batches that keep no graph, so the bound is "
     "1 + (1 - r) F / (F + B) times the accumulated pass, with F / (F + B) measured in the same run. "
-    "Gradient caching by hand is what GradCache and sentence-transformers' cached losses do: a "
-    "forward without grad, the loss on all outputs, a second forward with grad. Contestants run in "
+    "Gradient caching by hand is a forward without grad, the loss on all outputs, and a second "
+    "forward with grad; GradCache and sentence-transformers' CachedMultipleNegativesRankingLoss do "
+    "the same and are used themselves (sentence-transformers computes its loss in micro-batches "
+    "too). Checkpointing is torch.utils.checkpoint, not re-entrant, of each micro-batch. "
+    '"infinitybatch, at their peak" is given the smallest peak of the gradient caches as its memory '
+    "budget and plans by itself: which micro-batch size, how many graphs are retained. "
+    "Contestants run in "
     "turn, in a new order each round; CPU is the process's time over all threads; ratios are medians "
     "of the rounds' ratios with 95 % bootstrap intervals."
 )
 SLACK = 1.05
-SECONDS = 40  # of rounds for each workload
-NATIVE, PASS, FORWARD, CACHING = (
+SECONDS = 60  # of rounds for each workload
+SCALE = 10.0  # of similarities
+NATIVE, PASS, FORWARD, CHECKPOINT, CACHING = (
     "native whole batch",
     "accumulated pass",
     "forward alone",
+    "checkpointing",
     "gradient caching by hand",
 )
+CACHES = (CACHING, "GradCache", "sentence-transformers")
+NONE = "infinitybatch, none retained"
+
+
+def at_peak_of(name: str) -> str:
+    return f"infinitybatch, at the peak of {name}"
+
+
+def info_nce(anchors: torch.Tensor, partners: torch.Tensor) -> torch.Tensor:
+    a, b = functional.normalize(anchors, dim=-1), functional.normalize(partners, dim=-1)
+    return functional.cross_entropy(SCALE * a @ b.T, torch.arange(len(a)))
 
 
 def contrast(outputs: torch.Tensor) -> torch.Tensor:
-    z = functional.normalize(outputs, dim=-1)
-    return functional.cross_entropy(10 * z @ z.T, torch.arange(len(z)).roll(1))
+    return info_nce(*outputs.chunk(2))
 
 
 class Whole(Contestant):
@@ -86,10 +105,22 @@ class Caching(Forward):
             self.model(part).backward(gradient)
 
 
+class Checkpointed(Forward):
+    def backward(self) -> None:
+        parts = self.inputs.split(self.size)
+        outputs = [checkpoint(self.model, part, use_reentrant=False) for part in parts]
+        contrast(torch.cat(outputs)).backward()
+
+
 class Ours(Contestant):
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args)
         self.batch = ib.VirtualBatch(self.model, ib.losses.coupled(contrast), **options)
+
+    def allow(self, budget: int) -> None:
+        """From now on a budget, of which all that is live is a part."""
+        self.batch = ib.VirtualBatch(self.model, ib.losses.coupled(contrast), memory_budget=budget)
+        self()  # the planner's rehearsal
 
     def backward(self) -> ib.StepReport:
         return self.batch.backward(self.inputs)
@@ -106,27 +137,61 @@ def contestants_of(workload: Workload, size: int) -> tuple[dict[str, Contestant]
         f"infinitybatch, {name} retained": make(retained_micro_batches=retained)
         for name, retained in shares.items()
     }
+    caches: dict[str, Contestant] = {CACHING: Caching(model, inputs, targets, size=size)}
+    if installed()["GradCache"]:
+        caches["GradCache"] = GradCache(model, inputs, targets, size=size, loss=info_nce)
+    if installed()["sentence-transformers"]:
+        caches["sentence-transformers"] = SentenceTransformers(
+            model, inputs, targets, size=size, scale=SCALE
+        )
     return (
         {
             NATIVE: Whole(model, inputs, targets),
             PASS: Accumulated(model, inputs, targets, size=size),
             FORWARD: Forward(model, inputs, targets, size=size),
-            CACHING: Caching(model, inputs, targets, size=size),
+            CHECKPOINT: Checkpointed(model, inputs, targets, size=size),
         }
+        | caches
         | ours,
         {f"infinitybatch, {name} retained": kept / count for name, kept in shares.items()},
     )
 
 
+def ours_at_peaks(contestants: dict[str, Contestant], size: int) -> dict[str, Ours]:
+    """Ours once for each gradient cache, allowed no more than that one takes. What is too little for
+    any plan is left out.
+    """
+    native = contestants[NATIVE]
+    peaks = {at_peak_of(n): c.peak_bytes() for n, c in contestants.items() if n in CACHES}
+    batch = (native.model, native.inputs, native.targets)
+    ours = {name: Ours(*batch, micro_batch_size=size) for name in peaks}
+    for contestant in (*contestants.values(), *ours.values()):
+        contestant()  # so that all gradients are there, as between rounds
+    for name, contestant in ours.copy().items():
+        contestant.model.zero_grad(set_to_none=True)
+        try:
+            contestant.allow(ib.memory.stats().live + peaks[name])
+        except ib.BudgetExceeded:
+            del ours[name]
+    return ours
+
+
 def run(settings: Settings, save: Callable[[Findings], None]) -> Findings:
     findings = Findings()
+    findings.notes += [
+        f"Not installed, so not measured: {name}."
+        for name, is_there in installed().items()
+        if not is_there
+    ]
     for workload, size in for_coupled(settings.toy):
         contestants, shares = contestants_of(workload, size)
+        contestants |= ours_at_peaks(contestants, size)
         check_agreement({n: c for n, c in contestants.items() if n != FORWARD})
         samples = interleave(contestants, settings.rounds, at_most=SECONDS)
         peaks = {name: contestant.peak_bytes() for name, contestant in contestants.items()}
         forward = median(samples[FORWARD], "cpu") / median(samples[PASS], "cpu")
         findings.tables.append(table_of(workload, size, samples, peaks, forward))
+        findings.tables.append(beside_peers(workload, samples, peaks))
         for name, taken in samples.items():
             findings.figures.append(
                 {
@@ -139,7 +204,7 @@ def run(settings: Settings, save: Callable[[Findings], None]) -> Findings:
                     "samples": taken,
                 }
             )
-        findings.goals += goals_of(workload, samples, shares, forward)
+        findings.goals += goals_of(workload, samples, shares, peaks, forward)
         save(findings)
     return findings
 
@@ -169,10 +234,41 @@ def table_of(
     return table
 
 
+def beside_peers(
+    workload: Workload, samples: dict[str, list[Sample]], peaks: dict[str, int]
+) -> Table:
+    table = Table(
+        f"**{workload.name}**: infinitybatch ÷ peers, CPU",
+        [
+            "peer",
+            "same micro-batches, none retained",
+            "at their peak",
+            "their peak MiB",
+            "ours MiB",
+        ],
+    )
+    for name in (*CACHES, CHECKPOINT):
+        if name not in samples:
+            continue
+        ours = at_peak_of(name)
+        there = ours in samples
+        table.rows.append(
+            [
+                name,
+                str(ratio_of(samples[NONE], samples[name], "cpu")),
+                str(ratio_of(samples[ours], samples[name], "cpu")) if there else "-",
+                f"{peaks[name] / 2**20:.2f}",
+                f"{peaks[ours] / 2**20:.2f}" if there else "-",
+            ]
+        )
+    return table
+
+
 def goals_of(
     workload: Workload,
     samples: dict[str, list[Sample]],
     shares: dict[str, float],
+    peaks: dict[str, int],
     forward: float,
 ) -> list[Goal]:
     goals = []
@@ -181,11 +277,18 @@ def goals_of(
         ratio = ratio_of(samples[name], samples[PASS], "cpu")
         promise = f"{workload.name}, {name}: CPU over the accumulated pass at most {bound:.3f}"
         goals.append(Goal(promise, str(ratio), ratio.median <= bound))
-    none, everything = (f"infinitybatch, {kept} retained" for kept in ("none", "all"))
-    ratio = ratio_of(samples[none], samples[CACHING], "cpu")
-    promise = f"{workload.name}: faster than gradient caching by hand"
-    goals.append(Goal(promise, str(ratio), ratio.median < 1))
-    ratio = ratio_of(samples[everything], samples[NATIVE], "cpu")
+    for name in CACHES:
+        if name not in samples:
+            continue
+        promise = f"{workload.name}: faster than {name}, at no more than its peak"
+        ours = at_peak_of(name)
+        if ours not in samples:
+            goals.append(Goal(promise, "its peak is too little for any plan", False))
+            continue
+        ratio = ratio_of(samples[ours], samples[name], "cpu")
+        measured = f"{ratio} at {peaks[ours] / peaks[name]:.3f} of its peak"
+        goals.append(Goal(promise, measured, ratio.median < 1 and peaks[ours] <= peaks[name]))
+    ratio = ratio_of(samples["infinitybatch, all retained"], samples[NATIVE], "cpu")
     promise = f"{workload.name}, all retained: at most native's CPU time"
     goals.append(Goal(promise, str(ratio), ratio.median <= 1))
     return goals

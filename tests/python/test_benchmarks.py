@@ -69,6 +69,25 @@ def test_a_contestant_with_another_gradient_is_not_timed():
         check_agreement(right | {"wrong": WrongMean(*batch, micro_batch_size=4)})
 
 
+def test_what_is_compiled_for_a_benchmark_is_loaded_or_the_reason_is_told(monkeypatch):
+    from harness.native import load
+
+    observer, reason = load("bare_callback")
+    assert observer is not None, reason
+    observer.start()
+    assert torch.ones(2).add(1).sum() == 4
+    observer.stop()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    missing, reason = load("bare_callback")
+    assert missing is None and "no-such-compiler" in reason
+
+
+def test_gradient_caches_of_others_are_optional():
+    from peers.gradient_caches import installed
+
+    assert set(installed()) == {"GradCache", "sentence-transformers"}
+
+
 def test_sizes_of_the_sweep_are_all_that_there_are():
     from suites.sweep import even_sizes, grid_sizes
 
@@ -76,7 +95,7 @@ def test_sizes_of_the_sweep_are_all_that_there_are():
     assert grid_sizes(10) == [1, 2, 3, 4, 5, 7, 9]
 
 
-@pytest.mark.parametrize("suite", ["time", "loop", "budget"])
+@pytest.mark.parametrize("suite", ["time", "loop", "budget", "coupled", "tape"])
 def test_every_suite_runs_and_its_results_are_complete(suite, tmp_path):
     command = [sys.executable, str(BENCHMARKS / "run.py"), suite]
     command += ["--toy", "--no-peers", "--threads", "1", "--output", str(tmp_path)]
@@ -102,4 +121,4 @@ def test_no_such_suite_is_said_in_one_line(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "run.py"), "tiem", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "no such suite: tiem; there are time, loop, budget" in done.stderr
+    assert "no such suite: tiem; there are time, loop, budget, coupled, tape" in done.stderr
