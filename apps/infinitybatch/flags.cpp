@@ -123,34 +123,51 @@ void add_training(CLI::App& app, Settings& settings) {
       ->group("Batch and memory");
 }
 
-/// What train and plan have in common.
+void add_bench(CLI::App& app, Settings& settings) {
+  app.add_option("--rounds", settings.bench.rounds, "how often each strategy is timed, at most")
+      ->check(at_least(1))
+      ->type_name("NUMBER")
+      ->capture_default_str()
+      ->group("Measuring");
+  app.add_option("--seconds", settings.bench.seconds,
+                 "no further round begins after as many, once three are done")
+      ->check(between(1e-3, 1e9))
+      ->type_name("NUMBER")
+      ->capture_default_str()
+      ->group("Measuring");
+}
+
+/// What every command takes that computes batches.
 void add_shared(CLI::App& app, Settings& settings) {
   add_data(app, settings);
   add_model(app, settings);
   add_batch(app, settings);
-  add_optimizer(app, settings);
+  add_common(app, settings);
+  add_json(app, settings);
 }
 
 }  // namespace
 
 void add_train_flags(CLI::App& command, Settings& settings) {
   add_shared(command, settings);
+  add_optimizer(command, settings);
   add_training(command, settings);
-  add_common(command, settings);
-  add_json(command, settings);
 }
 
 void add_plan_flags(CLI::App& command, Settings& settings) {
   add_shared(command, settings);
-  add_common(command, settings);
-  add_json(command, settings);
+  add_optimizer(command, settings);
 }
 
 void add_verify_flags(CLI::App& command, Settings& settings) {
   add_shared(command, settings);
   add_micro_batch(command, settings);
-  add_common(command, settings);
-  add_json(command, settings);
+}
+
+void add_bench_flags(CLI::App& command, Settings& settings) {
+  add_shared(command, settings);
+  add_micro_batch(command, settings);
+  add_bench(command, settings);
 }
 
 void add_doctor_flags(CLI::App& command, Settings& settings) {

@@ -10,6 +10,7 @@ namespace infinitybatch::app {
 void add_train_flags(CLI::App& command, Settings& settings);
 void add_plan_flags(CLI::App& command, Settings& settings);
 void add_verify_flags(CLI::App& command, Settings& settings);
+void add_bench_flags(CLI::App& command, Settings& settings);
 void add_doctor_flags(CLI::App& command, Settings& settings);
 
 }  // namespace infinitybatch::app

@@ -44,6 +44,24 @@ inline constexpr const char* kVerifyFooter =
     "Example:\n"
     "  infinitybatch verify --model resnet --batch-size 256 --micro-batch-size 16";
 
+inline constexpr const char* kBench =
+    "Time the ways to compute a batch's gradient, in turn, against the whole batch at once";
+
+inline constexpr const char* kBenchFooter =
+    "Strategies are run in turn, in an order that changes from round to round; what is shown are "
+    "the\n"
+    "median and the quartiles of the rounds' ratios, and peaks with all that was there before:\n"
+    "  native       the whole batch at once, in the memory that is free\n"
+    "  stream       micro-batches, one pass\n"
+    "  retain-...   as a loss is computed that couples samples: two passes, with none, half or "
+    "all\n"
+    "               of the micro-batches' graphs retained, the others replayed\n"
+    "  rerun        the same with none retained, and the model run again in place of replaying\n"
+    "The memory budget is that of all but native. Where native does not fit, ratios are over the\n"
+    "cheapest. Leave the machine alone meanwhile.\n\n"
+    "Example:\n"
+    "  infinitybatch bench --model resnet --batch-size 256 --memory-budget 24MiB --rounds 15";
+
 inline constexpr const char* kDoctor =
     "Check this installation and say what would fail and how to mend it";
 

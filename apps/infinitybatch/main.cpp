@@ -16,6 +16,8 @@ ExitCode run(const Settings& settings) {
       return run_plan(settings);
     case Command::verify:
       return run_verify(settings);
+    case Command::bench:
+      return run_bench(settings);
     case Command::doctor:
       return run_doctor(settings);
     case Command::train:

@@ -15,6 +15,23 @@
 namespace infinitybatch::app {
 namespace {
 
+/// One command of the program.
+struct Entry {
+  Command command;
+  const char* name;
+  const char* help;
+  const char* footer;
+  void (*add_flags)(CLI::App&, Settings&);
+};
+
+constexpr Entry kCommands[] = {
+    {Command::train, "train", help::kTrain, help::kTrainFooter, add_train_flags},
+    {Command::plan, "plan", help::kPlan, help::kPlanFooter, add_plan_flags},
+    {Command::verify, "verify", help::kVerify, help::kVerifyFooter, add_verify_flags},
+    {Command::bench, "bench", help::kBench, help::kBenchFooter, add_bench_flags},
+    {Command::doctor, "doctor", help::kDoctor, help::kDoctorFooter, add_doctor_flags},
+};
+
 constexpr int64_t kMostSamples = int64_t{1} << 40;
 
 /// Turns text into values and refuses what contradicts itself.
@@ -76,7 +93,7 @@ std::string describe(const CLI::App& app, const CLI::ParseError& error,
     return extras.front() + " is not known" + suggestion(extras.front(), names_of(*scope)) + where;
   }
   if (app.get_subcommands().empty()) {
-    return "a command is needed: train, plan, verify or doctor" + where;
+    return "a command is needed: train, plan, verify, bench or doctor" + where;
   }
   return one_line(error.what()) + where;
 }
@@ -90,18 +107,11 @@ Parsed parse_command_line(int argc, const char* const* argv) {
   app.set_version_flag("--version", version_text());
   app.require_subcommand(1);
 
-  CLI::App& train = *app.add_subcommand("train", help::kTrain);
-  CLI::App& plan = *app.add_subcommand("plan", help::kPlan);
-  CLI::App& verify = *app.add_subcommand("verify", help::kVerify);
-  CLI::App& doctor = *app.add_subcommand("doctor", help::kDoctor);
-  train.footer(help::kTrainFooter);
-  plan.footer(help::kPlanFooter);
-  verify.footer(help::kVerifyFooter);
-  doctor.footer(help::kDoctorFooter);
-  add_train_flags(train, settings);
-  add_plan_flags(plan, settings);
-  add_verify_flags(verify, settings);
-  add_doctor_flags(doctor, settings);
+  for (const Entry& entry : kCommands) {
+    CLI::App& command = *app.add_subcommand(entry.name, entry.help);
+    command.footer(entry.footer);
+    entry.add_flags(command, settings);
+  }
 
   std::string command;
   try {
@@ -120,10 +130,9 @@ Parsed parse_command_line(int argc, const char* const* argv) {
     const auto chosen = app.get_subcommands();
     throw UsageError(describe(app, error, chosen.empty() ? "" : chosen.front()->get_name()));
   }
-  settings.command = command == "train"    ? Command::train
-                     : command == "plan"   ? Command::plan
-                     : command == "verify" ? Command::verify
-                                           : Command::doctor;
+  for (const Entry& entry : kCommands) {
+    if (command == entry.name) settings.command = entry.command;
+  }
   if (settings.command != Command::doctor) {
     finish(settings);
   }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <infinitybatch/step/bench.hpp>
+
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -10,7 +12,7 @@
 
 namespace infinitybatch::app {
 
-enum class Command { train, plan, verify, doctor };
+enum class Command { train, plan, verify, bench, doctor };
 
 /// Everything that the flags of all commands say; a command reads what it needs.
 struct Settings {
@@ -18,6 +20,7 @@ struct Settings {
   DataOptions data;
   ModelOptions model;
   TrainingOptions training;
+  BenchOptions bench;
   std::string memory_budget;  ///< as written: "24MiB", "0.8", "auto", or empty
   bool json = false;
 

@@ -163,6 +163,8 @@ def ours_at_peaks(contestants: dict[str, Contestant], size: int) -> dict[str, Ou
     """
     native = contestants[NATIVE]
     peaks = {at_peak_of(n): c.peak_bytes() for n, c in contestants.items() if n in CACHES}
+    if len(peaks) > 1:  # the algorithm by hand stands for peers that are not installed
+        del peaks[at_peak_of(CACHING)]
     batch = (native.model, native.inputs, native.targets)
     ours = {name: Ours(*batch, micro_batch_size=size) for name in peaks}
     for contestant in (*contestants.values(), *ours.values()):
@@ -187,7 +189,7 @@ def run(settings: Settings, save: Callable[[Findings], None]) -> Findings:
         contestants, shares = contestants_of(workload, size)
         contestants |= ours_at_peaks(contestants, size)
         check_agreement({n: c for n, c in contestants.items() if n != FORWARD})
-        samples = interleave(contestants, settings.rounds, at_most=SECONDS)
+        samples = interleave(contestants, settings.rounds, warm_up=1, at_most=SECONDS)
         peaks = {name: contestant.peak_bytes() for name, contestant in contestants.items()}
         forward = median(samples[FORWARD], "cpu") / median(samples[PASS], "cpu")
         findings.tables.append(table_of(workload, size, samples, peaks, forward))
@@ -278,7 +280,7 @@ def goals_of(
         promise = f"{workload.name}, {name}: CPU over the accumulated pass at most {bound:.3f}"
         goals.append(Goal(promise, str(ratio), ratio.median <= bound))
     for name in CACHES:
-        if name not in samples:
+        if name not in samples or (name == CACHING and any(installed().values())):
             continue
         promise = f"{workload.name}: faster than {name}, at no more than its peak"
         ours = at_peak_of(name)

@@ -14,6 +14,9 @@ ExitCode run_plan(Settings settings);
 /// `infinitybatch verify`: ExitCode::error where a gradient is not exact.
 ExitCode run_verify(Settings settings);
 
+/// `infinitybatch bench`
+ExitCode run_bench(Settings settings);
+
 /// `infinitybatch doctor`: ExitCode::error where something is broken.
 ExitCode run_doctor(const Settings& settings);
 

@@ -1,16 +1,13 @@
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/loss/criteria.hpp>
-#include <infinitybatch/step/module.hpp>
 #include <infinitybatch/step/virtual_batch.hpp>
 
-#include <ATen/Context.h>
 #include <ATen/Functions.h>
 
 #include <algorithm>
 
 #include "commands/commands.hpp"
-#include "interrupt.hpp"
-#include "output/describe.hpp"
+#include "commands/one_batch.hpp"
 #include "output/json_lines.hpp"
 #include "output/numbers.hpp"
 #include "output/table.hpp"
@@ -18,8 +15,6 @@
 
 namespace infinitybatch::app {
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 constexpr int kMostRehearsals = 8;
 
@@ -86,53 +81,30 @@ void show(Terminal& terminal, const Plan& plan) {
                 "; chosen: " + with_commas(plan.micro_batch_size()) + ", " + plan.reason);
 }
 
-void write(const Plan& plan, Json job) {
-  const auto bytes = [](const auto& value) { return value ? Json(*value) : Json(); };
+void write(const Plan& plan, const OneBatch& work) {
   for (const Candidate& candidate : plan.candidates) {
     write_json("candidate", {{"micro_batch_size", candidate.micro_batch_size},
                              {"peak_bytes", candidate.peak_bytes},
                              {"feasible", candidate.feasible},
-                             {"seconds_per_sample", bytes(candidate.seconds_per_sample)}});
+                             {"seconds_per_sample", to_json(candidate.seconds_per_sample)}});
   }
-  job.update({{"micro_batch_size", plan.micro_batch_size()},
-              {"micro_batch_sizes", plan.micro_batch_sizes},
-              {"baseline_bytes", plan.baseline_bytes},
-              {"predicted_peak_bytes", bytes(plan.predicted_peak_bytes)},
-              {"predicted_seconds", bytes(plan.predicted_seconds)},
-              {"reason", plan.reason}});
-  write_json("plan", job);
+  work.write_result("plan", {{"micro_batch_size", plan.micro_batch_size()},
+                             {"micro_batch_sizes", plan.micro_batch_sizes},
+                             {"baseline_bytes", plan.baseline_bytes},
+                             {"predicted_peak_bytes", to_json(plan.predicted_peak_bytes)},
+                             {"predicted_seconds", to_json(plan.predicted_seconds)},
+                             {"reason", plan.reason}});
 }
 
 }  // namespace
 
 ExitCode run_plan(Settings settings) {
-  watch_for_interrupts();
-  const auto& training = settings.training;
-  const Dataset data = load_dataset(settings.data, settings.model.context);
-  at::manual_seed(training.seed);
-  const std::shared_ptr<Network> network = make_network(settings.model, data);
-  network->to(training.device);
-  const auto optimizer = settled_optimizer(training.optimizer, *network);
-
-  Terminal terminal(settings.json ? stderr : stdout);
-  for (const std::string& line : describe_job(data, settings, *network)) {
-    terminal.line(line);
-  }
-  terminal.line("");
-
-  Options options;
-  if (training.step.memory_budget) {
-    options.memory_budget = memory::Budget(*training.step.memory_budget);
-  }
-  options.interrupt = check_interrupt;
-  VirtualBatch batch(make_model(network), losses::cross_entropy(), options);
-  const at::Tensor order = at::arange(batch_size_for(training.step, data), at::kLong);
-  const Plan plan =
-      settle(batch, source_of(data.train.inputs, order), source_of(data.train.targets, order));
-  show(terminal, plan);
-  if (settings.json) {
-    write(plan, job_as_json(data, settings, *network));
-  }
+  OneBatch work(settings);
+  const auto optimizer = settled_optimizer(settings.training.optimizer, work.network());
+  VirtualBatch batch(work.model(), losses::cross_entropy(), work.options());
+  const Plan plan = settle(batch, work.inputs(), work.targets());
+  show(work.terminal(), plan);
+  if (work.json()) write(plan, work);
   return ExitCode::ok;
 }
 

@@ -6,7 +6,9 @@ import pytest
 from command_line_tools import ERROR, INTERRUPTED, OK, OUT_OF_MEMORY, USAGE, events, run
 
 
-@pytest.mark.parametrize("command", [(), ("train",), ("plan",), ("doctor",)])
+@pytest.mark.parametrize(
+    "command", [(), ("train",), ("plan",), ("verify",), ("bench",), ("doctor",)]
+)
 def test_help_has_an_example(command):
     result = run(*command, "--help")
     assert result.returncode == OK and result.stderr == ""
@@ -37,13 +39,21 @@ def test_version():
 
 
 MISUSES = {
-    "no command": ((), USAGE, "a command is needed: train, plan, verify or doctor"),
+    "no command": ((), USAGE, "a command is needed: train, plan, verify, bench or doctor"),
     "unknown command": (("trian",), USAGE, "trian is not known, did you mean train?"),
     "unknown flag": (
         ("train", "--epoch", "3"),
         USAGE,
         "--epoch is not known, did you mean --epochs?",
     ),
+    "bench: no rounds": (("bench", "--rounds", "0"), USAGE, "--rounds.*0 not in range 1"),
+    "bench: rounds word": (("bench", "--rounds", "many"), USAGE, "--rounds.*many"),
+    "bench: no time": (("bench", "--seconds", "0"), USAGE, "--seconds.*0 not in range 0.001"),
+    "bench: mistyped": (("bench", "--round", "3"), USAGE, "--round is not known.*--rounds?"),
+    "bench: strategy": (("bench", "--strategy", "native"), USAGE, "--strategy is not known"),
+    "bench: epochs": (("bench", "--epochs", "3"), USAGE, "--epochs is not known"),
+    "bench: micro-batch 0": (("bench", "--micro-batch-size", "0"), USAGE, "0 not in range 1"),
+    "verify: optimizer": (("verify", "--optimizer", "sgd"), USAGE, "--optimizer is not known"),
     "flag of another command": (("plan", "--epochs", "3"), USAGE, "--epochs is not known"),
     "positional": (("train", "digits"), USAGE, "digits is not known"),
     "no value": (("train", "--epochs"), USAGE, "--epochs.*; see: infinitybatch train --help"),
@@ -218,6 +228,41 @@ def test_verify_tells_machines_every_parameter(pair):
     parameters = [line for line in lines if line["event"] == "parameter"]
     assert {line["type"] for line in parameters} == {"Double", "Float"}
     assert all(line["error"] <= line["allowed"] for line in parameters)
+
+
+STRATEGIES = ["native", "stream", "retain-none", "rerun", "retain-half", "retain-all"]
+
+
+def test_bench_shows_every_strategy(pair):
+    batch = ("--batch-size", "100", "--micro-batch-size", "7")
+    result = run("bench", *pair, "--model", "mlp", *batch, "--rounds", "3")
+    assert result.returncode == OK, result.stderr
+    rows = [line.split()[0] for line in result.stdout.splitlines() if "iB" in line and "[" in line]
+    assert rows == STRATEGIES
+    assert "100 samples, 3 rounds in turn; times over native" in result.stdout
+
+
+def test_bench_tells_machines_every_time(pair):
+    size = ("--micro-batch-size", "16")
+    result = run("bench", *pair, "--model", "mlp", *size, "--rounds", "4", "--json")
+    assert result.returncode == OK, result.stderr
+    *strategies, end = events(result)
+    assert end["event"] == "bench" and end["reference"] == "native" and end["rounds"] == 4
+    assert end["model"] == "mlp" and end["micro_batch_size"] == 16
+    assert [line["name"] for line in strategies] == STRATEGIES
+    for line in strategies:
+        assert line["event"] == "strategy" and line["timed"] is True
+        assert len(line["cpu_seconds"]) == len(line["wall_seconds"]) == 4
+        assert line["cpu"]["lower"] <= line["cpu"]["median"] <= line["cpu"]["upper"]
+        assert line["peak_bytes"] > end["live_bytes"]
+    assert max(strategies[1]["micro_batch_sizes"]) == 16
+
+
+def test_bench_says_when_nothing_fits_the_budget(pair):
+    result = run("bench", *pair, "--model", "mlp", "--memory-budget", "100KiB", "--json")
+    assert result.returncode == OUT_OF_MEMORY
+    assert result.stderr.count("\n") >= 1
+    assert events(result)[-1]["event"] == "error"
 
 
 BAD_CONFIGS = {

@@ -1,0 +1,56 @@
+#include "commands/one_batch.hpp"
+
+#include <infinitybatch/step/module.hpp>
+
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
+
+#include <sstream>
+#include <utility>
+
+#include "interrupt.hpp"
+#include "output/describe.hpp"
+#include "output/json_lines.hpp"
+
+namespace infinitybatch::app {
+
+OneBatch::OneBatch(Settings settings)
+    : settings_(std::move(settings)), terminal_(settings_.json ? stderr : stdout) {
+  watch_for_interrupts();
+  const auto& training = settings_.training;
+  data_ = load_dataset(settings_.data, settings_.model.context);
+  at::manual_seed(training.seed);
+  network_ = make_network(settings_.model, data_);
+  network_->to(training.device);
+  for (const std::string& line : describe_job(data_, settings_, *network_)) terminal_.line(line);
+  terminal_.line("");
+  const at::Tensor order = at::arange(batch_size_for(training.step, data_), at::kLong);
+  inputs_ = source_of(data_.train.inputs, order);
+  targets_ = source_of(data_.train.targets, order);
+}
+
+Model OneBatch::model() const {
+  return make_model(network_);
+}
+
+Options OneBatch::options() const {
+  const StepOptions& step = settings_.training.step;
+  Options options;
+  if (step.memory_budget) options.memory_budget = memory::Budget(*step.memory_budget);
+  options.micro_batch_size = step.micro_batch_size;
+  options.interrupt = check_interrupt;
+  return options;
+}
+
+void OneBatch::tell(const std::string& text) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) terminal_.line(line);
+}
+
+void OneBatch::write_result(const std::string& event, const nlohmann::ordered_json& fields) const {
+  nlohmann::ordered_json job = job_as_json(data_, settings_, *network_);
+  job.update(fields);
+  write_json(event, job);
+}
+
+}  // namespace infinitybatch::app
