@@ -23,7 +23,6 @@ struct Family {
   std::function<std::shared_ptr<FamilyModule>(int64_t features)> make;
   std::function<Batch(Draw& draw)> inputs;
   bool autocast = false;  ///< forward and loss run under bf16 autocast; float32 only
-  double roundings = 8;   ///< of float32 that are always allowed; contract 1 says 8
 };
 
 template <typename Module>

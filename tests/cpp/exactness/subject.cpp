@@ -72,9 +72,29 @@ Data reversed(const Data& data) {
   return {with_samples(data.inputs, flip), with_samples(data.targets, flip)};
 }
 
-Data rotated(const Data& data, int64_t shift) {
-  const auto roll = [shift](const Leaf& leaf) { return leaf.tensor.roll(-shift, leaf.batch_dim); };
-  return {with_samples(data.inputs, roll), with_samples(data.targets, roll)};
+Data ordered(const Data& data, const std::vector<int64_t>& order) {
+  const at::Tensor index = at::tensor(order, at::kLong);
+  const auto select = [&](const Leaf& leaf) {
+    return leaf.tensor.index_select(leaf.batch_dim, index);
+  };
+  return {with_samples(data.inputs, select), with_samples(data.targets, select)};
+}
+
+Data part(const Data& data, int64_t begin, int64_t end) {
+  const auto cut = [&](const Leaf& leaf) { return leaf.tensor.slice(leaf.batch_dim, begin, end); };
+  return {with_samples(data.inputs, cut), with_samples(data.targets, cut)};
+}
+
+Batch joined(const std::vector<Batch>& parts) {
+  Batch result = parts.front();
+  for (size_t i = 0; i < result.leaves().size(); ++i) {
+    Leaf& leaf = result.leaves()[i];
+    if (!leaf.tensor.defined() || leaf.batch_dim == Leaf::kShared) continue;
+    std::vector<at::Tensor> tensors;
+    for (const Batch& one : parts) tensors.push_back(one.leaves()[i].tensor);
+    leaf.tensor = at::cat(tensors, leaf.batch_dim);
+  }
+  return result;
 }
 
 }  // namespace infinitybatch::testing

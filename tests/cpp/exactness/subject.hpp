@@ -44,8 +44,14 @@ Data make_data(const Family& family, const CriterionCase& criterion, int64_t sam
 /// The same samples in the opposite order.
 Data reversed(const Data& data);
 
-/// The same samples, the first `shift` of them moved to the end.
-Data rotated(const Data& data, int64_t shift);
+/// Sample `order[i]` of `data` in place i; `order` may leave samples out and take them twice.
+Data ordered(const Data& data, const std::vector<int64_t>& order);
+
+/// Samples begin to end.
+Data part(const Data& data, int64_t begin, int64_t end);
+
+/// The leaves of consecutive parts joined, each along its own batch dimension.
+Batch joined(const std::vector<Batch>& parts);
 
 /// bf16 autocast while it lives, where wanted.
 class MaybeAutocast {

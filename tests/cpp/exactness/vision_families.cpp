@@ -129,14 +129,6 @@ Family autocast_conv() {
   return conv;
 }
 
-/// Its convolutions of 2 x 2 and 4 x 4 images take other kernels for a few samples than for many,
-/// which lose up to 9 roundings where native's lose 4.
-Family unet() {
-  Family unet = family<UNet>("unet", normal_inputs({1, 4, 4}));
-  unet.roundings = 16;
-  return unet;
-}
-
 }  // namespace
 
 std::vector<Family> vision_families() {
@@ -144,7 +136,7 @@ std::vector<Family> vision_families() {
       family<Mlp>("mlp", normal_inputs({6})),
       family<Conv>("conv", normal_inputs({2, 7, 7})),
       family<Residual>("residual_group_norm", normal_inputs({1, 5, 5})),
-      unet(),
+      family<UNet>("unet", normal_inputs({1, 4, 4})),
       family<DepthwiseConv>("depthwise_conv", normal_inputs({4, 5, 5})),
       family<BatchNormEval>("batch_norm_eval", normal_inputs({2, 5, 5})),
       family<InstanceNorm>("instance_norm", normal_inputs({2, 5, 5})),
