@@ -55,6 +55,8 @@ class VirtualBatch:
             may be smaller.
         retained_micro_batches: with a fixed `micro_batch_size` and a coupled loss, how many
             micro-batches keep their graph from the first pass and need no second one.
+        use_tapes: with a coupled loss, whether forwards are recorded, so that the second pass replays
+            them. False runs the model again, which gives the same gradient.
         batch_coupling: "exact" raises CouplingError where a layer mixes the samples of a batch
             (BatchNorm in training); "per_micro_batch" lets each micro-batch be a batch of its own,
             as gradient accumulation does, which is another gradient.
@@ -77,6 +79,7 @@ class VirtualBatch:
         memory_budget: int | float | str | None = None,
         micro_batch_size: int | None = None,
         retained_micro_batches: int = 0,
+        use_tapes: bool = True,
         batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
         keep_outputs: bool = False,
         on_micro_batch: Callable[[MicroBatch], object] | None = None,
@@ -102,6 +105,7 @@ class VirtualBatch:
             "memory_budget": memory_budget,
             "micro_batch_size": micro_batch_size,
             "retained_micro_batches": retained_micro_batches,
+            "use_tapes": use_tapes,
             "batch_coupling": batch_coupling,
             "keep_outputs": keep_outputs,
             "on_micro_batch": on_micro_batch,
@@ -114,6 +118,7 @@ class VirtualBatch:
             "retained_micro_batches": _whole_number(
                 "retained_micro_batches", retained_micro_batches, "micro-batches"
             ),
+            "use_tapes": bool(use_tapes),
             "exact_coupling": batch_coupling == "exact",
             "keep_outputs": bool(keep_outputs),
             "on_micro_batch": _with_micro_batch(on_micro_batch),

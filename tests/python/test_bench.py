@@ -75,6 +75,21 @@ def test_an_opaque_model_says_that_it_runs_twice():
     assert "retain-none ran the model twice" in report.explain()
 
 
+def test_without_tapes_the_model_runs_again():
+    found = []
+    for use_tapes in (True, False):
+        net, calls = make_net(), []
+        net.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        loss = ib.losses.coupled(contrast)
+        batch = ib.VirtualBatch(net, loss, micro_batch_size=10, use_tapes=use_tapes)
+        report = batch.backward(X)
+        assert len(calls) == (4 if use_tapes else 8)
+        assert report.strategy == ("replay" if use_tapes else "rerun")
+        assert report.strategy_reason == ("" if use_tapes else "use_tapes=false was given")
+        found.append([parameter.grad for parameter in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_the_report_is_json():
     report = ib.bench(make_net(), nn.CrossEntropyLoss(), X, Y, rounds=2, micro_batch_size=8)
     again = json.loads(json.dumps(report.as_dict()))
@@ -163,6 +178,7 @@ MISUSES = {
     "no time": ({"seconds": 0}, ib.InvalidArgument, "time above 0"),
     "time is a text": ({"seconds": "1 min"}, ib.InvalidType, "number of seconds, not str"),
     "retained": ({"retained_micro_batches": 2}, ib.InvalidArgument, "none, half and all"),
+    "tapes": ({"use_tapes": False}, ib.InvalidArgument, "with tapes and without"),
     "size 0": ({"micro_batch_size": 0}, ib.InvalidArgument, "micro_batch_size is 0"),
     "budget": ({"memory_budget": "lots"}, ib.InvalidArgument, "lots"),
     "no such option": ({"micro_batch": 8}, TypeError, "micro_batch"),

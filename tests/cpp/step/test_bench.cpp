@@ -64,6 +64,18 @@ TEST(Bench, ACoupledLossIsPlannedWhereNoSizeIsGiven) {
   EXPECT_EQ(report.memory_budget, int64_t{64} << 20);
 }
 
+TEST(Bench, RetainedGraphsAreSeenInThePeaks) {
+  Task task(2000, 64);
+  const auto strategies = by_name(
+      bench(task.net, kSpread, Batch(task.inputs), Batch(task.targets), of_size(250), short_run()));
+  const int64_t none = strategies.at("retain-none").peak_bytes;
+  const int64_t half = strategies.at("retain-half").peak_bytes;
+  const int64_t all = strategies.at("retain-all").peak_bytes;
+  const int64_t graph = 250 * 64 * sizeof(double);  // what one micro-batch keeps at least
+  EXPECT_GE(half, none + 2 * graph);
+  EXPECT_GE(all, half + 3 * graph);
+}
+
 TEST(Bench, RatiosAreThoseOfTheRounds) {
   Task task;
   const BenchReport report =
@@ -118,9 +130,15 @@ TEST(Bench, EverythingIsAsItWas) {
   torch::manual_seed(5);
   int64_t calls = 0;
   Model model(task.net);
+  at::Tensor drawn_first;
   model.forward = [&](const Batch& inputs) {
     ++calls;
+    EXPECT_FALSE(first.grad().defined()) << "each run begins without gradients";
+    const at::Tensor drawn_now = at::rand({1});
+    if (!drawn_first.defined()) drawn_first = drawn_now;
+    EXPECT_TRUE(at::equal(drawn_now, drawn_first)) << "and with the same random numbers";
     task.net->buffers()[0].add_(1);
+    EXPECT_EQ(task.net->buffers()[0].item<float>(), 1) << "and with the same buffers";
     return Batch(task.net->forward(at::dropout(inputs.tensor(), 0.5, true)));
   };
   Options options = of_size(7);
