@@ -23,6 +23,7 @@ from ._C import (
     Plan,
     StepReport,
     VerifyReport,
+    WrapReport,
     batch_dim,
     shared,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "Unsupported",
     "VerifyReport",
     "VirtualBatch",
+    "WrapReport",
     "__version__",
     "batch_dim",
     "bench",

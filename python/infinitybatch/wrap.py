@@ -2,11 +2,12 @@
 
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import distributed, nn
 
 from . import _C
 from ._model import ModelView
-from .errors import InvalidArgument, InvalidType
+from .errors import InvalidArgument, InvalidType, StateError
 from .virtual_batch import _whole_number
 
 
@@ -18,38 +19,59 @@ def wrap(
     batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
     reduce: Literal["sum", "mean"] | None = None,
     output_batch_dim: int | None = None,
+    process_group: "distributed.ProcessGroup | None" = None,
 ) -> "Wrapped":
     """`model` with a forward that is computed micro-batch by micro-batch, exact under any loss.
 
     The outputs carry one graph node for the whole batch; the loop stays as it is.
 
-        model = ib.wrap(model, micro_batch_size=32)
+        model = ib.wrap(model, memory_budget="8GiB")
         criterion(model(images), labels).backward()
 
     The module returned shares parameters, buffers and submodules with `model`: optimizers, hooks,
     `state_dict` and checkpoints see the same names. Forward takes any nested structure: every
     tensor is split along its first dimension (`shared` and `batch_dim` say otherwise); tensors of
-    dimension 0 and whatever is no tensor are seen whole. A batch of one micro-batch runs natively.
-    With DistributedDataParallel the order is DDP(ib.wrap(model)).
+    dimension 0 and whatever is no tensor are seen whole. With DistributedDataParallel the order is
+    DDP(ib.wrap(model, process_group=torch.distributed.group.WORLD)).
+
+    With a budget, which is "auto" where nothing else is given, the fastest micro-batch size that
+    fits is found by trying sizes in the first forward with a new kind of batch, which is undone;
+    as many micro-batches as fit keep their graph and need no second forward. What the loss needs is
+    seen in the first step, which leaves half of the room for it. Several calls before backward
+    share the budget. Without gradients (no_grad) only the forward has to fit. The limit is enforced
+    on the CPU, during forward and during backward. `last_report` of the module returned says what
+    the last call did.
 
     Args:
         model: a torch.nn.Module.
         micro_batch_size: samples that are computed at once; the last micro-batch may be smaller.
-        memory_budget: not there yet; raises Unsupported.
+            Given alone it is all that is kept to, and a batch of one micro-batch runs natively.
+        memory_budget: what tensors may occupy on the model's device, in bytes or as "512MiB", 0.8
+            (of the device) or "auto". What is allocated between forward and backward, by the loss
+            above all, counts as what is there. A size given beside it is kept to, or BudgetExceeded
+            is raised.
         batch_coupling: "exact" raises CouplingError where a layer mixes the samples of a batch
             (BatchNorm in training); "per_micro_batch" lets each micro-batch be a batch of its own.
         reduce: what an output that is one number for each micro-batch is: a "sum" or a "mean" over
             samples. Without it such outputs raise BatchError.
         output_batch_dim: the dimension of outputs along which samples lie, where several could be
             it (by default the one whose size follows the micro-batch's).
+        process_group: whose ranks agree, at the end of each backward through the outputs and before
+            DistributedDataParallel sees a gradient, that it has worked on all of them. Where it
+            failed on one, that one raises its error and the others StateError, and none waits in an
+            all-reduce. All ranks have to run backward equally often. Copies and pickles of the
+            module have none.
 
     Raises:
         InvalidType: for anything but a module.
         InvalidArgument: for options out of range.
 
-        From forward: BatchError, CouplingError, Unsupported as VirtualBatch.backward, and whatever
-        the model raises. From backward: StateError where parameters or inputs were changed in place
-        since forward; Unsupported for create_graph=True, or where forward cannot be repeated.
+        From forward: BatchError, CouplingError, Unsupported as VirtualBatch.backward, BudgetExceeded
+        where no size stays inside the budget, and whatever the model raises; buffers and random
+        state are as before then. From backward: StateError where parameters or inputs were changed
+        in place since forward; Unsupported for create_graph=True, or where forward cannot be
+        repeated; BudgetExceeded where the loss has left too little, or has itself passed the budget
+        while no graph was kept: gradients are as before then.
     """
     if not isinstance(model, nn.Module):
         raise InvalidType(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -68,7 +90,43 @@ def wrap(
             "reduce": reduce,
             "output_batch_dim": _whole_number("output_batch_dim", output_batch_dim, "dimensions"),
         },
+        None if process_group is None else _Agreement(process_group),
     )
+
+
+class _Agreement:
+    """Of the ranks of a process group, on whether all of them have succeeded."""
+
+    def __init__(self, group: "distributed.ProcessGroup") -> None:
+        if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
+            raise InvalidType(
+                f"process_group must be a torch.distributed.ProcessGroup (group.WORLD is the one of "
+                f"all ranks), not {type(group).__name__}"
+            )
+        self.group = group
+        self.failed: torch.Tensor | None = None
+
+    def prepare(self, model: nn.Module) -> None:
+        """Makes now what must not fail for want of memory when something else has."""
+        # Where gradients are is where the group can reduce.
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        if self.failed is None or self.failed.device != device:
+            ranks = distributed.get_world_size(self.group)
+            self.failed = torch.zeros(ranks, dtype=torch.int32, device=device)
+
+    def __call__(self, failed: bool) -> None:
+        with torch.no_grad():
+            assert self.failed is not None
+            self.failed.zero_()
+            if failed:
+                self.failed[distributed.get_rank(self.group)] = 1
+            distributed.all_reduce(self.failed, group=self.group)
+            ranks = [rank for rank, wrong in enumerate(self.failed.tolist()) if wrong]
+        if ranks and not failed:
+            raise StateError(
+                f"backward through the wrapped model failed on rank {', '.join(map(str, ranks))} "
+                f"of {len(self.failed)}, so no rank hands out gradients; see the error raised there"
+            )
 
 
 class Wrapped(nn.Module):
@@ -78,20 +136,29 @@ class Wrapped(nn.Module):
     module's.
     """
 
-    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, options: dict[str, Any], agreement: _Agreement | None = None
+    ) -> None:
         own = self.__dict__
         own["_inner"] = model
         super().__init__()
-        own.update(_options=options, **_shared(model))
+        own.update(_options=options, _agreement=agreement, **_shared(model))
         view = ModelView(model, options["exact_coupling"])
 
         def forward(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             return model(*arguments, **keywords)
 
-        own["_step"] = _C.Wrap(model=view, forward=forward, **options)
+        own["_step"] = _C.Wrap(model=view, forward=forward, agree=agreement, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._agreement is not None:
+            self._agreement.prepare(self._inner)
         return self._step.forward(args, kwargs)
+
+    @property
+    def last_report(self) -> _C.WrapReport | None:
+        """What the last call did, and its backward so far; None before the first one."""
+        return self._step.last_report()
 
     @property
     def training(self) -> bool:  # type: ignore[override]
@@ -121,8 +188,9 @@ class Wrapped(nn.Module):
         self._inner._load_from_state_dict(*args)
 
     def extra_repr(self) -> str:
-        size = self._options["micro_batch_size"]
-        return f"{type(self._inner).__name__}, micro_batch_size={size}"
+        given = ("micro_batch_size", "memory_budget")
+        said = [f"{k}={self._options[k]!r}" for k in given if self._options[k] is not None]
+        return ", ".join([type(self._inner).__name__, *said])
 
     def __getattr__(self, name: str) -> Any:
         inner = self.__dict__.get("_inner")
@@ -148,7 +216,7 @@ class Wrapped(nn.Module):
         return sorted({*super().__dir__(), *dir(self._inner)})
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        made = {"_inner", "_options", "_step", *_shared(self._inner)}
+        made = {"_inner", "_options", "_agreement", "_step", *_shared(self._inner)}
         own = {name: value for name, value in self.__dict__.items() if name not in made}
         return Wrapped, (self._inner, self._options), own
 

@@ -3,6 +3,7 @@
 #include "python_batch.hpp"
 #include "python_model.hpp"
 
+#include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/step/wrap.hpp>
 
@@ -37,7 +38,8 @@ class PyWrap {
  public:
   PyWrap(const py::object& model, const py::object& forward, const py::object& budget,
          std::optional<int64_t> micro_batch_size, bool exact_coupling,
-         const std::optional<std::string>& reduce, std::optional<int64_t> output_batch_dim) {
+         const std::optional<std::string>& reduce, std::optional<int64_t> output_batch_dim,
+         const py::object& agree) {
     WrapOptions options;
     if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
     options.micro_batch_size = micro_batch_size;
@@ -46,7 +48,13 @@ class PyWrap {
     options.output_batch_dim = output_batch_dim;
     options.interrupt = &check_signals;
     options.on_backward_error = &throw_as_python;
-    held_ = {Held(model), Held(forward)};
+    held_ = {Held(model), Held(forward), Held(agree)};
+    if (!agree.is_none()) {
+      options.agree = [held = held_[2]](const std::exception_ptr& error) {
+        const py::gil_scoped_acquire gil;
+        held.handle()(error != nullptr);
+      };
+    }
     wrap_ = std::make_unique<Wrap>(model_of(held_[0], held_[1], /*keep_outputs=*/true),
                                    std::move(options));
   }
@@ -70,6 +78,8 @@ class PyWrap {
       throw;
     }
   }
+
+  std::optional<WrapReport> last_report() const { return wrap_->last_report(); }
 
   /// For the garbage collector: a module may well hold what wraps it.
   int visit(visitproc visit, void* arg) const {
@@ -99,9 +109,39 @@ int clear(PyObject* self) {
   return 0;
 }
 
+void bind_report(py::module_& module) {
+  py::class_<WrapReport>(module, "WrapReport", "What the last call of a wrapped module did.")
+      .def_readonly("micro_batch_sizes", &WrapReport::micro_batch_sizes, "In the order they ran.")
+      .def_readonly("retained", &WrapReport::retained,
+                    "Micro-batches that keep their graph and need no second forward.")
+      .def_readonly("strategy", &WrapReport::strategy,
+                    "\"replay\" (each forward ran once), \"rerun\" (backward runs some again), "
+                    "\"forward\" (no gradient wanted) or \"native\".")
+      .def_readonly("strategy_reason", &WrapReport::strategy_reason,
+                    "Why forwards run twice; empty where they do not.")
+      .def_readonly("memory_budget", &WrapReport::memory_budget, "In bytes, or None.")
+      .def_readonly("predicted_peak_bytes", &WrapReport::predicted_peak_bytes,
+                    "In bytes; None until it is known what comes between forward and backward.")
+      .def_readonly("peak_bytes", &WrapReport::peak_bytes,
+                    "The most that tensors occupied since the call began; 0 without a budget.")
+      .def_readonly("restarts", &WrapReport::restarts,
+                    "How often forward or backward began again after running out of memory.")
+      .def("__repr__", [](const WrapReport& self) {
+        std::string text = "<WrapReport: " + self.strategy + ", " +
+                           std::to_string(self.micro_batch_sizes.size()) + " micro-batches, " +
+                           std::to_string(self.retained) + " retained";
+        if (self.memory_budget) {
+          text += ", peak " + format_bytes(self.peak_bytes) + " of " +
+                  format_bytes(*self.memory_budget);
+        }
+        return text + ">";
+      });
+}
+
 }  // namespace
 
 void bind_wrap(py::module_& module) {
+  bind_report(module);
   py::class_<PyWrap>(module, "Wrap", "infinitybatch.wrap without its manners.",
                      py::custom_type_setup([](PyHeapTypeObject* heap_type) {
                        PyTypeObject* type = &heap_type->ht_type;
@@ -110,11 +150,13 @@ void bind_wrap(py::module_& module) {
                        type->tp_clear = &clear;
                      }))
       .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,
-                    bool, const std::optional<std::string>&, std::optional<int64_t>>(),
+                    bool, const std::optional<std::string>&, std::optional<int64_t>,
+                    const py::object&>(),
            py::kw_only(), py::arg("model"), py::arg("forward"), py::arg("memory_budget"),
            py::arg("micro_batch_size"), py::arg("exact_coupling"), py::arg("reduce"),
-           py::arg("output_batch_dim"))
-      .def("forward", &PyWrap::forward, py::arg("arguments"), py::arg("keywords"));
+           py::arg("output_batch_dim"), py::arg("agree"))
+      .def("forward", &PyWrap::forward, py::arg("arguments"), py::arg("keywords"))
+      .def("last_report", &PyWrap::last_report);
 }
 
 }  // namespace infinitybatch::python

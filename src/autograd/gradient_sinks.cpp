@@ -170,6 +170,15 @@ void GradientSinks::uninstall() {
   }
 }
 
+void GradientSinks::install() {
+  for (const auto& entry : entries_) {
+    if (entry->installed || !entry->parameter.defined()) continue;
+    entry->previous = compat::accumulator_of(entry->parameter);
+    compat::set_accumulator(entry->parameter, entry->sink);
+    entry->installed = true;
+  }
+}
+
 void GradientSinks::redirect_other_leaves(const std::vector<at::Tensor>& roots,
                                           const std::vector<at::Tensor>& except) {
   std::unordered_set<c10::TensorImpl*> left_alone;

@@ -36,7 +36,7 @@ Batch detach(const Batch& batch) {
 
 Executor::Executor(const Job& job)
     : job_(job),
-      sinks_(job.parameters),
+      sinks_(job.parameters, job.nested),
       buffers_(job.buffers, job.exact_coupling),
       total_(zero_total(job.device)) {
   if (job.coupled != nullptr) {

@@ -56,15 +56,18 @@ void CpuAccounting::raise_process_peak(int64_t live) noexcept {
 }
 
 void CpuAccounting::raise_scope_peak(Thread& thread, int64_t live) noexcept {
-  if (thread.scope == nullptr || live <= thread.scope->peak_) return;
-  thread.scope->peak_ = live;
+  const bool scope = thread.scope != nullptr && live > thread.scope->peak_;
+  const bool mark = live > thread.high_water;
+  if (!scope && !mark) return;
+  if (scope) thread.scope->peak_ = live;
+  if (mark) thread.high_water = live;
   watch(thread);
 }
 
 void CpuAccounting::watch(Thread& thread) noexcept {
   const bool always = thread.trace != nullptr || thread.failure != nullptr;
   const int64_t peak = thread.scope != nullptr ? thread.scope->peak_ : kNone;
-  thread.unwatched_up_to = always ? 0 : std::min(thread.limit, peak);
+  thread.unwatched_up_to = always ? 0 : std::min({thread.limit, peak, thread.high_water});
 }
 
 int64_t CpuAccounting::set_limit(int64_t limit) noexcept {
@@ -101,6 +104,17 @@ int64_t CpuAccounting::scope_peak(const PeakScope& scope) noexcept {
     peak = std::max(peak, inner->peak_);
   }
   return peak;
+}
+
+int64_t CpuAccounting::high_water() noexcept {
+  const int64_t mark = thread().high_water;
+  return mark == kNone ? 0 : mark;
+}
+
+void CpuAccounting::begin_high_water(bool wanted) noexcept {
+  Thread& state = thread();
+  state.high_water = wanted ? counters().live.load(std::memory_order_relaxed) : kNone;
+  watch(state);
 }
 
 void CpuAccounting::open_trace(EventSink& sink) noexcept {

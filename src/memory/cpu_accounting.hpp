@@ -39,11 +39,12 @@ class CpuAccounting {
   };
 
   struct Thread {
-    /// The smaller of the limit and the innermost scope's peak; 0 while there is a trace or a
-    /// failure to inject. Kept by `watch`.
+    /// The smallest of the limit, the innermost scope's peak and the high water mark; 0 while there
+    /// is a trace or a failure to inject. Kept by `watch`.
     int64_t unwatched_up_to = kNone;
     int64_t limit = kNone;
     int64_t refused = 0;   ///< what the allocation last refused would have made live
+    int64_t high_water = kNone;  ///< highest live bytes since it was begun; kNone: nobody asks
     int64_t failures = 0;  ///< allocations of this thread that failed, for whatever reason
     EventSink* trace = nullptr;
     FailAllocation* failure = nullptr;
@@ -68,6 +69,11 @@ class CpuAccounting {
   static void open_scope(PeakScope& scope) noexcept;
   static void close_scope(PeakScope& scope) noexcept;
   static int64_t scope_peak(const PeakScope& scope) noexcept;
+
+  /// What this thread has seen since `begin_high_water`; 0 where nobody has asked for it.
+  static int64_t high_water() noexcept;
+  /// Starts anew from what is live, or stops.
+  static void begin_high_water(bool wanted) noexcept;
 
   static void open_trace(EventSink& sink) noexcept;
   static void close_trace(EventSink& sink) noexcept;

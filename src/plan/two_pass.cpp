@@ -26,6 +26,19 @@ bool Planner::knows_whole_loss(size_t micro_batches) const {
   return known_->whole_loss.contains({request_.batch_size, micro_batches == 1});
 }
 
+void Planner::saw_whole_loss(const Plan& plan, MicroBatchProfile::Effect effect) {
+  const bool one = plan.micro_batch_sizes.size() == 1;
+  const auto [found, is_new] = known_->whole_loss.try_emplace({request_.batch_size, one}, effect);
+  MicroBatchProfile::Effect& known = found->second;
+  if (!is_new && effect.rise <= known.rise && effect.net <= known.net) return;
+  known = {std::max(known.rise, effect.rise), std::max(known.net, effect.net)};
+  forget_settled_plan();
+}
+
+bool Planner::foresees_whole_loss(const Plan& plan) const {
+  return whole_loss(plan.micro_batch_sizes.size()).has_value();
+}
+
 int64_t Planner::two_pass_peak(int64_t size, int64_t retained) const {
   const Plan plan = two_pass_plan(split_evenly(request_.batch_size, size), retained);
   return simulate_peak(

@@ -67,14 +67,17 @@ class Stopwatch {
 /// Collects one micro-batch's trace while its operations run.
 class Tracing {
  public:
-  Tracing(Executor& executor, int64_t size, at::Device device)
-      : executor_(executor), allocations_(device) {
+  Tracing(autograd::GradientSinks* sinks, int64_t size, at::Device device)
+      : sinks_(sinks), allocations_(device) {
     trace_.size = size;
-    executor.sinks().watch([this](const autograd::SinkEvent& event) {
+    if (sinks_ == nullptr) return;
+    sinks_->watch([this](const autograd::SinkEvent& event) {
       trace_.sinks.push_back({allocations_.events().size(), event});
     });
   }
-  ~Tracing() { executor_.sinks().watch(nullptr); }
+  ~Tracing() {
+    if (sinks_ != nullptr) sinks_->watch(nullptr);
+  }
   Tracing(const Tracing&) = delete;
   Tracing& operator=(const Tracing&) = delete;
 
@@ -86,7 +89,7 @@ class Tracing {
   }
 
  private:
-  Executor& executor_;
+  autograd::GradientSinks* sinks_;
   memory::AllocationTrace allocations_;
   MicroBatchTrace trace_;
 };
@@ -102,11 +105,19 @@ MicroBatchProfile::Effect effect_of(at::Device device, Call&& call) {
 }  // namespace
 
 Measurement run(Executor& executor, const Piece& piece, int64_t first_row, at::Device device) {
+  const auto perform = [&](const Instruction& instruction, Rows rows) {
+    executor.run(instruction.operation, rows);
+  };
+  return run(perform, &executor.sinks(), piece, first_row, device);
+}
+
+Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Piece& piece,
+                int64_t first_row, at::Device device) {
   Measurement measured;
   std::optional<memory::PeakScope> peak;
   std::optional<Tracing> tracing;
   if (!piece.settled) peak.emplace(device);
-  if (piece.trace) tracing.emplace(executor, piece.plan.batch_size, device);
+  if (piece.trace) tracing.emplace(sinks, piece.plan.batch_size, device);
 
   const bool timed = piece.timed_cap > 0;
   const Stopwatch watch(device);
@@ -121,10 +132,10 @@ Measurement run(Executor& executor, const Piece& piece, int64_t first_row, at::D
     }
     if (tracing && instruction.micro_batch >= 0) tracing->begin_operation();
     if (instruction.operation == Operation::whole_loss && !piece.settled) {
-      measured.whole_loss = effect_of(device, [&] { executor.run(instruction.operation, rows); });
+      measured.whole_loss = effect_of(device, [&] { perform(instruction, rows); });
       continue;
     }
-    executor.run(instruction.operation, rows);
+    perform(instruction, rows);
     if (timed && instruction.operation == Operation::free) {
       const Moment now = watch.read();
       measured.seconds.push_back(Stopwatch::seconds(start, now));

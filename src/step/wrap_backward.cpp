@@ -1,4 +1,4 @@
-#include "wrapped_call.hpp"
+#include "wrap_budget.hpp"
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/autograd/gradient_sinks.hpp>
@@ -64,16 +64,36 @@ class AsInForward {
 /// One backward pass over all micro-batches, last to first. Nothing leaves it before `gradients`.
 class BackwardPass {
  public:
-  BackwardPass(const WrappedCall& call, const std::vector<at::Tensor>& gradients, bool use_tapes)
+  /// \param kept graphs of forward; null without any
+  BackwardPass(const WrappedCall& call, const std::vector<at::Tensor>& gradients, bool use_tapes,
+               std::unique_ptr<WrappedCall::Kept> kept)
       : call_(call),
         gradients_(gradients),
         use_tapes_(use_tapes),
-        sinks_(call.leaves, /*nested=*/true),
+        kept_(std::move(kept)),
+        own_sinks_(kept_ ? nullptr
+                         : std::make_unique<autograd::GradientSinks>(call.leaves, /*nested=*/true)),
+        sinks_(kept_ ? *kept_->sinks : *own_sinks_),
         differs_(at::zeros({}, at::TensorOptions().dtype(at::kBool).device(call.device))),
-        of_inputs_(call.wanted_inputs.size()) {}
+        of_inputs_(call.wanted_inputs.size()) {
+    sinks_.install();
+  }
+  ~BackwardPass() { sinks_.uninstall(); }
+  BackwardPass(const BackwardPass&) = delete;
+  BackwardPass& operator=(const BackwardPass&) = delete;
 
   void run() {
-    for (size_t i = call_.parts.size(); i-- > 0;) run(call_.parts[i]);
+    for (size_t i = call_.parts.size(); i-- > 0;) {
+      if (call_.wrapped->options.interrupt) call_.wrapped->options.interrupt();
+      const auto kept = kept_ ? kept_->graphs.find(i) : std::map<size_t, Graph>::iterator();
+      if (kept_ && kept != kept_->graphs.end()) {
+        Graph graph = std::move(kept->second);
+        kept_->graphs.erase(kept);
+        differentiate(call_.parts[i], graph.inputs, std::move(graph.outputs));
+      } else {
+        run(call_.parts[i]);
+      }
+    }
   }
   bool replayed() const noexcept { return replayed_; }
   /// Whether outputs differ from those of forward. Waits for the device.
@@ -86,7 +106,10 @@ class BackwardPass {
   }
 
  private:
+  using Graph = WrappedCall::Kept::Graph;
+
   void run(const WrappedCall::Part& part);
+  void differentiate(const WrappedCall::Part& part, const Batch& micro, Batch outputs);
   Batch outputs_of(const WrappedCall::Part& part, const Batch& micro);
   void compare(const WrappedCall::Part& part, const Batch& outputs);
   void collect(const WrappedCall::Part& part, const Batch& micro);
@@ -94,33 +117,38 @@ class BackwardPass {
   const WrappedCall& call_;
   const std::vector<at::Tensor>& gradients_;
   const bool use_tapes_;
-  autograd::GradientSinks sinks_;
+  const std::unique_ptr<WrappedCall::Kept> kept_;
+  const std::unique_ptr<autograd::GradientSinks> own_sinks_;
+  autograd::GradientSinks& sinks_;
   at::Tensor differs_;  // 0-dimensional bool
   std::vector<at::Tensor> of_inputs_;
   bool replayed_ = false;
 };
 
 void BackwardPass::run(const WrappedCall::Part& part) {
-  if (call_.wrapped->options.interrupt) call_.wrapped->options.interrupt();
   const Batch micro = call_.micro_batch(part.rows);
   part.buffers->restore();
+  Batch outputs = outputs_of(part, micro);
+  compare(part, outputs);
+  differentiate(part, micro, std::move(outputs));
+}
+
+void BackwardPass::differentiate(const WrappedCall::Part& part, const Batch& micro, Batch outputs) {
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> seeds;
-  {
-    const Batch outputs = outputs_of(part, micro);
-    compare(part, outputs);
-    for (size_t i = 0; i < outputs.leaves().size(); ++i) {
-      const at::Tensor& output = outputs.leaves()[i].tensor;
-      const int number = i < call_.gradient_of_output.size() ? call_.gradient_of_output[i] : -1;
-      if (number < 0 || !output.defined() || !output.requires_grad()) continue;
-      const at::Tensor& gradient = gradients_[static_cast<size_t>(number)];
-      if (!gradient.defined()) continue;  // nothing depends on this output
-      at::Tensor seed = call_.outputs.part_of_gradient(i, gradient, part.rows);
-      if (seed.sizes() != output.sizes()) continue;  // `compare` has noted it
-      roots.push_back(output);
-      seeds.push_back(seed.to(output.device(), output.scalar_type()));
-    }
+  for (size_t i = 0; i < outputs.leaves().size(); ++i) {
+    const at::Tensor& output = outputs.leaves()[i].tensor;
+    const int number = i < call_.gradient_of_output.size() ? call_.gradient_of_output[i] : -1;
+    if (number < 0 || !output.defined() || !output.requires_grad()) continue;
+    const at::Tensor& gradient = gradients_[static_cast<size_t>(number)];
+    if (!gradient.defined()) continue;  // nothing depends on this output
+    at::Tensor seed = call_.outputs.part_of_gradient(i, gradient, part.rows);
+    if (seed.sizes() != output.sizes()) continue;  // `compare` has noted it
+    roots.push_back(output);
+    seeds.push_back(seed.to(output.device(), output.scalar_type()));
   }
+  // The graph keeps what it needs of them.
+  outputs = Batch();
   if (!roots.empty()) {
     sinks_.redirect_other_leaves(roots, micro.tensors());
     autograd::run_backward(roots, seeds);
@@ -175,8 +203,9 @@ void BackwardPass::collect(const WrappedCall::Part& part, const Batch& micro) {
 }
 
 std::vector<at::Tensor> run_once(const WrappedCall& call, const std::vector<at::Tensor>& gradients,
-                                 bool use_tapes, bool& differs) {
-  BackwardPass pass(call, gradients, use_tapes);
+                                 bool use_tapes, std::unique_ptr<WrappedCall::Kept> kept,
+                                 bool& differs) {
+  BackwardPass pass(call, gradients, use_tapes, std::move(kept));
   pass.run();
   differs = pass.differs();
   if (differs && !pass.replayed()) {
@@ -192,17 +221,28 @@ std::vector<at::Tensor> run_once(const WrappedCall& call, const std::vector<at::
 /// Backward of a whole wrapped forward. Runs the engine again inside: holds no lock meanwhile.
 class WrapNode : public Node {
  public:
-  explicit WrapNode(std::shared_ptr<const WrappedCall> call) : call_(std::move(call)) {}
+  explicit WrapNode(std::shared_ptr<WrappedCall> call) : call_(std::move(call)) {}
 
   variable_list apply(variable_list&& gradients) override {
-    const std::shared_ptr<const WrappedCall> call = call_;
+    const std::shared_ptr<WrappedCall> call = call_;
     TORCH_CHECK(call != nullptr, torch::autograd::ERR_BACKWARD_TWICE);
+    const WrapOptions& options = call->wrapped->options;
     try {
-      return backward(*call, gradients);
+      variable_list sums;
+      std::exception_ptr error;
+      try {
+        sums = backward(*call, gradients);
+      } catch (...) {
+        error = std::current_exception();
+        keep_foreign_exception(error);
+      }
+      if (options.agree) options.agree(error);
+      if (error) std::rethrow_exception(error);
+      return sums;
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
       keep_foreign_exception(error);
-      if (call->wrapped->options.on_backward_error) call->wrapped->options.on_backward_error(error);
+      if (options.on_backward_error) options.on_backward_error(error);
       throw;
     }
   }
@@ -213,13 +253,24 @@ class WrapNode : public Node {
   std::string name() const override { return "infinitybatch::Wrap"; }
 
  private:
-  std::shared_ptr<const WrappedCall> call_;
+  std::shared_ptr<WrappedCall> call_;
 };
+
+std::vector<at::Tensor> run(WrappedCall& call, const std::vector<at::Tensor>& gradients) {
+  bool differs = false;
+  std::unique_ptr<WrappedCall::Kept> kept = call.take_kept();
+  if (call.wrapped->use_tapes) {
+    std::vector<at::Tensor> sums =
+        run_once(call, gradients, /*use_tapes=*/true, std::move(kept), differs);
+    if (!differs) return sums;
+    call.wrapped->use_tapes = false;
+  }
+  return run_once(call, gradients, /*use_tapes=*/false, std::move(kept), differs);
+}
 
 }  // namespace
 
-std::vector<at::Tensor> backward(const WrappedCall& call,
-                                 const std::vector<at::Tensor>& gradients) {
+std::vector<at::Tensor> backward(WrappedCall& call, const std::vector<at::Tensor>& gradients) {
   if (at::GradMode::is_enabled()) {
     throw Unsupported(
         "create_graph=True through a wrapped model: its gradients have no graph of their own; call "
@@ -227,13 +278,8 @@ std::vector<at::Tensor> backward(const WrappedCall& call,
   }
   for (const Version& version : call.input_versions) version.check();
   const Restoring restoring(call);
-  bool differs = false;
-  if (call.wrapped->use_tapes) {
-    std::vector<at::Tensor> sums = run_once(call, gradients, /*use_tapes=*/true, differs);
-    if (!differs) return sums;
-    call.wrapped->use_tapes = false;
-  }
-  return run_once(call, gradients, /*use_tapes=*/false, differs);
+  if (!call.budget) return run(call, gradients);
+  return backward_under_budget(call, [&] { return run(call, gradients); });
 }
 
 void attach_node(const std::shared_ptr<WrappedCall>& call, const Batch& inputs,

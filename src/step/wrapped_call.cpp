@@ -41,6 +41,22 @@ void Version::check() const {
                    "); run backward before changing it");
 }
 
+WrappedCall::Kept& WrappedCall::keep() {
+  if (!kept_) kept_ = std::make_unique<Kept>();
+  return *kept_;
+}
+
+std::unique_ptr<WrappedCall::Kept> WrappedCall::take_kept() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_ptr<Kept> kept = std::move(kept_);
+  return kept && kept->graphs.empty() ? nullptr : std::move(kept);
+}
+
+int64_t WrappedCall::kept_count() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return kept_ ? static_cast<int64_t>(kept_->graphs.size()) : 0;
+}
+
 Batch WrappedCall::micro_batch(Rows part) const {
   Batch micro = to_device(rows(inputs, part.begin, part.end), device);
   for (Leaf& leaf : micro.leaves()) {

@@ -2,14 +2,22 @@
 
 #include "wrap_outputs.hpp"
 
+#include <infinitybatch/autograd/gradient_sinks.hpp>
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
+#include <infinitybatch/memory/foreign_storage.hpp>
+#include <infinitybatch/memory/high_water.hpp>
+#include <infinitybatch/plan/planner.hpp>
 #include <infinitybatch/step/wrap.hpp>
 #include <infinitybatch/tape/modes.hpp>
 #include <infinitybatch/tape/tape.hpp>
 
+#include <array>
 #include <atomic>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -20,6 +28,19 @@ struct Wrapped {
   Model model;
   WrapOptions options;
   std::atomic<bool> use_tapes = true;  ///< false once a replay gave other outputs
+
+  // With a memory budget:
+  std::atomic<bool> planning = false;  ///< one thread at a time asks the planners
+  /// One for each call of a step, as far as they are told apart: the first of two calls has the
+  /// second one between its forward and its backward.
+  static constexpr size_t kCalls = 4;
+  std::array<Planner, kCalls> planners;
+  std::array<uint64_t, kCalls> begun{};  ///< counts what each planner was asked
+  Planner without_gradients;
+
+  std::mutex mutex;  ///< over what follows
+  std::vector<std::weak_ptr<struct WrappedCall>> calls;
+  std::shared_ptr<WrapReport> report;  ///< of the last call
 };
 
 /// Tensors of all buffers and their values at one moment. Restoring raises no version: graphs that
@@ -60,6 +81,18 @@ struct WrappedCall {
     Batch numbers;  ///< outputs that are one number; other leaves undefined
   };
 
+  /// Graphs of micro-batches that a plan keeps, beside their tapes: they may be dropped whenever
+  /// their memory is needed.
+  struct Kept {
+    struct Graph {
+      Batch outputs;
+      Batch inputs;  ///< leaves of the graph, where they want a gradient
+    };
+    std::unique_ptr<autograd::GradientSinks> sinks;  ///< where all of them end
+    size_t leaves = 0;                               ///< of the call, that the sinks know
+    std::map<size_t, Graph> graphs;                  ///< by part
+  };
+
   std::shared_ptr<Wrapped> wrapped;
   at::Device device = at::kCPU;
   std::vector<at::Device> devices;     ///< whose random generators are at work
@@ -76,13 +109,35 @@ struct WrappedCall {
   std::vector<Version> output_versions;  ///< for each leaf of `outputs`
   std::vector<int> gradient_of_output;   ///< which of the node's inputs a leaf is; -1 for none
 
+  // With a memory budget:
+  std::optional<int64_t> budget;  ///< in bytes
+  Piece piece;                    ///< what was planned
+  size_t planner = 0;
+  uint64_t begun = 0;
+  std::shared_ptr<WrapReport> report;
+  std::unique_ptr<memory::ForeignStorages> counted;
+  std::unique_ptr<memory::HighWater> high_water;   ///< from the beginning of forward on
+  std::unique_ptr<memory::HighWater> during_loss;  ///< from the last micro-batch on
+  int64_t live_before_loss = 0;
+  std::atomic<bool> differentiated = false;  ///< backward has begun at least once
+
   /// One micro-batch of the inputs: leaves of a graph of its own.
   Batch micro_batch(Rows part) const;
+
+  /// For forward, which alone knows of the call.
+  Kept& keep();
+  /// For backward, and for whoever needs the memory: null where nothing is kept (any more).
+  std::unique_ptr<Kept> take_kept();
+  int64_t kept_count() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::unique_ptr<Kept> kept_;
 };
 
 /// Gradients of `leaves`, then of `wanted_inputs`, from those of the outputs.
 /// \param gradients for each of the node's inputs, undefined where none came
-std::vector<at::Tensor> backward(const WrappedCall& call, const std::vector<at::Tensor>& gradients);
+std::vector<at::Tensor> backward(WrappedCall& call, const std::vector<at::Tensor>& gradients);
 
 /// Gives the outputs that want a gradient one graph node for all, which holds `call`.
 /// \param inputs with their graph

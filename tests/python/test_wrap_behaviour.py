@@ -363,10 +363,11 @@ def test_the_module_may_go_before_backward():
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({}, ib.InvalidArgument, "micro_batch_size"),
         ({"micro_batch_size": 0}, ib.InvalidArgument, "1 or more"),
         ({"micro_batch_size": "many"}, ib.InvalidType, "whole number"),
-        ({"memory_budget": "1GiB"}, ib.Unsupported, "micro_batch_size"),
+        ({"memory_budget": "much"}, ib.InvalidArgument, "memory_budget"),
+        ({"memory_budget": 0}, ib.InvalidArgument, "memory_budget"),
+        ({"micro_batch_size": 2, "process_group": "gloo"}, ib.InvalidType, "ProcessGroup"),
         ({"micro_batch_size": 2, "reduce": "max"}, ib.InvalidArgument, "reduce"),
         ({"micro_batch_size": 2, "batch_coupling": "no"}, ib.InvalidArgument, "batch_coupling"),
     ],
@@ -398,48 +399,6 @@ def test_coupling_on_the_user_s_word():
     contrastive(torch.cat([native(part) for part in x.split(4)])).backward()
     close(grads(inner), grads(native))
     close(dict(inner.named_buffers()), dict(native.named_buffers()))
-
-
-def ddp_rank(rank: int, port: int, results: Any) -> None:
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    inner = mlp()
-    x = torch.randn(2, 13, 6, dtype=torch.float64)[rank]
-    model = nn.parallel.DistributedDataParallel(ib.wrap(inner, micro_batch_size=4))
-    for _ in range(2):
-        model.zero_grad()
-        contrastive(model(x)).backward()
-    results.put((rank, {name: g.numpy() for name, g in grads(inner).items()}))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def test_ddp_around_it():
-    import socket
-
-    import torch.multiprocessing as mp
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=ddp_rank, args=(r, port, results)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    found = dict(results.get(timeout=60) for _ in ranks)
-    for process in ranks:
-        process.join(timeout=60)
-        assert process.exitcode == 0
-    torch.manual_seed(0)
-    native = mlp()
-    x = torch.randn(2, 13, 6, dtype=torch.float64)
-    ((contrastive(native(x[0])) + contrastive(native(x[1]))) / 2).backward()
-    for rank in range(2):
-        close({name: torch.from_numpy(g) for name, g in found[rank].items()}, grads(native))
 
 
 def test_memory_is_that_of_a_micro_batch():

@@ -41,8 +41,12 @@ class GradientSinks {
   /// Lets go of leaves that died with their micro-batch. Call it when the graph is gone.
   void forget_dead_leaves();
 
-  /// Sends gradients back to where they went before; buffers stay.
+  /// Sends gradients back to where they went before; buffers stay. Graphs that were built meanwhile
+  /// still end here.
   void uninstall();
+
+  /// After `uninstall`: graphs that are built from now on send the parameters' gradients here too.
+  void install();
 
   /// Adds every buffer to its tensor's `.grad`, hooks included, and empties the buffers.
   /// `.grad` is as it was where a hook throws, whatever else the hooks did.

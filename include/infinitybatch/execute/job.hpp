@@ -31,6 +31,7 @@ struct Job {
   bool keep_outputs = false;
   bool use_tapes = true;  ///< false: a second forward always runs the user's code
   std::function<void(const MicroBatch&)> on_micro_batch;
+  bool nested = false;    ///< may run inside another step of this thread
   at::Tensor loss_scale;  ///< undefined means 1
   std::function<void()> interrupt;
 

@@ -61,6 +61,11 @@ class Planner {
   /// Of a coupled loss: the step itself.
   Piece two_pass();
   void observe(const Piece& piece, const Measurement& measurement);
+  /// Of a loss that is computed outside of the step: what it did to live memory between the passes
+  /// of `plan`. The most of what was ever seen counts.
+  void saw_whole_loss(const Plan& plan, MicroBatchProfile::Effect effect);
+  /// Whether that is known for plans of as many micro-batches, as far as they differ in it.
+  bool foresees_whole_loss(const Plan& plan) const;
 
   /// Takes an out-of-memory error in the middle of a step into account: after it `begin` plans
   /// smaller. \throws BudgetExceeded where nothing smaller is left

@@ -10,6 +10,8 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
+#include <vector>
 
 namespace infinitybatch {
 
@@ -20,11 +22,14 @@ enum class Reduce {
   mean,  ///< it is a mean over samples: weighted by the rows of each micro-batch
 };
 
-/// How a Wrap runs its model.
+/// How a Wrap runs its model. Without a budget and without a size the budget is "auto".
 struct WrapOptions {
-  /// Samples that are computed at once; the last micro-batch may be smaller.
+  /// Samples that are computed at once; the last micro-batch may be smaller. Given alone it is all
+  /// that is kept to.
   std::optional<int64_t> micro_batch_size;
-  /// Not yet: Unsupported is thrown.
+  /// Bytes that tensors may occupy on the device during forward and during backward; see
+  /// `memory::Budget`. What is allocated in between, by the loss above all, counts as what is
+  /// there. A size given beside it is kept to, or BudgetExceeded is thrown.
   std::optional<memory::Budget> memory_budget;
   BatchCoupling batch_coupling = BatchCoupling::exact;
   Reduce reduce = Reduce::none;
@@ -36,6 +41,27 @@ struct WrapOptions {
   /// Called with every exception that leaves the backward pass; may throw another instead
   /// (bindings: autograd knows nothing of this library's errors).
   std::function<void(const std::exception_ptr&)> on_backward_error;
+  /// Called at the end of every backward pass, before its gradients leave it, with null or with the
+  /// exception that it failed with, which is thrown afterwards; may throw, and no gradient leaves.
+  /// For several processes that must agree: each tells the others, and throws where one has failed.
+  /// With it every batch that wants a gradient has a node, one of a single micro-batch too.
+  std::function<void(const std::exception_ptr&)> agree;
+};
+
+/// What the last call of a Wrap did; its backward adds to it.
+struct WrapReport {
+  std::vector<int64_t> micro_batch_sizes;  ///< in the order they ran
+  int64_t retained = 0;  ///< micro-batches that keep their graph and need no second forward
+  /// "replay" (each forward of the user's ran once), "rerun" (backward runs some of them again,
+  /// `strategy_reason` says why), "forward" (no gradient is wanted) or "native" (no budget, and one
+  /// micro-batch).
+  std::string strategy;
+  std::string strategy_reason;
+  // With a memory budget:
+  std::optional<int64_t> memory_budget;         ///< in bytes
+  std::optional<int64_t> predicted_peak_bytes;  ///< once it is known what comes in between
+  int64_t peak_bytes = 0;  ///< the most that tensors occupied since the call began
+  int64_t restarts = 0;    ///< begun again after running out of memory
 };
 
 /// A model whose forward is computed micro-batch by micro-batch and whose outputs carry one graph
@@ -50,15 +76,21 @@ struct WrapOptions {
 /// first (or runs the model again where a tape is opaque), compares the outputs bit for bit with
 /// those of forward, and returns the sums as the gradients of the one node: hooks, DDP and
 /// `torch::autograd::grad` see one full gradient. Outputs that were changed in place since forward
-/// are not compared. A batch of one micro-batch runs natively.
+/// are not compared. With a fixed size alone a batch of one micro-batch runs natively.
+///
+/// With a memory budget the micro-batch size is the fastest that fits, and as many micro-batches as
+/// fit keep their graph. The first forward with a new kind of batch tries sizes, undoes it, and
+/// leaves half of the room for the loss, of which nothing is known yet; the second one plans with
+/// what the loss was seen to need. Several calls before backward share the budget: graphs of
+/// earlier calls are dropped where a later one needs their memory. The limit is enforced on the
+/// CPU, in the threads that call forward and run backward.
 ///
 /// Gradients of parameters, of inputs and of other leaves that forward reads are exact;
 /// `retain_graph` works; `create_graph` throws Unsupported; parameters, inputs and buffers that
 /// forward read and that were changed in place since throw StateError.
 class Wrap {
  public:
-  /// \throws InvalidArgument for a micro_batch_size below 1, or without one
-  /// \throws Unsupported     with a memory_budget
+  /// \throws InvalidArgument for a micro_batch_size below 1
   Wrap(Model model, WrapOptions options);
 
   /// \param inputs leaves that require grad get their gradient; those on the host are brought to
@@ -67,8 +99,16 @@ class Wrap {
   /// \throws BatchError    inputs that cannot be split, outputs that cannot be joined
   /// \throws CouplingError a layer that mixes samples, or a buffer that depends on them
   /// \throws Unsupported   tensors that no gradient can pass exactly
+  /// \throws BudgetExceeded  no micro-batch size stays inside the budget. Backward throws it where
+  /// the
+  ///               loss has left too little, or has itself passed the budget while no graph was
+  ///               kept; `.grad` is as before then, and the next forward plans with that
+  /// \throws StateError    with a budget: another thread is at work in this object
   /// and whatever the model throws; buffers and random state are as before then.
   Batch forward(const Batch& inputs) const;
+
+  /// Of the last call; empty before the first one.
+  std::optional<WrapReport> last_report() const;
 
  private:
   std::shared_ptr<struct Wrapped> wrapped_;

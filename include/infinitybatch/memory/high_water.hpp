@@ -1,0 +1,30 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace infinitybatch::memory {
+
+/// The peak of live bytes on `device` between construction and now, like PeakScope, for stretches
+/// that begin in one call and end in another: objects may overlap in any order and may be destroyed
+/// in any thread. On the CPU only allocations of the thread that made it raise the peak; asked from
+/// another thread it says what it knew last. On accelerators the device keeps one peak, which a
+/// PeakScope that starts meanwhile resets: there it is a lower bound.
+class HighWater {
+ public:
+  /// \throws StateError on the CPU where torch does not use this library's allocator
+  explicit HighWater(c10::Device device);
+  ~HighWater();
+  HighWater(const HighWater&) = delete;
+  HighWater& operator=(const HighWater&) = delete;
+
+  int64_t peak() const;
+
+ private:
+  struct Mark;
+  std::shared_ptr<Mark> mark_;
+};
+
+}  // namespace infinitybatch::memory

@@ -1,0 +1,443 @@
+#include "wrap_budget.hpp"
+
+#include "meter.hpp"
+#include "wrap_forward.hpp"
+
+#include <infinitybatch/core/bytes.hpp>
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/foreign_exception.hpp>
+#include <infinitybatch/core/out_of_memory.hpp>
+#include <infinitybatch/memory/limit.hpp>
+#include <infinitybatch/memory/statistics.hpp>
+#include <infinitybatch/step/admission.hpp>
+
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+int64_t live(at::Device device) {
+  return memory::stats(device).live;
+}
+
+/// Calls whose graph still lives, without those that are gone.
+std::vector<std::shared_ptr<WrappedCall>> calls_of(Wrapped& wrapped) {
+  std::vector<std::shared_ptr<WrappedCall>> calls;
+  const std::lock_guard<std::mutex> lock(wrapped.mutex);
+  std::erase_if(wrapped.calls, [&](const std::weak_ptr<WrappedCall>& weak) {
+    if (auto call = weak.lock()) calls.push_back(std::move(call));
+    return weak.expired();
+  });
+  return calls;
+}
+
+/// Lets go of every graph that any call keeps. False where there was none.
+bool drop_graphs(Wrapped& wrapped) {
+  bool any = false;
+  for (const auto& call : calls_of(wrapped)) any = (call->take_kept() != nullptr) || any;
+  return any;
+}
+
+/// The user's part has no loss that a rehearsal could compute.
+const CoupledLoss& no_loss() {
+  static const CoupledLoss loss = losses::coupled([](const Batch&, const Batch&) -> at::Tensor {
+    throw StateError("a rehearsal asked for the loss of a wrapped model");
+  });
+  return loss;
+}
+
+/// One thread at a time: planners learn from what they see.
+class Planning {
+ public:
+  explicit Planning(Wrapped& wrapped)
+      : wrapped_(wrapped), mine_(!wrapped.planning.exchange(true)) {}
+  ~Planning() {
+    if (mine_) wrapped_.planning = false;
+  }
+  Planning(const Planning&) = delete;
+  Planning& operator=(const Planning&) = delete;
+  bool allowed() const noexcept { return mine_; }
+
+ private:
+  Wrapped& wrapped_;
+  const bool mine_;
+};
+
+class BudgetedForward {
+ public:
+  BudgetedForward(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs)
+      : wrapped_(wrapped),
+        options_(wrapped->options),
+        inputs_(inputs),
+        rows_(BatchSource::from(detached(inputs), "inputs")),
+        targets_(targets_source(Batch(), rows_.size)),
+        job_(std::move(job)),
+        with_gradients_(at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()),
+        planning_(*wrapped),
+        high_water_(job_.device),
+        counted_(std::make_unique<memory::ForeignStorages>(reachable_tensors(job_))),
+        budget_(options_.memory_budget->resolve(job_.device)) {
+    if (!planning_.allowed()) {
+      throw StateError(
+          "this wrapped model is at work already, in another thread or further up in this one; "
+          "with a memory_budget one thread at a time may call it");
+    }
+    job_.inputs = &rows_;
+    job_.targets = &targets_;
+    job_.coupled = &no_loss();
+    job_.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
+    job_.use_tapes = wrapped_->use_tapes;
+    job_.interrupt = options_.interrupt;
+    job_.nested = true;
+    for (const auto& call : calls_of(*wrapped_)) {
+      if (!call->differentiated) ++planner_;
+    }
+    planner_ = std::min(planner_, Wrapped::kCalls - 1);
+  }
+
+  Batch run();
+
+ private:
+  Planner& planner() {
+    return with_gradients_ ? wrapped_->planners[planner_] : wrapped_->without_gradients;
+  }
+  Request request() const;
+  Batch attempt();
+  void rehearse();
+  Split choose();
+  Batch without_gradients(ForwardPass& pass);
+  void answer_out_of_memory(const memory::Limit* limit, bool finishing);
+
+  const std::shared_ptr<Wrapped> wrapped_;
+  const WrapOptions& options_;
+  const Batch& inputs_;
+  const BatchSource rows_;
+  const BatchSource targets_;
+  Job job_;
+  const bool with_gradients_;
+  const Planning planning_;
+  const memory::HighWater high_water_;
+  std::unique_ptr<memory::ForeignStorages> counted_;
+  const int64_t budget_;
+  size_t planner_ = 0;
+  Piece piece_;
+  bool planned_ = false;    // the planner knows of the attempt at work
+  bool finishing_ = false;  // the last attempt failed while outputs were joined
+  int64_t restarts_ = 0;
+  std::exception_ptr coupling_;  // why only the whole batch as one micro-batch is exact
+};
+
+Request BudgetedForward::request() const {
+  Request request;
+  request.signature = signature_of(job_) + "|wants ";
+  // Memory depends on whose gradients are wanted, which may change from call to call.
+  const auto wants = [&](const at::Tensor& tensor) {
+    request.signature += tensor.defined() && tensor.requires_grad() ? '1' : '0';
+  };
+  for (const Leaf& leaf : inputs_.leaves()) wants(leaf.tensor);
+  for (const NamedParameter& parameter : job_.parameters) wants(parameter.tensor);
+  request.batch_size = job_.batch_size();
+  request.baseline_bytes = live(job_.device);
+  request.budget_bytes = budget_;
+  request.two_pass = with_gradients_;
+  return request;
+}
+
+Batch BudgetedForward::run() {
+  for (;; ++restarts_) {
+    if (live(job_.device) > budget_ && !drop_graphs(*wrapped_)) {
+      throw BudgetExceeded(live(job_.device), budget_, std::nullopt,
+                           "what is on the device before forward (parameters, gradients, optimizer "
+                           "state, inputs, what other calls hold for their backward)");
+    }
+    std::optional<memory::Limit> limit;
+    if (job_.device.is_cpu()) limit.emplace(budget_);
+    planned_ = false;
+    finishing_ = false;
+    try {
+      return attempt();
+    } catch (const CouplingError&) {
+      const bool may_try = !options_.micro_batch_size && job_.device.is_cpu();
+      if (!may_try || !planned_ || !planner().try_whole_batch()) throw;
+      coupling_ = std::current_exception();
+    } catch (const BudgetExceeded&) {
+      if (drop_graphs(*wrapped_)) continue;
+      if (coupling_) std::rethrow_exception(coupling_);
+      throw;
+    } catch (...) {
+      if (!is_out_of_memory(std::current_exception())) throw;
+      // The user's own error says nothing of our sizes.
+      if (limit && !limit->allocation_failed()) throw;
+      if (drop_graphs(*wrapped_)) continue;
+      if (options_.micro_batch_size && limit && limit->refused() == 0) throw;
+      answer_out_of_memory(limit ? &*limit : nullptr, finishing_);
+    }
+  }
+}
+
+void BudgetedForward::answer_out_of_memory(const memory::Limit* limit, bool finishing) {
+  const int64_t needed = std::max(limit ? limit->refused() : 0, budget_ + 1);
+  if (finishing) {
+    throw BudgetExceeded(needed, budget_, std::nullopt,
+                         "the outputs of all " + std::to_string(job_.batch_size()) +
+                             " samples while they are joined");
+  }
+  if (options_.micro_batch_size) {
+    throw BudgetExceeded(needed, budget_, std::nullopt,
+                         "micro_batch_size=" + std::to_string(*options_.micro_batch_size));
+  }
+  if (!planned_) {
+    throw BudgetExceeded(needed, budget_, std::nullopt,
+                         "what the call holds before its first micro-batch");
+  }
+  try {
+    planner().ran_out_of_memory(needed);
+  } catch (const BudgetExceeded&) {
+    if (coupling_) std::rethrow_exception(coupling_);
+    throw;
+  }
+}
+
+/// Measures what the planner still wants to know, and undoes it.
+void BudgetedForward::rehearse() {
+  const RngSnapshot random = RngSnapshot::capture(devices_of(job_));
+  // A small batch has too few rows to time every size in one pass over them.
+  constexpr int kPasses = 8;
+  // Inputs want their gradient here too: it occupies memory.
+  BatchSource wanting = rows_;
+  wanting.rows = [this](int64_t begin, int64_t end) {
+    Batch rows = to_device(rows_.rows(begin, end), job_.device);
+    for (size_t i = 0; i < rows.leaves().size(); ++i) {
+      at::Tensor& tensor = rows.leaves()[i].tensor;
+      if (!tensor.defined()) continue;
+      tensor = tensor.detach();
+      tensor.set_requires_grad(inputs_.leaves()[i].tensor.requires_grad());
+    }
+    return rows;
+  };
+  Job job = job_;
+  job.inputs = &wanting;
+  std::optional<Executor> executor;
+  try {
+    for (int pass = 0; pass < kPasses; ++pass) {
+      executor.emplace(job);
+      planner().begin(request());
+      planned_ = true;
+      int64_t row = 0;
+      while (const std::optional<Piece> piece = planner().next()) {
+        planner().observe(*piece, infinitybatch::run(*executor, *piece, row, job.device));
+        row += piece->plan.batch_size;
+      }
+      executor->roll_back();
+      executor.reset();
+      random.restore();
+      if (planner().settled()) break;
+    }
+  } catch (...) {
+    keep_foreign_exception(std::current_exception());
+    if (executor) executor->roll_back();
+    executor.reset();
+    random.restore();
+    throw;
+  }
+}
+
+/// The plan for what is live now.
+Split BudgetedForward::choose() {
+  Request wanted = request();
+  planner().begin(wanted);
+  planned_ = true;
+  piece_ = planner().two_pass();
+  if (!planner().foresees_whole_loss(piece_.plan)) {
+    // Nothing is known yet of what comes between forward and backward.
+    wanted.budget_bytes -= (wanted.budget_bytes - wanted.baseline_bytes) / 2;
+    try {
+      planner().begin(wanted);
+      piece_ = planner().two_pass();
+    } catch (const BudgetExceeded&) {
+      planner().begin(request());
+      piece_ = planner().two_pass();
+    }
+  }
+  return {piece_.plan.micro_batch_sizes, piece_.plan.retained};
+}
+
+Batch BudgetedForward::attempt() {
+  if (with_gradients_ && !options_.micro_batch_size) rehearse();
+  // From here on: what a rehearsal needs is no part of the plan.
+  auto high_water = std::make_unique<memory::HighWater>(job_.device);
+  ForwardPass pass(wrapped_, job_, inputs_);
+  const std::shared_ptr<WrappedCall> call = pass.call();
+  call->budget = budget_;
+  try {
+    Batch outputs;
+    if (options_.micro_batch_size) {
+      piece_ = Piece();
+      outputs = pass.run({split_by(rows_.size, *options_.micro_batch_size), 0}, rows_.size);
+    } else if (with_gradients_) {
+      outputs = pass.run(choose(), rows_.size);
+    } else {
+      outputs = without_gradients(pass);
+    }
+    call->report = report_of(*call, pass.sizes());
+    call->report->memory_budget = budget_;
+    call->report->predicted_peak_bytes = piece_.plan.predicted_peak_bytes;
+    call->report->peak_bytes = high_water_.peak();
+    call->report->restarts = restarts_;
+    call->high_water = std::move(high_water);
+    call->counted = std::move(counted_);
+    publish(*wrapped_, call->report);
+    if (with_gradients_) {
+      call->piece = piece_;
+      call->planner = planner_;
+      call->begun = ++wrapped_->begun[planner_];
+      const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+      wrapped_->calls.push_back(call);
+    }
+    return outputs;
+  } catch (...) {
+    keep_foreign_exception(std::current_exception());
+    finishing_ = pass.finishing();
+    pass.roll_back();
+    throw;
+  }
+}
+
+/// Nothing waits for a backward: the micro-batches that are measured are the real ones.
+Batch BudgetedForward::without_gradients(ForwardPass& pass) {
+  planner().begin(request());
+  planned_ = true;
+  const int64_t total = rows_.size;
+  int64_t row = 0;
+  while (const std::optional<Piece> piece = planner().next()) {
+    piece_ = *piece;
+    if (piece->settled) return pass.run({piece->plan.micro_batch_sizes, 0}, total);
+    const Perform perform = [&](const Instruction& instruction, Rows rows) {
+      const Operation operation = instruction.operation;
+      if (operation == Operation::forward) pass.run(rows, total);
+    };
+    planner().observe(*piece, infinitybatch::run(perform, nullptr, *piece, row, job_.device));
+    row += piece->plan.batch_size;
+  }
+  return pass.finish();
+}
+
+/// What a backward pass tells the planner of its call.
+class Afterwards {
+ public:
+  explicit Afterwards(WrappedCall& call) : call_(call) {
+    first_ = !call.differentiated.exchange(true) && call.during_loss != nullptr;
+    if (!first_) return;
+    const int64_t now = live(call.device);
+    int64_t of_inputs = 0;  // gradients of whole inputs, which backward makes
+    for (const size_t index : call.wanted_inputs) {
+      of_inputs += static_cast<int64_t>(call.inputs.leaves()[index].tensor.nbytes());
+    }
+    during_loss_ = call.during_loss->peak();
+    effect_.net = now - call.live_before_loss + of_inputs;
+    effect_.rise = std::max(during_loss_ - call.live_before_loss, effect_.net);
+    call.during_loss.reset();
+    tell([&](Planner& planner) { planner.saw_whole_loss(call_.piece.plan, effect_); });
+  }
+
+  /// The most that was live between the passes; 0 where it was told before.
+  int64_t during_loss() const noexcept { return during_loss_; }
+
+  void peak(int64_t bytes) {
+    if (!first_) return;
+    Measurement measured;
+    measured.peak_bytes = bytes;
+    tell([&](Planner& planner) { planner.observe(call_.piece, measured); });
+  }
+
+ private:
+  /// Unless the planner has been asked something else meanwhile.
+  template <typename Tell>
+  void tell(Tell&& tell) {
+    if (call_.piece.plan.micro_batch_sizes.empty()) return;  // the size was given
+    Wrapped& wrapped = *call_.wrapped;
+    const Planning planning(wrapped);
+    if (!planning.allowed() || wrapped.begun[call_.planner] != call_.begun) return;
+    tell(wrapped.planners[call_.planner]);
+  }
+
+  WrappedCall& call_;
+  bool first_ = false;
+  int64_t during_loss_ = 0;
+  MicroBatchProfile::Effect effect_;
+};
+
+/// Keeps the peak of the call in its report, whatever becomes of backward.
+void note(WrappedCall& call, int64_t restarts) {
+  if (!call.high_water) return;
+  const std::lock_guard<std::mutex> lock(call.wrapped->mutex);
+  call.report->peak_bytes = std::max(call.report->peak_bytes, call.high_water->peak());
+  call.report->restarts += restarts;
+}
+
+}  // namespace
+
+Batch forward_under_budget(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs) {
+  return BudgetedForward(wrapped, std::move(job), inputs).run();
+}
+
+std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
+                                              const std::function<std::vector<at::Tensor>()>& run) {
+  const int64_t budget = *call.budget;
+  const int64_t before = live(call.device);
+  Afterwards afterwards(call);
+  if (afterwards.during_loss() > budget && call.report->retained == 0) {
+    note(call, 0);
+    throw BudgetExceeded(afterwards.during_loss(), budget, std::nullopt,
+                         "what comes between forward and backward (the outputs of all samples, the "
+                         "loss on them, its gradient)");
+  }
+  for (int64_t restarts = 0;; ++restarts) {
+    std::optional<memory::Limit> limit;
+    if (call.device.is_cpu()) limit.emplace(budget);
+    try {
+      std::vector<at::Tensor> sums = run();
+      note(call, restarts);
+      if (call.high_water) afterwards.peak(call.high_water->peak());
+      return sums;
+    } catch (...) {
+      note(call, 0);
+      if (!is_out_of_memory(std::current_exception())) throw;
+      if (limit && !limit->allocation_failed()) throw;
+      // `run` has consumed what this call kept.
+      const bool kept = restarts == 0 && call.report->retained > 0;
+      if (drop_graphs(*call.wrapped) || kept) continue;
+      const int64_t refused = limit ? limit->refused() : budget + 1;
+      if (refused == 0) throw;  // by the system
+      afterwards.peak(refused);
+      throw BudgetExceeded(std::max(refused, budget + 1), budget, std::nullopt,
+                           "backward, beside the " + format_bytes(before) +
+                               " that were live when it began (outputs, what the loss holds),");
+    }
+  }
+}
+
+std::shared_ptr<WrapReport> report_of(const WrappedCall& call, const std::vector<int64_t>& sizes) {
+  auto report = std::make_shared<WrapReport>();
+  report->micro_batch_sizes = sizes;
+  report->retained = call.kept_count();
+  report->strategy = call.parts.empty() ? "forward" : "replay";
+  for (const WrappedCall::Part& part : call.parts) {
+    if (!part.tape.opaque) continue;
+    report->strategy = "rerun";
+    report->strategy_reason = *part.tape.opaque;
+    break;
+  }
+  return report;
+}
+
+void publish(Wrapped& wrapped, std::shared_ptr<WrapReport> report) {
+  const std::lock_guard<std::mutex> lock(wrapped.mutex);
+  wrapped.report = std::move(report);
+}
+
+}  // namespace infinitybatch

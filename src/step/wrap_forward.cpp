@@ -1,0 +1,226 @@
+#include "wrap_forward.hpp"
+
+#include <infinitybatch/autograd/engine.hpp>
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/memory/statistics.hpp>
+#include <infinitybatch/tape/recorder.hpp>
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace infinitybatch {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::Node;
+
+ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const Batch& inputs)
+    : options_(wrapped->options),
+      exact_(options_.batch_coupling == BatchCoupling::exact),
+      recording_(at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()),
+      call_(std::make_shared<WrappedCall>()),
+      buffer_rule_(job.buffers, exact_) {
+  call_->wrapped = std::move(wrapped);
+  call_->device = job.device;
+  call_->devices = devices_of(job);
+  call_->buffers = job.buffers;
+  call_->modes = tape::Modes::current();
+  read(inputs);
+  for (const NamedParameter& parameter : job.parameters) read(parameter);
+  for (const BufferSlot& slot : job.buffers) {
+    if (at::Tensor buffer = slot.get(); buffer.defined()) buffers_.push_back(std::move(buffer));
+  }
+  before_ = RngSnapshot::capture(call_->devices);
+  if (recording_) values_ = std::make_shared<BufferValues>(job.buffers);
+  // Casts made before lead into graphs of others.
+  at::autocast::clear_cache();
+}
+
+Batch ForwardPass::run(const Split& split, int64_t total) {
+  std::vector<int64_t> sizes = split.sizes;
+  const bool one_size = sizes.size() > 1 && sizes.front() == sizes.back();
+  const size_t kept = std::min(static_cast<size_t>(split.retained), sizes.size());
+  size_t keep_from = sizes.size() - kept;
+  int64_t row = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    run({row, row + sizes[i]}, total, i >= keep_from);
+    row += sizes[i];
+    // A second size tells along which dimension outputs lie.
+    if (i == 0 && one_size && sizes[0] > 1 && is_ambiguous(outputs_[0], sizes[0], options_)) {
+      --sizes[1];
+      sizes.push_back(1);
+      ++keep_from;
+    }
+  }
+  return finish();
+}
+
+void ForwardPass::roll_back() {
+  buffer_rule_.roll_back();
+  watch_.undo_writes();
+  before_.restore();
+}
+
+void ForwardPass::read(const Batch& inputs) {
+  inputs_ = inputs;
+  std::vector<Leaf> leaves = inputs.leaves();
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    at::Tensor& tensor = leaves[i].tensor;
+    if (!tensor.defined()) continue;
+    if (recording_ && tensor.requires_grad()) call_->wanted_inputs.push_back(i);
+    tensor = tensor.detach();
+    const at::Device device = tensor.device();
+    auto& devices = call_->devices;
+    if (std::find(devices.begin(), devices.end(), device) == devices.end()) {
+      devices.push_back(device);
+    }
+  }
+  call_->inputs = Batch(std::move(leaves), inputs.structure());
+}
+
+void ForwardPass::read(const NamedParameter& parameter) {
+  if (!recording_) return;
+  const at::Tensor& tensor = parameter.tensor;
+  if (!known_leaves_.insert(tensor.unsafeGetTensorImpl()).second) return;
+  call_->requires_grad.emplace_back(tensor, tensor.requires_grad());
+  if (tensor.requires_grad()) call_->leaves.push_back(parameter);
+}
+
+Batch ForwardPass::call_model(const Batch& micro) {
+  const coupled::CouplingWatch::Scope watching(watch_);
+  return call_->wrapped->model.forward(micro);
+}
+
+Batch ForwardPass::call_model_and_keep(const Batch& micro) {
+  WrappedCall::Kept& kept = call_->keep();
+  if (kept.sinks) {
+    kept.sinks->install();
+  } else {
+    kept.sinks = std::make_unique<autograd::GradientSinks>(call_->leaves, /*nested=*/true);
+    kept.leaves = call_->leaves.size();
+  }
+  struct Uninstall {
+    autograd::GradientSinks& sinks;
+    ~Uninstall() { sinks.uninstall(); }
+  } const uninstall{*kept.sinks};
+  return call_model(micro);
+}
+
+void ForwardPass::run(Rows rows, int64_t total, bool keep) {
+  if (options_.interrupt) options_.interrupt();
+  keep = keep && recording_;
+  const Batch micro = call_->micro_batch(rows);
+  Batch outputs;
+  WrappedCall::Part part;
+  part.rows = rows;
+  if (recording_) {
+    part.random = RngSnapshot::capture(call_->devices);
+    part.buffers = exact_ ? values_ : std::make_shared<BufferValues>(call_->buffers);
+  }
+  const auto call = [&] { return keep ? call_model_and_keep(micro) : call_model(micro); };
+  const uint64_t first_node = at::sequence_number::peek();
+  if (!recording_) {
+    outputs = call();
+  } else if (!call_->wrapped->use_tapes) {
+    part.tape.opaque = "an earlier replay gave other outputs than its recording";
+    outputs = call();
+  } else {
+    tape::Recorder recorder(micro, buffers_, call_->devices);
+    outputs = recorder.run(call);
+    part.tape = recorder.finish(outputs);
+    if (part.tape.refusal) {
+      throw Unsupported(*part.tape.refusal +
+                        ", so micro-batches would not see what the whole batch sees");
+    }
+  }
+  if (exact_) watch_.check(rows.size(), total);
+  if (recording_) note_graph(outputs, micro, first_node);
+  outputs_.push_back(detached(outputs));
+  row_counts_.push_back(rows.size());
+  if (recording_) {
+    std::vector<Leaf> numbers = outputs_.back().leaves();
+    for (Leaf& leaf : numbers) {
+      if (leaf.tensor.defined() && leaf.tensor.dim() > 0) leaf.tensor.reset();
+    }
+    part.numbers = Batch(std::move(numbers), outputs_.back().structure());
+    call_->parts.push_back(std::move(part));
+  }
+  at::autocast::clear_cache();
+  if (keep) {
+    // A leaf that the sinks do not know has its own accumulator in this graph.
+    WrappedCall::Kept& kept = call_->keep();
+    if (kept.leaves == call_->leaves.size()) {
+      kept.graphs[call_->parts.size() - 1] = {std::move(outputs), micro};
+    } else {
+      kept.graphs.clear();
+    }
+  }
+  outputs = Batch();
+  buffer_rule_.end_micro_batch();
+  // Buffers that were restored under a graph could belong to what it has saved.
+  if (keep && buffer_rule_.written()) call_->keep().graphs.clear();
+}
+
+/// Notes where gradients go that are no parameters of the model, before the graph is dropped.
+void ForwardPass::note_graph(const Batch& outputs, const Batch& micro, uint64_t first_node) {
+  std::vector<at::Tensor> roots;
+  wants_gradient_.resize(std::max(wants_gradient_.size(), outputs.leaves().size()), false);
+  for (size_t i = 0; i < outputs.leaves().size(); ++i) {
+    const at::Tensor& tensor = outputs.leaves()[i].tensor;
+    if (!tensor.defined() || !tensor.requires_grad()) continue;
+    wants_gradient_[i] = true;
+    roots.push_back(tensor);
+  }
+  std::unordered_set<c10::TensorImpl*> of_inputs;
+  for (const at::Tensor& tensor : micro.tensors()) of_inputs.insert(tensor.unsafeGetTensorImpl());
+  const auto note_leaf = [&](const at::Tensor& leaf) {
+    c10::TensorImpl* identity = leaf.unsafeGetTensorImpl();
+    if (of_inputs.contains(identity) || !known_leaves_.insert(identity).second) return;
+    call_->leaves.push_back({"a tensor that forward reads", leaf});
+  };
+  for (const at::Tensor& root : roots) {
+    if (root.is_leaf()) note_leaf(root);
+  }
+  autograd::walk_graph(roots, [&](Node& node) {
+    if (const auto* accumulator = dynamic_cast<AccumulateGrad*>(&node)) {
+      note_leaf(accumulator->variable);
+    } else if (node.sequence_nr() < first_node) {
+      throw Unsupported(
+          "forward reads a tensor that was computed before with a graph (" + node.name() +
+          "), or that one micro-batch leaves for the next, so its gradient cannot be split; pass "
+          "it "
+          "as an input (shared, if every sample needs it), or compute it inside forward");
+    }
+  });
+}
+
+Batch ForwardPass::finish() {
+  finishing_ = true;
+  const at::NoGradGuard no_grad;
+  if (call_->budget && recording_) {
+    call_->live_before_loss = memory::stats(call_->device).live;
+    call_->during_loss = std::make_unique<memory::HighWater>(call_->device);
+  }
+  JoinedOutputs joined = join(std::move(outputs_), row_counts_, options_);
+  buffer_rule_.commit();
+  Batch outputs = joined.whole;
+  if (!recording_ ||
+      std::find(wants_gradient_.begin(), wants_gradient_.end(), true) == wants_gradient_.end()) {
+    return outputs;
+  }
+  for (const auto& [tensor, wanted] : call_->requires_grad) {
+    call_->parameter_versions.push_back(Version::of("a parameter", tensor));
+  }
+  for (const at::Tensor& tensor : call_->inputs.tensors()) {
+    call_->input_versions.push_back(Version::of("an input", tensor));
+  }
+  call_->outputs = std::move(joined);
+  attach_node(call_, inputs_, wants_gradient_, outputs);
+  return outputs;
+}
+
+}  // namespace infinitybatch

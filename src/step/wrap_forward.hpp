@@ -1,0 +1,69 @@
+#pragma once
+
+#include "wrapped_call.hpp"
+
+#include <infinitybatch/coupled/coupling_watch.hpp>
+#include <infinitybatch/execute/buffer_rule.hpp>
+
+#include <memory>
+#include <unordered_set>
+#include <vector>
+
+namespace infinitybatch {
+
+/// How one forward pass is split.
+struct Split {
+  std::vector<int64_t> sizes;
+  int64_t retained = 0;  ///< of the last micro-batches: keep their graph, beside the tape
+};
+
+/// One forward pass over all micro-batches of a wrapped model.
+class ForwardPass {
+ public:
+  ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const Batch& inputs);
+  ForwardPass(const ForwardPass&) = delete;
+  ForwardPass& operator=(const ForwardPass&) = delete;
+
+  /// All micro-batches, and the outputs of all.
+  Batch run(const Split& split, int64_t total);
+
+  /// One micro-batch: `finish` comes after the last.
+  void run(Rows rows, int64_t total, bool keep = false);
+  /// The outputs of all, with their node where they want a gradient.
+  Batch finish();
+  /// Whether micro-batches are joined; running out of memory then is no matter of their size.
+  bool finishing() const noexcept { return finishing_; }
+
+  /// Buffers, rewritten weights and random state as the pass found them.
+  void roll_back();
+
+  const std::shared_ptr<WrappedCall>& call() const noexcept { return call_; }
+  const std::vector<int64_t>& sizes() const noexcept { return row_counts_; }
+
+ private:
+  void read(const Batch& inputs);
+  void read(const NamedParameter& parameter);
+  Batch call_model(const Batch& micro);
+  /// The same, in a graph that ends in sinks of its own.
+  Batch call_model_and_keep(const Batch& micro);
+  void note_graph(const Batch& outputs, const Batch& micro, uint64_t first_node);
+
+  const WrapOptions& options_;
+  const bool exact_;
+  const bool recording_;
+  std::shared_ptr<WrappedCall> call_;
+  BufferRule buffer_rule_;
+  coupled::CouplingWatch watch_;
+  std::vector<at::Tensor> buffers_;
+  std::shared_ptr<const BufferValues> values_;
+  RngSnapshot before_;
+  std::unordered_set<c10::TensorImpl*> known_leaves_;
+  std::vector<Batch> outputs_;
+  std::vector<int64_t> row_counts_;
+  std::vector<bool> wants_gradient_;  // of each leaf of the outputs
+  // What the node's edges need; the call itself holds inputs without their graph.
+  Batch inputs_;
+  bool finishing_ = false;
+};
+
+}  // namespace infinitybatch

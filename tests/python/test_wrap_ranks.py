@@ -1,0 +1,144 @@
+"""Wrapped modules inside DistributedDataParallel, on two ranks of gloo."""
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import infinitybatch as ib
+import pytest
+import torch
+import torch.distributed as dist
+from support import Calls, mlp
+from torch import multiprocessing, nn
+from wrap_support import Square, close, contrastive, grads
+
+DDP = nn.parallel.DistributedDataParallel
+
+
+def batches() -> torch.Tensor:
+    """One for each rank; the second rank's is smaller than a micro-batch where a test says so."""
+    torch.manual_seed(5)
+    return torch.randn(2, 13, 6, dtype=torch.float64)
+
+
+def rank_main(body: Callable[..., Any], rank: int, port: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    results.put((rank, body(rank)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_two_ranks(body: Callable[[int], Any]) -> list[Any]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=rank_main, args=(body, r, port, results)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        found = dict(results.get(timeout=90) for _ in ranks)
+        for process in ranks:
+            process.join(timeout=60)
+            assert process.exitcode == 0
+    finally:
+        for process in ranks:
+            process.kill()
+    return [found[rank] for rank in range(2)]
+
+
+def numbers(module: nn.Module) -> dict[str, Any]:
+    return {name: gradient.numpy() for name, gradient in grads(module).items()}
+
+
+def check(found: list[Any], rows: tuple[int, int] = (13, 13)) -> None:
+    torch.manual_seed(0)
+    native = mlp()
+    x = batches()
+    losses = [contrastive(native(x[rank, : rows[rank]])) for rank in range(2)]
+    (sum(losses) / 2).backward()
+    for each in found:
+        close({name: torch.from_numpy(g) for name, g in each.items()}, grads(native))
+
+
+def two_steps(rank: int, **options: Any) -> dict[str, Any]:
+    inner = mlp()
+    model = DDP(ib.wrap(inner, **options))
+    for _ in range(2):
+        model.zero_grad()
+        contrastive(model(batches()[rank])).backward()
+    return numbers(inner)
+
+
+def without_agreement(rank: int) -> dict[str, Any]:
+    return two_steps(rank, micro_batch_size=4)
+
+
+def with_agreement(rank: int) -> dict[str, Any]:
+    return two_steps(rank, micro_batch_size=4, process_group=dist.group.WORLD)
+
+
+def with_a_budget(rank: int) -> dict[str, Any]:
+    return two_steps(rank, memory_budget="1GiB", process_group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize("body", [without_agreement, with_agreement, with_a_budget])
+def test_ddp_around_it(body):
+    check(on_two_ranks(body))
+
+
+def uneven(rank: int) -> dict[str, Any]:
+    """One micro-batch here, several there: both agree, in as many collectives."""
+    inner = mlp()
+    model = DDP(ib.wrap(inner, micro_batch_size=4, process_group=dist.group.WORLD))
+    contrastive(model(batches()[rank, : (13, 3)[rank]])).backward()
+    return numbers(inner)
+
+
+def test_ranks_with_different_numbers_of_micro_batches():
+    check(on_two_ranks(uneven), (13, 3))
+
+
+class Failing(Calls):
+    """No tape keeps it; told to, it raises where forward runs for the second time."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda self, x: self.work(x), net=mlp())
+        self.left: int | None = None
+
+    def work(self, x: torch.Tensor) -> torch.Tensor:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("out of luck")
+        return Square.apply(self.net(x))
+
+
+def one_fails(rank: int) -> list[str]:
+    inner = Failing()
+    wrapped = ib.wrap(inner, micro_batch_size=4, process_group=dist.group.WORLD)
+    model, x = DDP(wrapped), batches()[rank]
+    said = []
+    for fails in (False, True, False):
+        model.zero_grad(set_to_none=True)
+        # Four micro-batches forward, two of them again in backward.
+        inner.left = 6 if fails and rank == 1 else None
+        try:
+            contrastive(model(x)).backward()
+        except (RuntimeError, ib.Error) as error:
+            said.append(f"{type(error).__name__}: {error}")
+            assert all(p.grad is None for p in inner.parameters())
+        else:
+            said.append("fine")
+            assert all(p.grad is not None for p in inner.parameters())
+    return said
+
+
+def test_where_one_rank_fails_none_hands_out_and_none_waits():
+    first, second = on_two_ranks(one_fails)
+    assert [first[0], first[2]] == [second[0], second[2]] == ["fine", "fine"]
+    assert first[1].startswith("StateError: ") and "failed on rank 1 of 2" in first[1]
+    assert second[1] == "RuntimeError: out of luck"
