@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from .errors import CouplingError, InvalidType, StateError, Unsupported
 
@@ -58,9 +59,17 @@ class ModelView:
             )
         self.forward = model
         self._exact_coupling = exact_coupling
+        self._normalises = True  # until it is known that no layer does
 
     def is_training(self) -> bool:
         return self.forward.training
+
+    def one_of_many(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward on a single sample of a larger batch that BatchNorm layers will see whole."""
+        if not self._normalises:
+            return self.forward(*args, **kwargs)
+        with _NormalisesOne():
+            return self.forward(*args, **kwargs)
 
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
         if isinstance(self.forward, CallableModel):
@@ -78,8 +87,10 @@ class ModelView:
         parameters: list[tuple[str, torch.Tensor]] = []
         slots: list[Slot] = []
         seen: set[int] = set()
+        self._normalises = False
         for prefix, module in model.named_modules():
             self._check(module)
+            self._normalises |= isinstance(module, nn.modules.batchnorm._BatchNorm)
             prefix += "." if prefix else ""
             for key, parameter in module._parameters.items():
                 if parameter is None or id(parameter) in seen:
@@ -134,6 +145,33 @@ class ModelView:
                     f'batch_coupling="per_micro_batch"',
                     op,
                 )
+
+
+class _NormalisesOne(TorchFunctionMode):
+    """Answers for `F.batch_norm`, which refuses a single value per channel before any op runs."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is nn.functional.batch_norm:
+            return _batch_norm(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def _batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    cudnn = torch.backends.cudnn.enabled
+    return torch.batch_norm(
+        input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn
+    )
 
 
 @functools.lru_cache(maxsize=1024)

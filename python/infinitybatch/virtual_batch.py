@@ -53,13 +53,13 @@ class VirtualBatch:
             given.
         micro_batch_size: samples that are computed at once; skips planning. The last micro-batch
             may be smaller.
-        retained_micro_batches: with a fixed `micro_batch_size` and a coupled loss, how many
-            micro-batches keep their graph from the first pass and need no second one.
+        retained_micro_batches: with a fixed `micro_batch_size` and a coupled loss or BatchNorm, how
+            many micro-batches keep their graph from the first pass and need no second one.
         use_tapes: with a coupled loss, whether forwards are recorded, so that the second pass replays
             them. False runs the model again, which gives the same gradient.
-        batch_coupling: "exact" raises CouplingError where a layer mixes the samples of a batch
-            (BatchNorm in training); "per_micro_batch" lets each micro-batch be a batch of its own,
-            as gradient accumulation does, which is another gradient.
+        batch_coupling: "exact" gives layers that mix the samples of a batch (BatchNorm in training)
+            the whole batch, or raises CouplingError; "per_micro_batch" lets each micro-batch be a
+            batch of its own, as gradient accumulation does, which is another gradient.
         keep_outputs: return what the model gave for all samples in the report.
         on_micro_batch: called with a MicroBatch after each micro-batch's loss, for metrics that need
             outputs; after a restart it is called again for micro-batches that are computed again.

@@ -215,9 +215,10 @@ void bind_report(py::module_& module) {
       .def_readonly("seconds", &StepReport::seconds, "Wall clock time.")
       .def_readonly("restarts", &StepReport::restarts,
                     "How often the step began again with a smaller plan.")
-      .def_readonly("strategy", &StepReport::strategy,
-                    "\"stream\", \"replay\" (a coupled loss, each forward ran once) or \"rerun\" "
-                    "(some forwards ran twice).")
+      .def_readonly(
+          "strategy", &StepReport::strategy,
+          "\"stream\", \"replay\" (a coupled loss, each forward ran once), \"rerun\" (some "
+          "forwards ran twice) or \"cut\" (layers of the model see the whole batch).")
       .def_readonly("strategy_reason", &StepReport::strategy_reason,
                     "Why forwards ran twice; empty where they did not.")
       .def("__repr__", &describe);

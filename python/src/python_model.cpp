@@ -3,6 +3,7 @@
 #include "python_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/coupled/one_of_many.hpp>
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -69,9 +70,11 @@ void check_can_be_kept(const Batch& outputs) {
 
 Model model_of(const Held& view, const Held& forward, bool keep_outputs) {
   Model model;
-  model.forward = [forward, keep_outputs](const Batch& inputs) {
+  model.forward = [view, forward, keep_outputs](const Batch& inputs) {
     const py::gil_scoped_acquire gil;
-    Batch outputs = to_batch(call_model(forward.handle(), inputs), Side::returned, "outputs");
+    py::object callable = py::reinterpret_borrow<py::object>(forward.handle());
+    if (coupled::OneOfMany::at_work()) callable = view.handle().attr("one_of_many");
+    Batch outputs = to_batch(call_model(callable, inputs), Side::returned, "outputs");
     if (keep_outputs) check_can_be_kept(outputs);
     return outputs;
   };

@@ -77,14 +77,14 @@ std::string reason(Kind kind) {
 
 }  // namespace
 
-struct CouplingWatch::InstanceNorm : at::ObserverContext {};
+struct CouplingWatch::Inside : at::ObserverContext {};
 
 CouplingWatch::Scope::Scope(CouplingWatch& watch)
     : outer_(innermost),
       handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(&on_op, &after_op)
                                              .needsInputs(true)
                                              .scopes({at::RecordScope::FUNCTION}))) {
-  watch.instance_norm_depth_ = 0;
+  watch.inside_ = 0;
   innermost = &watch;
 }
 
@@ -98,15 +98,16 @@ std::unique_ptr<at::ObserverContext> CouplingWatch::on_op(const at::RecordFuncti
   const std::string_view name = op.name();
   if (watch == nullptr || name.size() < 15) return nullptr;
   if (name == "aten::instance_norm") {
-    ++watch->instance_norm_depth_;
-    return std::make_unique<InstanceNorm>();
+    ++watch->inside_;
+    return std::make_unique<Inside>();
   }
   if (name == "aten::embedding_renorm_") watch->remember(op.inputs()[0].toTensor());
-  if (watch->found_ || watch->instance_norm_depth_ > 0) return nullptr;
+  if (watch->inside_ > 0) return nullptr;
   for (const Watched& watched : kWatched) {
-    if (name == watched.op && couples(watched.kind, op.inputs())) {
-      watch->found_ = CoupledOp{std::string(name), reason(watched.kind)};
-    }
+    if (name != watched.op || !couples(watched.kind, op.inputs())) continue;
+    watch->seen_.push_back({std::string(name), reason(watched.kind)});
+    ++watch->inside_;
+    return std::make_unique<Inside>();
   }
   return nullptr;
 }
@@ -120,10 +121,11 @@ void CouplingWatch::remember(const at::Tensor& weight) {
 }
 
 void CouplingWatch::check(int64_t rows, int64_t total) const {
-  if (!found_ || rows == total) return;
+  if (seen_.empty() || rows == total) return;
+  const CoupledOp& first = seen_.front();
   throw CouplingError(
-      found_->op,
-      found_->op + " couples the samples of a batch (" + found_->why + "), so micro-batches of " +
+      first.op,
+      first.op + " couples the samples of a batch (" + first.why + "), so micro-batches of " +
           std::to_string(rows) + " cannot give the gradient of all " + std::to_string(total) +
           "; put the layer into eval mode, use one that does not couple (GroupNorm), make the "
           "budget large enough for one micro-batch, or accept another gradient with "
@@ -136,8 +138,8 @@ void CouplingWatch::undo_writes() const {
 }
 
 void CouplingWatch::after_op(const at::RecordFunction&, at::ObserverContext* context) {
-  if (innermost != nullptr && dynamic_cast<InstanceNorm*>(context) != nullptr) {
-    --innermost->instance_norm_depth_;
+  if (innermost != nullptr && dynamic_cast<Inside*>(context) != nullptr) {
+    --innermost->inside_;
   }
 }
 

@@ -85,6 +85,12 @@ void BufferRule::restore(Entry& entry) {
   entry.version = entry.tensor._version();
 }
 
+void BufferRule::settle(const at::Tensor& buffer, const at::Tensor& value) {
+  for (Entry& entry : entries_) {
+    if (entry.tensor.is_same(buffer)) entry.settled = value;
+  }
+}
+
 bool BufferRule::written() const noexcept {
   return std::any_of(entries_.begin(), entries_.end(),
                      [](const Entry& entry) { return entry.written; });
@@ -92,7 +98,11 @@ bool BufferRule::written() const noexcept {
 
 void BufferRule::commit() {
   const at::NoGradGuard no_grad;
-  for (const Entry& entry : entries_) {
+  for (Entry& entry : entries_) {
+    if (entry.settled.defined()) {
+      entry.left = entry.settled;
+      continue;
+    }
     if (entry.disagree.defined() && entry.disagree.item<bool>()) {
       throw CouplingError(
           entry.slot.name,
@@ -126,6 +136,7 @@ void BufferRule::roll_back() {
     entry.rebound = false;
     entry.left.reset();
     entry.disagree.reset();
+    entry.settled.reset();
   }
   first_ = true;
   second_pass_ = false;

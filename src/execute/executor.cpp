@@ -2,6 +2,8 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/sum_type.hpp>
+#include <infinitybatch/coupled/one_of_many.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
@@ -13,8 +15,7 @@ namespace infinitybatch {
 namespace {
 
 at::Tensor zero_total(const at::Device& device) {
-  const at::ScalarType type = device.type() == at::kMPS ? at::kFloat : at::kDouble;
-  return at::zeros({}, at::TensorOptions().dtype(type).device(device));
+  return at::zeros({}, at::TensorOptions().dtype(sum_type(device)).device(device));
 }
 
 /// Leaves on the host go to the model's device; leaves on an accelerator stay where the user put
@@ -39,25 +40,30 @@ Executor::Executor(const Job& job)
       sinks_(job.parameters, job.nested),
       buffers_(job.buffers, job.exact_coupling),
       total_(zero_total(job.device)) {
-  if (job.coupled != nullptr) {
-    two_pass_.emplace(job, sinks_);
-  } else {
+  if (job.cut) cut_pass_.emplace(job, sinks_, buffers_);
+  if (job.coupled == nullptr) {
     denominator_.emplace(job);
+  } else if (job.cut) {
+    whole_outputs_.emplace(job);
+  } else {
+    two_pass_.emplace(job, sinks_);
   }
   // Casts made before this step lead to the parameters' own accumulators, past the sinks.
   at::autocast::clear_cache();
 }
 
-void Executor::run(Operation operation, Rows rows) {
-  switch (operation) {
+void Executor::run(const Instruction& instruction, Rows rows) {
+  const int64_t segment = instruction.segment;
+  switch (instruction.operation) {
     case Operation::load:
       return load(rows);
     case Operation::forward:
-      forward();
+      forward(rows);
       return check_coupling(rows);
     case Operation::loss:
       return loss(rows);
     case Operation::record:
+      if (cut_pass_) return record_for_cuts(rows);
       return record(rows, /*retain=*/false);
     case Operation::retain:
       return record(rows, /*retain=*/true);
@@ -66,11 +72,21 @@ void Executor::run(Operation operation, Rows rows) {
     case Operation::replay:
       return replay(rows);
     case Operation::seed:
-      return two_pass_->seed();
+      return cut_pass_ ? seed() : two_pass_->seed();
+    case Operation::advance:
+      return advance(rows, segment, /*retain=*/false);
+    case Operation::advance_retained:
+      return advance(rows, segment, /*retain=*/true);
+    case Operation::combine:
+      return cut_pass_->combine(segment);
+    case Operation::resume:
+      return resume(rows, segment);
+    case Operation::combine_gradients:
+      return cut_pass_->combine_gradients(segment);
     case Operation::backward:
-      return backward(rows);
+      return backward(rows, segment);
     case Operation::free:
-      return free();
+      return cut_pass_ ? release() : free();
     case Operation::penalty:
       return penalty();
     case Operation::hand_out:
@@ -84,13 +100,14 @@ void Executor::load(Rows rows) {
   targets_ = load_rows(*job_.targets, rows, job_.device);
 }
 
-void Executor::forward() {
+void Executor::forward(Rows rows) {
+  const coupled::OneOfMany one(job_.exact_coupling && rows.size() == 1 && job_.batch_size() > 1);
   const coupled::CouplingWatch::Scope watching(watch_);
   outputs_ = job_.model->forward(inputs_);
 }
 
 Batch Executor::call_model(Rows rows) {
-  forward();
+  forward(rows);
   check_coupling(rows);
   return std::exchange(outputs_, Batch());
 }
@@ -106,7 +123,7 @@ void Executor::record(Rows rows, bool retain) {
 
 void Executor::whole_loss() {
   in_whole_loss_ = true;
-  const at::Tensor value = two_pass_->whole_loss();
+  const at::Tensor value = whole_outputs_ ? whole_outputs_->loss(sinks_) : two_pass_->whole_loss();
   in_whole_loss_ = false;
   buffers_.begin_second_pass();
   loss_type_ = value.scalar_type();
@@ -116,6 +133,48 @@ void Executor::whole_loss() {
 void Executor::replay(Rows rows) {
   load(rows);
   two_pass_->again(rows, inputs_, [&] { return call_model(rows); });
+}
+
+bool Executor::is_last(int64_t segment) const {
+  return segment + 1 == segments();
+}
+
+void Executor::record_for_cuts(Rows rows) {
+  load(rows);
+  cut_pass_->record(rows, inputs_, watch_, [&] {
+    forward(rows);
+    return std::exchange(outputs_, Batch());
+  });
+  free();
+}
+
+void Executor::load_for(Rows rows, int64_t segment) {
+  if (job_.interrupt) job_.interrupt();
+  if (cut_pass_->reads_inputs(rows, segment)) inputs_ = load_rows(*job_.inputs, rows, job_.device);
+}
+
+void Executor::advance(Rows rows, int64_t segment, bool retain) {
+  load_for(rows, segment);
+  const Batch outputs = cut_pass_->advance(rows, inputs_, segment, retain);
+  if (is_last(segment)) {
+    const Batch& seen = whole_outputs_->add(rows, outputs);
+    if (job_.on_micro_batch) {
+      targets_ = load_rows(*job_.targets, rows, job_.device);
+      job_.on_micro_batch({rows.begin, rows.end, seen, targets_});
+    }
+  }
+  release();
+}
+
+void Executor::resume(Rows rows, int64_t segment) {
+  load_for(rows, segment);
+  outputs_ = cut_pass_->resume(rows, inputs_, segment);
+  if (!is_last(segment)) return;
+  if (whole_outputs_) {
+    whole_outputs_->compare(rows, outputs_);
+  } else {
+    targets_ = load_rows(*job_.targets, rows, job_.device);
+  }
 }
 
 void Executor::check_coupling(Rows rows) const {
@@ -139,33 +198,61 @@ void Executor::loss(Rows rows) {
   outputs_ = Batch();
 }
 
-void Executor::differentiate(const at::Tensor& share) {
+void Executor::differentiate(const at::Tensor& share, const std::vector<at::Tensor>& except) {
   if (!share.requires_grad()) {
     throw InvalidArgument(
         "the loss does not depend on anything that requires grad; check that the model's "
         "parameters "
         "require grad and that its outputs are not detached");
   }
-  sinks_.redirect_other_leaves({share});
+  sinks_.redirect_other_leaves({share}, except);
   at::Tensor gradient = job_.loss_scale.defined()
                             ? job_.loss_scale.to(share.device(), share.scalar_type()).reshape({})
                             : at::ones_like(share);
   autograd::run_backward({share}, {gradient});
 }
 
-void Executor::backward(Rows rows) {
+void Executor::backward(Rows rows, int64_t segment) {
   if (two_pass_) return two_pass_->backward(rows);
-  differentiate(share_);
+  if (!cut_pass_) return differentiate(share_);
+  if (!is_last(segment)) return cut_pass_->backward(rows, segment, {}, {});
+  if (whole_outputs_) {
+    std::vector<at::Tensor> roots;
+    std::vector<at::Tensor> gradients;
+    const Batch outputs = std::exchange(outputs_, Batch());
+    for (size_t i = 0; i < outputs.leaves().size(); ++i) {
+      const at::Tensor& output = outputs.leaves()[i].tensor;
+      if (!output.defined() || !output.requires_grad()) continue;
+      at::Tensor gradient =
+          seeds_.empty() ? whole_outputs_->gradient(rows, i, output.device()) : seeds_[i];
+      if (!gradient.defined()) continue;  // the loss ignores this output
+      roots.push_back(output);
+      gradients.push_back(std::move(gradient));
+    }
+    return cut_pass_->backward(rows, segment, std::move(roots), std::move(gradients));
+  }
+  differentiate(share_, cut_pass_->leaves());
+  cut_pass_->collect(rows, segment);
 }
 
 void Executor::free() {
-  share_.reset();
   if (two_pass_) two_pass_->free();
+  release();
+  buffers_.end_micro_batch();
+}
+
+void Executor::seed() {
+  seeds_ = stand_in_gradients(outputs_);
+}
+
+void Executor::release() {
+  share_.reset();
+  seeds_.clear();
+  if (cut_pass_) cut_pass_->free();
   inputs_ = Batch();
   targets_ = Batch();
   at::autocast::clear_cache();
   sinks_.forget_dead_leaves();
-  buffers_.end_micro_batch();
 }
 
 void Executor::penalty() {
@@ -188,6 +275,16 @@ void Executor::finish() {
   if (two_pass_) {
     two_pass_->check();
     if (job_.keep_outputs) final_outputs_ = two_pass_->outputs();
+    return;
+  }
+  if (whole_outputs_) {
+    if (whole_outputs_->differ()) {
+      throw Unsupported(
+          "the part of forward after the last op of the whole batch gave other outputs when it was "
+          "replayed, so its gradient would not belong to the loss; a kernel in it is not "
+          "deterministic");
+    }
+    if (job_.keep_outputs) final_outputs_ = whole_outputs_->all();
     return;
   }
   if (job_.keep_outputs) final_outputs_ = concatenate(std::move(kept_), kept_rows_, "outputs");

@@ -28,6 +28,16 @@ const char* name_of(Operation operation) {
       return "replay";
     case Operation::seed:
       return "seed";
+    case Operation::advance:
+      return "advance";
+    case Operation::advance_retained:
+      return "advance, keeping the graph";
+    case Operation::combine:
+      return "combine";
+    case Operation::resume:
+      return "resume";
+    case Operation::combine_gradients:
+      return "combine gradients";
     case Operation::free:
       return "free";
     case Operation::penalty:
@@ -114,6 +124,75 @@ Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained) {
   return plan;
 }
 
+Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t retained,
+              bool coupled, bool penalty) {
+  Plan plan;
+  plan.strategy = "cut";
+  plan.segments = segments;
+  plan.retained = retained;
+  plan.batch_size = std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
+  const auto count = static_cast<int64_t>(micro_batch_sizes.size());
+  const int64_t last = segments - 1;
+  auto& instructions = plan.instructions;
+  for (int64_t i = 0; i < count; ++i) instructions.push_back({Operation::record, i});
+  const auto advance = [&](int64_t segment) {
+    for (int64_t i = 0; i < count; ++i) {
+      const bool keeps = i >= count - retained;
+      instructions.push_back(
+          {keeps ? Operation::advance_retained : Operation::advance, i, segment});
+    }
+  };
+  for (int64_t segment = 0; segment < last; ++segment) {
+    advance(segment);
+    instructions.push_back({Operation::combine, -1, segment + 1});
+  }
+  if (coupled) {
+    advance(last);
+    instructions.push_back({Operation::whole_loss, -1});
+  }
+  for (int64_t segment = last; segment >= 0; --segment) {
+    // A separable loss needs nothing of the whole batch after the last cut: forward and backward.
+    const bool streams = segment == last && !coupled;
+    for (int64_t k = 0; k < count; ++k) {
+      const int64_t i = streams ? k : count - 1 - k;
+      instructions.push_back({Operation::resume, i, segment});
+      if (streams) instructions.push_back({Operation::loss, i});
+      instructions.push_back({Operation::backward, i, segment});
+      instructions.push_back({Operation::free, i, segment});
+    }
+    if (segment > 0) instructions.push_back({Operation::combine_gradients, -1, segment});
+  }
+  if (penalty) instructions.push_back({Operation::penalty, -1});
+  instructions.push_back({Operation::hand_out, -1});
+  plan.micro_batch_sizes = std::move(micro_batch_sizes);
+  return plan;
+}
+
+Plan cut_rehearsal_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, bool coupled) {
+  Plan plan =
+      cut_plan(std::move(micro_batch_sizes), segments, /*retained=*/0, coupled, /*penalty=*/false);
+  plan.strategy = "rehearsal";
+  std::vector<Instruction> instructions;
+  for (const Instruction& instruction : plan.instructions) {
+    const bool whole = instruction.operation == Operation::whole_loss ||
+                       instruction.operation == Operation::hand_out;
+    if (whole) continue;
+    instructions.push_back(instruction);
+    if (coupled && instruction.operation == Operation::resume &&
+        instruction.segment + 1 == segments) {
+      instructions.push_back({Operation::seed, instruction.micro_batch, instruction.segment});
+    }
+  }
+  plan.instructions = std::move(instructions);
+  return plan;
+}
+
+bool Plan::computes_whole_loss() const {
+  return std::any_of(instructions.begin(), instructions.end(), [](const Instruction& instruction) {
+    return instruction.operation == Operation::whole_loss;
+  });
+}
+
 int64_t Plan::micro_batch_size() const {
   return micro_batch_sizes.empty()
              ? 0
@@ -162,6 +241,11 @@ std::string Plan::explain() const {
     for (const Operation operation : stream_operations())
       text += std::string(name_of(operation)) + ", ";
     text += "then hand out once\n";
+  } else if (strategy == "cut") {
+    text += "instructions: record each micro-batch; " + std::to_string(segments - 1) +
+            " ops see the whole batch: at each, all micro-batches advance to it, then combine; " +
+            "backward in the same way, last segment first (" + std::to_string(retained) + " of " +
+            std::to_string(micro_batch_sizes.size()) + " keep their graph); then hand out once\n";
   } else {
     text += "instructions: record each micro-batch (" + std::to_string(retained) + " of " +
             std::to_string(micro_batch_sizes.size()) +

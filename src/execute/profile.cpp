@@ -22,7 +22,7 @@ class StoryTeller {
  public:
   explicit StoryTeller(const MicroBatchTrace& trace) : trace_(trace) {
     for (const auto& mark : trace.sinks) {
-      if (mark.what.buffer != mark.what.gradient) buffers_.insert(mark.what.buffer);
+      if (mark.what.buffer != mark.what.gradient) find_buffer(mark);
     }
   }
 
@@ -37,19 +37,25 @@ class StoryTeller {
            ++operation) {
         story_.starts.push_back(story_.events.size());
       }
-      if (i < trace_.events.size()) happen(trace_.events[i]);
+      if (i < trace_.events.size() && !buffers_.contains(i)) happen(trace_.events[i]);
     }
     return std::move(story_);
   }
 
  private:
+  /// A buffer made inside a sink belongs to the gradient's own event. Others may have lain at its
+  /// address before.
+  void find_buffer(const MicroBatchTrace::SinkMark& mark) {
+    for (size_t i = mark.event; i-- > 0;) {
+      const memory::AllocationEvent& event = trace_.events[i];
+      if (event.address != mark.what.buffer) continue;
+      if (event.bytes > 0) buffers_.insert(i);
+      return;
+    }
+  }
+
   void happen(const memory::AllocationEvent& event) {
     if (event.bytes > 0) {
-      // A buffer made inside a sink belongs to the gradient's own event.
-      if (buffers_.contains(event.address)) {
-        live_.erase(event.address);
-        return;
-      }
       const auto block = static_cast<uint32_t>(story_.sizes.size());
       story_.sizes.push_back(static_cast<double>(event.bytes));
       live_[event.address] = block;
@@ -66,14 +72,17 @@ class StoryTeller {
     const auto found = live_.find(event.gradient);
     if (found == live_.end()) return;  // a view, or sparse: freed like any other block
     given_.insert(found->second);
+    // A parameter that several segments use has one buffer.
+    const bool again = !seen_.insert(event.buffer).second;
     story_.events.push_back({ProfileEvent::Kind::gradient, found->second, event.buffer_bytes,
-                             event.buffer == event.gradient});
+                             event.buffer == event.gradient, again});
   }
 
   const MicroBatchTrace& trace_;
-  std::unordered_set<const void*> buffers_;
+  std::unordered_set<size_t> buffers_;  // events
   std::unordered_map<const void*, uint32_t> live_;
   std::unordered_set<uint32_t> given_;
+  std::unordered_set<const void*> seen_;  // buffers that a gradient has met
   Story story_;
 };
 
@@ -87,14 +96,22 @@ bool same_plot(const Story& a, const Story& b) {
 
 }  // namespace
 
+std::vector<Step> steps_of(const Plan& plan) {
+  std::vector<Step> steps;
+  for (const Instruction& instruction : plan.instructions) {
+    if (is_told(instruction)) steps.emplace_back(instruction.operation, instruction.segment);
+  }
+  return steps;
+}
+
 std::optional<MicroBatchProfile> MicroBatchProfile::fit(const MicroBatchTrace& a,
                                                         const MicroBatchTrace& b,
-                                                        const std::vector<Operation>& operations) {
+                                                        const std::vector<Step>& steps) {
   const Story first = StoryTeller(a).tell();
   const Story second = StoryTeller(b).tell();
   if (a.size == b.size || !same_plot(first, second)) return std::nullopt;
   MicroBatchProfile profile;
-  profile.operations_ = operations;
+  profile.steps_ = steps;
   profile.events_ = first.events;
   profile.operation_starts_ = first.starts;
   for (size_t i = 0; i < first.sizes.size(); ++i) {
@@ -104,16 +121,20 @@ std::optional<MicroBatchProfile> MicroBatchProfile::fit(const MicroBatchTrace& a
   for (size_t i = 0; i < profile.events_.size(); ++i) {
     // Which gradients became their buffers shows in whichever trace came first.
     profile.events_[i].taken_over = first.events[i].taken_over || second.events[i].taken_over;
-    profile.buffer_bytes_ += profile.events_[i].buffer_bytes;
+    if (!profile.events_[i].again) profile.buffer_bytes_ += profile.events_[i].buffer_bytes;
   }
   return profile;
 }
 
-MicroBatchProfile::Effect MicroBatchProfile::effect(Operation operation, int64_t samples,
-                                                    bool first) const {
-  const auto place = std::find(operations_.begin(), operations_.end(), operation);
-  if (place == operations_.end()) return {};
-  const auto index = static_cast<size_t>(place - operations_.begin());
+std::optional<MicroBatchProfile> MicroBatchProfile::fit(const MicroBatchTrace& a,
+                                                        const MicroBatchTrace& b) {
+  return fit(a, b, {stream_operations().begin(), stream_operations().end()});
+}
+
+MicroBatchProfile::Effect MicroBatchProfile::effect(Step step, int64_t samples, bool first) const {
+  const auto place = std::find(steps_.begin(), steps_.end(), step);
+  if (place == steps_.end()) return {};
+  const auto index = static_cast<size_t>(place - steps_.begin());
   const size_t begin = operation_starts_[index];
   const size_t end =
       index + 1 < operation_starts_.size() ? operation_starts_[index + 1] : events_.size();
@@ -130,7 +151,7 @@ MicroBatchProfile::Effect MicroBatchProfile::effect(Operation operation, int64_t
         live -= bytes;
         break;
       case ProfileEvent::Kind::gradient:
-        if (!first) {
+        if (!first || event.again) {
           live -= bytes;
         } else if (!event.taken_over) {
           live += static_cast<double>(event.buffer_bytes);

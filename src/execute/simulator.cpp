@@ -14,7 +14,7 @@ using Effect = MicroBatchProfile::Effect;
 class Effects {
  public:
   Effects(const Plan& plan, const MicroBatchProfile& profile, bool begun)
-      : plan_(plan), profile_(profile), first_(!begun) {}
+      : plan_(plan), profile_(profile), whole_loss_(plan.computes_whole_loss()), first_(!begun) {}
 
   Effect of(const Instruction& instruction) {
     const int64_t index = instruction.micro_batch;
@@ -27,43 +27,62 @@ class Effects {
         const Effect forward = tell(Operation::record, size);
         return {forward.rise, forward.net + tell(Operation::replay, size).net};
       }
+      case Operation::advance_retained: {
+        const Effect advance = tell({Operation::advance, instruction.segment}, size);
+        const int64_t graph = tell({Operation::resume, instruction.segment}, size).net;
+        return {std::max(advance.rise, advance.net + graph), advance.net + graph};
+      }
+      case Operation::resume:
+        if (retained && advances(instruction.segment)) return {};
+        return tell({Operation::resume, instruction.segment}, size);
       case Operation::replay:
         return retained ? Effect() : tell(Operation::replay, size);
       case Operation::free: {
         // While measuring, what stood for the outputs' gradient was freed here too.
-        const Effect effect = tell(Operation::free, size);
-        if (plan_.strategy != "replay") return effect;
-        return {effect.rise, effect.net + tell(Operation::seed, size).net};
+        const Effect effect = tell({Operation::free, instruction.segment}, size);
+        if (plan_.strategy == "stream") return effect;
+        return {effect.rise, effect.net + tell({Operation::seed, instruction.segment}, size).net};
       }
       case Operation::backward: {
-        const Effect effect = tell(Operation::backward, size);
-        if (plan_.strategy == "replay") first_ = false;
+        const Effect effect = tell({Operation::backward, instruction.segment}, size);
+        if (plan_.strategy != "stream") first_ = false;
         return effect;
       }
       default:
-        return tell(instruction.operation, size);
+        return tell({instruction.operation, instruction.segment}, size);
     }
+  }
+
+  /// What all micro-batches do together at a cut.
+  Effect at_cut(const Instruction& instruction) {
+    // The first of the next segment's gradients make buffers of their own.
+    if (instruction.operation == Operation::combine_gradients) first_ = true;
+    return tell({instruction.operation, instruction.segment}, plan_.micro_batch_size());
   }
 
   /// The next micro-batch of a streaming plan: its gradients find buffers.
   void next_micro_batch(int64_t index) {
-    if (plan_.strategy != "replay" && index > 0) first_ = false;
+    if (plan_.strategy == "stream" && index > 0) first_ = false;
   }
 
  private:
-  Effect tell(Operation operation, int64_t size) {
-    const auto key = std::make_tuple(operation, size, first_);
+  /// A separable loss goes through the last segment once, forward and backward.
+  bool advances(int64_t segment) const { return segment + 1 < plan_.segments || whole_loss_; }
+
+  Effect tell(Step step, int64_t size) {
+    const auto key = std::make_tuple(step.operation, step.segment, size, first_);
     auto found = known_.find(key);
     if (found == known_.end()) {
-      found = known_.emplace(key, profile_.effect(operation, size, first_)).first;
+      found = known_.emplace(key, profile_.effect(step, size, first_)).first;
     }
     return found->second;
   }
 
   const Plan& plan_;
   const MicroBatchProfile& profile_;
+  bool whole_loss_;
   bool first_;
-  std::map<std::tuple<Operation, int64_t, bool>, Effect> known_;
+  std::map<std::tuple<Operation, int64_t, int64_t, bool>, Effect> known_;
 };
 
 }  // namespace
@@ -77,6 +96,8 @@ int64_t simulate_peak(const Plan& plan, const MicroBatchProfile& profile, int64_
     Effect effect;
     if (instruction.operation == Operation::whole_loss) {
       effect = whole_loss;
+    } else if (instruction.segment >= 0 && instruction.micro_batch < 0) {
+      effect = effects.at_cut(instruction);
     } else if (instruction.micro_batch < 0) {
       continue;
     } else {

@@ -71,12 +71,7 @@ void Planner::begin(const Request& request) {
       if (!request.two_pass) break;  // no size needs less than one sample does
     }
     const int64_t needed = std::max(smallest, request.budget_bytes + 1);
-    throw BudgetExceeded(needed, request.budget_bytes, needed,
-                         request.two_pass
-                             ? "a few samples at a time, beside the outputs and the loss "
-                               "of all " +
-                                   std::to_string(request.batch_size)
-                             : "a single sample");
+    throw BudgetExceeded(needed, request.budget_bytes, needed, smallest_plan());
   }
 }
 
@@ -250,6 +245,7 @@ std::optional<int64_t> Planner::cap_to_time() const {
 
 int64_t Planner::timed_count(int64_t cap) const {
   const int64_t size = size_under(cap);
+  if (request_.segments > 0) return 1;  // all micro-batches of a piece go together
   // A size that was not timed yet is taken to be as fast as the next smaller one.
   const Timing* like = nullptr;
   for (const auto& [timed, timing] : known_->timings) {
@@ -339,7 +335,9 @@ void Planner::observe(const Piece& piece, const Measurement& measured) {
     known_->whole_loss[{request_.batch_size, one}] = *measured.whole_loss;
   }
   if (piece.settled) return;
-  if (piece.plan.strategy == "replay") return observe_two_pass(piece, measured);
+  if (piece.plan.strategy == "replay" || piece.plan.strategy == "cut") {
+    return observe_two_pass(piece, measured);
+  }
   const int64_t size = piece.plan.micro_batch_size();
   const int64_t above = measured.peak_bytes - request_.baseline_bytes;
   int64_t& peak = known_->peaks[size];
@@ -384,9 +382,8 @@ void Planner::learn(MicroBatchTrace trace) {
   std::vector<MicroBatchTrace>& traces = known_->traces;
   traces.push_back(std::move(trace));
   if (traces.size() < 2) return;
-  known_->profile =
-      MicroBatchProfile::fit(traces[traces.size() - 2], traces.back(),
-                             request_.two_pass ? two_pass_operations() : stream_operations());
+  known_->profile = MicroBatchProfile::fit(traces[traces.size() - 2], traces.back(),
+                                           steps_of(measured_plan({traces.back().size})));
   known_->irregular = !known_->profile && traces.size() > 2;
   if (known_->profile || known_->irregular) traces.clear();
 }
@@ -417,7 +414,7 @@ void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
         std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes, std::nullopt,
         known_->whole_batch_only ? "one micro-batch of all " + std::to_string(request_.batch_size) +
                                        " samples (they are coupled)"
-                                 : "a single sample");
+                                 : smallest_plan());
   }
   known_->largest = std::min(known_->largest, attempted_ - 1);
   attempted_ = 0;

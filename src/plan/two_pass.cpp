@@ -1,5 +1,5 @@
-// What the planner does differently for a coupled loss: it measures in a rehearsal, then plans two
-// passes over the whole batch.
+// What the planner does differently for a coupled loss, and for tapes that are cut: it measures in
+// a rehearsal, then plans passes over the whole batch.
 #include <infinitybatch/execute/simulator.hpp>
 #include <infinitybatch/plan/planner.hpp>
 
@@ -9,11 +9,33 @@
 namespace infinitybatch {
 
 Plan Planner::measured_plan(std::vector<int64_t> sizes) const {
+  if (request_.segments > 0) {
+    return cut_rehearsal_plan(std::move(sizes), request_.segments, request_.whole_loss);
+  }
   return request_.two_pass ? rehearsal_plan(std::move(sizes))
                            : stream_plan(std::move(sizes), /*penalty=*/false);
 }
 
+Plan Planner::whole_plan(int64_t size, int64_t retained) const {
+  std::vector<int64_t> sizes = split_evenly(request_.batch_size, size);
+  if (request_.segments == 0) return two_pass_plan(std::move(sizes), retained);
+  return cut_plan(std::move(sizes), request_.segments, retained, request_.whole_loss,
+                  request_.penalty);
+}
+
+std::string Planner::smallest_plan() const {
+  if (!request_.two_pass) return "a single sample";
+  const std::string all = "all " + std::to_string(request_.batch_size);
+  if (request_.segments < 2) {
+    return "a few samples at a time, beside the outputs and the loss of " + all;
+  }
+  return "a few samples at a time, beside what " + all + " of them leave in front of " +
+         std::to_string(request_.segments - 1) +
+         " ops that see the whole batch (BatchNorm in training)";
+}
+
 std::optional<MicroBatchProfile::Effect> Planner::whole_loss(size_t micro_batches) const {
+  if (!request_.whole_loss) return MicroBatchProfile::Effect();
   const bool one = micro_batches == 1;
   for (const bool measured : {one, !one}) {
     const auto found = known_->whole_loss.find({request_.batch_size, measured});
@@ -23,7 +45,8 @@ std::optional<MicroBatchProfile::Effect> Planner::whole_loss(size_t micro_batche
 }
 
 bool Planner::knows_whole_loss(size_t micro_batches) const {
-  return known_->whole_loss.contains({request_.batch_size, micro_batches == 1});
+  return !request_.whole_loss ||
+         known_->whole_loss.contains({request_.batch_size, micro_batches == 1});
 }
 
 void Planner::saw_whole_loss(const Plan& plan, MicroBatchProfile::Effect effect) {
@@ -40,7 +63,7 @@ bool Planner::foresees_whole_loss(const Plan& plan) const {
 }
 
 int64_t Planner::two_pass_peak(int64_t size, int64_t retained) const {
-  const Plan plan = two_pass_plan(split_evenly(request_.batch_size, size), retained);
+  const Plan plan = whole_plan(size, retained);
   return simulate_peak(
       plan, *known_->profile, request_.baseline_bytes, /*begun=*/false,
       whole_loss(plan.micro_batch_sizes.size()).value_or(MicroBatchProfile::Effect()));
@@ -74,7 +97,7 @@ Piece Planner::two_pass() {
   } else {
     const int64_t size = size_under(fastest());
     const int64_t retained = most_retained(size);
-    piece.plan = two_pass_plan(split_evenly(request_.batch_size, size), retained);
+    piece.plan = whole_plan(size, retained);
     if (knows_whole_loss(piece.plan.micro_batch_sizes.size()) && settled()) {
       if (known_->profile) {
         const auto above =

@@ -106,7 +106,7 @@ MicroBatchProfile::Effect effect_of(at::Device device, Call&& call) {
 
 Measurement run(Executor& executor, const Piece& piece, int64_t first_row, at::Device device) {
   const auto perform = [&](const Instruction& instruction, Rows rows) {
-    executor.run(instruction.operation, rows);
+    executor.run(instruction, rows);
   };
   return run(perform, &executor.sinks(), piece, first_row, device);
 }
@@ -130,13 +130,13 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
       const auto index = static_cast<size_t>(instruction.micro_batch);
       rows = {begins[index], begins[index + 1]};
     }
-    if (tracing && instruction.micro_batch >= 0) tracing->begin_operation();
+    if (tracing && is_told(instruction)) tracing->begin_operation();
     if (instruction.operation == Operation::whole_loss && !piece.settled) {
       measured.whole_loss = effect_of(device, [&] { perform(instruction, rows); });
       continue;
     }
     perform(instruction, rows);
-    if (timed && instruction.operation == Operation::free) {
+    if (timed && instruction.operation == Operation::free && instruction.segment <= 0) {
       const Moment now = watch.read();
       measured.seconds.push_back(Stopwatch::seconds(start, now));
       start = now;

@@ -14,6 +14,7 @@
 #include <infinitybatch/tape/mismatch.hpp>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <exception>
 #include <utility>
@@ -22,6 +23,28 @@ namespace infinitybatch {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+/// A model ran another number of ops of the whole batch than the plan was made for.
+class SegmentsChanged : public Error {
+ public:
+  explicit SegmentsChanged(int64_t segments)
+      : Error("the plan is for another number of segments"), segments_(segments) {}
+  int64_t segments() const noexcept { return segments_; }
+
+ private:
+  int64_t segments_;
+};
+
+/// Runs a piece whose instructions are for a known number of segments.
+Measurement run_cut(Executor& executor, const Piece& piece, int64_t row, at::Device device) {
+  const Perform perform = [&](const Instruction& instruction, Rows rows) {
+    if (instruction.segment >= 0 && executor.segments() != piece.plan.segments) {
+      throw SegmentsChanged(executor.segments());
+    }
+    executor.run(instruction, rows);
+  };
+  return run(perform, &executor.sinks(), piece, row, device);
+}
 
 void append(std::vector<int64_t>& to, const std::vector<int64_t>& from) {
   to.insert(to.end(), from.begin(), from.end());
@@ -54,6 +77,8 @@ class VirtualBatch::State {
  private:
   Job job(const BatchSource& inputs, const BatchSource& targets) const;
   StepReport attempt(const Job& job, const std::optional<int64_t>& budget, bool hand_out);
+  /// Records, and then follows the plan that the recordings ask for.
+  void follow_cuts(Executor& executor, const Job& job, std::vector<int64_t> sizes, bool hand_out);
   void follow_fixed_size(Executor& executor, const Job& job, bool hand_out, StepReport& report);
   /// Measures what the planner still wants to know of a coupled loss's micro-batches, and undoes
   /// it.
@@ -63,6 +88,8 @@ class VirtualBatch::State {
                       StepReport& report);
   /// Makes the planner plan smaller, or throws what the user should see.
   void answer_out_of_memory(int64_t needed, int64_t budget);
+  /// Whether cutting the tapes, or giving it up again, may be exact.
+  bool answer_by_cuts(Job& job);
   void answer_coupling(const Job& job);
 
   Model model_;
@@ -76,6 +103,10 @@ class VirtualBatch::State {
   Planner planner_;
   Plan plan_;
   bool use_tapes_ = true;
+  std::array<bool, 2> cut_{};  // in eval, in training: ops of the model see the whole batch
+  bool uncut_ = false;         // this model's tapes cannot be cut
+  bool recordings_checked_ = false;
+  int64_t segments_ = 1;         // of the cut tapes that were recorded last
   bool failed_in_loss_ = false;  // the last attempt, in the loss of all outputs
   bool planning_ = false;        // the planner knows of the attempt at work
   std::exception_ptr coupling_;  // why only the whole batch as one micro-batch is exact
@@ -87,6 +118,8 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   job.loss = std::get_if<SeparableLoss>(&loss_);
   job.coupled = std::get_if<CoupledLoss>(&loss_);
   job.use_tapes = use_tapes_;
+  job.cut = cut_[model_.is_training()];
+  job.check_recordings = !recordings_checked_;
   job.inputs = &inputs;
   job.targets = &targets;
   job.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
@@ -128,8 +161,13 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       // From now on this model's forward runs again instead.
       use_tapes_ = false;
       job.use_tapes = false;
+    } catch (const SegmentsChanged& changed) {
+      segments_ = changed.segments();
+      --restarts;
     } catch (const CouplingError&) {
-      answer_coupling(job);
+      if (!answer_by_cuts(job)) answer_coupling(job);
+      // Nothing has run out of memory: not a restart that the report should count.
+      --restarts;
     } catch (...) {
       if (!budget || !is_out_of_memory(std::current_exception())) throw;
       // The user's own error says nothing of our sizes. A fixed size cannot be answered by a
@@ -148,7 +186,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
   std::optional<Executor> executor;
   try {
     StepReport report;
-    if (job.coupled != nullptr && !options_.micro_batch_size) {
+    if ((job.coupled != nullptr || job.cut) && !options_.micro_batch_size) {
       rehearse(job, *budget);
       random.restore();
     }
@@ -193,6 +231,11 @@ Piece prepare(Piece piece, bool hand_out) {
 void VirtualBatch::State::follow_fixed_size(Executor& executor, const Job& job, bool hand_out,
                                             StepReport& report) {
   std::vector<int64_t> sizes = split_by(job.batch_size(), *options_.micro_batch_size);
+  if (job.cut) {
+    follow_cuts(executor, job, std::move(sizes), hand_out);
+    report.micro_batch_sizes = plan_.micro_batch_sizes;
+    return;
+  }
   if (job.coupled != nullptr) {
     const int64_t count = static_cast<int64_t>(sizes.size());
     plan_ = two_pass_plan(std::move(sizes), std::min(options_.retained_micro_batches, count));
@@ -208,14 +251,41 @@ void VirtualBatch::State::follow_fixed_size(Executor& executor, const Job& job, 
   report.micro_batch_sizes = plan_.micro_batch_sizes;
 }
 
+void VirtualBatch::State::follow_cuts(Executor& executor, const Job& job,
+                                      std::vector<int64_t> sizes, bool hand_out) {
+  // Layers may refuse a single sample left over.
+  if (sizes.back() == 1 && sizes.front() > 2) sizes = split_evenly(job.batch_size(), sizes.front());
+  const auto count = static_cast<int64_t>(sizes.size());
+  const int64_t retained = std::min(options_.retained_micro_batches, count);
+  const auto plan = [&](int64_t segments) {
+    return cut_plan(sizes, segments, retained, job.coupled != nullptr, has_penalty());
+  };
+  Piece piece;
+  piece.settled = true;
+  piece.plan = plan(/*segments=*/1);
+  piece.plan.instructions.resize(sizes.size());  // the recordings
+  plan_ = piece.plan;
+  run(executor, piece, 0, job.device);
+  piece.plan = plan(executor.segments());
+  plan_ = piece.plan;
+  plan_.baseline_bytes = memory::stats(job.device).live;
+  auto& instructions = piece.plan.instructions;
+  instructions.erase(instructions.begin(), instructions.begin() + count);
+  run(executor, prepare(std::move(piece), hand_out), 0, job.device);
+  recordings_checked_ = true;
+}
+
 Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   Request request;
   request.signature = signature_of(job);
+  if (job.cut) request.signature += "|cut into " + std::to_string(segments_);
   request.batch_size = job.batch_size();
   request.baseline_bytes = memory::stats(job.device).live;
   request.budget_bytes = budget;
   request.penalty = has_penalty();
-  request.two_pass = job.coupled != nullptr;
+  request.two_pass = job.coupled != nullptr || job.cut;
+  request.whole_loss = job.coupled != nullptr;
+  request.segments = job.cut ? segments_ : 0;
   return request;
 }
 
@@ -233,8 +303,14 @@ void VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
       planning_ = true;
       int64_t row = 0;
       while (const std::optional<Piece> piece = planner_.next()) {
-        planner_.observe(*piece, run(*executor, *piece, row, job.device));
+        planner_.observe(*piece, job.cut ? run_cut(*executor, *piece, row, job.device)
+                                         : run(*executor, *piece, row, job.device));
         row += piece->plan.batch_size;
+        if (!job.cut) continue;
+        // Each piece stands for a whole batch.
+        quiet.check_recordings = false;
+        executor->roll_back();
+        executor.emplace(quiet);
       }
       executor->roll_back();
       executor.reset();
@@ -251,12 +327,14 @@ void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int
                                          bool hand_out, StepReport& report) {
   planner_.begin(request(job, budget));
   planning_ = true;
-  if (job.coupled != nullptr) {
+  if (job.coupled != nullptr || job.cut) {
     const Piece piece = prepare(planner_.two_pass(), hand_out);
     report.micro_batch_sizes = piece.plan.micro_batch_sizes;
     report.predicted_peak_bytes = piece.plan.predicted_peak_bytes;
     plan_ = piece.plan;
-    planner_.observe(piece, run(executor, piece, 0, job.device));
+    planner_.observe(piece, job.cut ? run_cut(executor, piece, 0, job.device)
+                                    : run(executor, piece, 0, job.device));
+    if (job.cut) recordings_checked_ = true;
     plan_ = planner_.plan();
     return;
   }
@@ -290,12 +368,27 @@ void VirtualBatch::State::answer_out_of_memory(int64_t needed, int64_t budget) {
   }
 }
 
+bool VirtualBatch::State::answer_by_cuts(Job& job) {
+  bool& cut = cut_[model_.is_training()];
+  if (!job.cut && job.exact_coupling && !uncut_) {
+    job.cut = cut = true;
+    return true;
+  }
+  if (!job.cut || options_.micro_batch_size) return false;
+  // What forward does between the ops of the whole batch cannot be cut. As one micro-batch it needs
+  // not be.
+  coupling_ = std::current_exception();
+  uncut_ = true;
+  job.cut = cut = false;
+  return true;
+}
+
 void VirtualBatch::State::answer_coupling(const Job& job) {
   // The whole batch as one micro-batch couples nothing. Without an enforced limit trying it could
   // pass the budget.
   const bool may_try = !options_.micro_batch_size && job.device.is_cpu();
-  if (!may_try || !planner_.try_whole_batch()) throw;
-  coupling_ = std::current_exception();
+  if (!coupling_) coupling_ = std::current_exception();
+  if (!may_try || !planner_.try_whole_batch()) std::rethrow_exception(coupling_);
 }
 
 VirtualBatch::VirtualBatch(Model model, Loss loss, Options options)

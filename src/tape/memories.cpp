@@ -37,6 +37,14 @@ bool Memories::inside_another(const at::Tensor& tensor) const {
   return false;
 }
 
+void Memories::number(std::vector<uint32_t>& numbers) const {
+  uint32_t next = 0;
+  for (const auto& [storage, memory] : memories_) {
+    for (const ValueId value : memory->values) numbers[value] = next;
+    ++next;
+  }
+}
+
 at::Tensor bytes_of(const at::Tensor& tensor) {
   const auto size = static_cast<int64_t>(tensor.storage().nbytes());
   return at::empty({0}, tensor.options().dtype(at::kByte).requires_grad(false))

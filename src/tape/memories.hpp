@@ -34,6 +34,8 @@ class Memories {
   Memory* add(const at::Tensor& tensor);
   /// Whether an unknown storage lies in memory that was made here (NumPy, DLPack).
   bool inside_another(const at::Tensor& tensor) const;
+  /// Gives all values that lie in the same memory the same number.
+  void number(std::vector<uint32_t>& numbers) const;
   /// Whether NumPy has got hold of memory that was made here.
   static bool exported(const Memory& memory, const at::Tensor& tensor);
 

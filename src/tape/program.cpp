@@ -5,6 +5,7 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -32,6 +33,17 @@ bool is_plain(const c10::IValue& value) {
 template <typename T>
 uint32_t position(const std::vector<T>& array) {
   return static_cast<uint32_t>(array.size());
+}
+
+/// `x[mask]`: how many elements there are depends on the mask's values.
+bool selects_by_mask(const OpFacts& facts, c10::ArrayRef<c10::IValue> inputs) {
+  if (facts.name() != "aten::index" || inputs.size() < 2 || !inputs[1].isList()) return false;
+  const auto indices = inputs[1].toListRef();
+  return std::any_of(indices.begin(), indices.end(), [](const c10::IValue& index) {
+    if (!index.isTensor() || !index.toTensor().defined()) return false;
+    const at::ScalarType type = index.toTensor().scalar_type();
+    return type == at::kBool || type == at::kByte;
+  });
 }
 
 template <typename Visit>
@@ -170,6 +182,7 @@ void Program::begin_op(const at::RecordFunction& op) {
   op_.slots.end = position(tape_.slots);
   op_.draws.end = position(tape_.draws);
   if (facts.reads_values && !tape_.host_read) tape_.host_read = facts.name();
+  op_.reads_values = facts.reads_values || selects_by_mask(facts, inputs);
 }
 
 void Program::take_argument(const c10::IValue& argument, size_t position_in_op) {
@@ -253,6 +266,7 @@ void Program::end_op(const at::RecordFunction& op) {
     }
     if (copied) restore_raw(tensor, value);
   }
+  if (disturb && disturb(tape_, op_)) disturb_outputs(outputs);
   op_.outputs.begin = position(tape_.outputs);
   for (const at::Tensor& tensor : written_) refresh(tensor);
   const auto take = [&](const c10::IValue& output) {
@@ -269,6 +283,16 @@ void Program::end_op(const at::RecordFunction& op) {
   op_.outputs.end = position(tape_.outputs);
   if (facts_->draws) generators_.after_draw();
   tape_.ops.push_back(op_);
+}
+
+void Program::disturb_outputs(c10::ArrayRef<c10::IValue> outputs) const {
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unseen(false);
+  for (const c10::IValue& output : outputs) {
+    for_each_tensor(output, [](const at::Tensor& tensor) {
+      if (tensor.is_floating_point()) at::Tensor(tensor).mul_(1.5).add_(0.25);
+    });
+  }
 }
 
 void Program::watch_begin(const at::RecordFunction& op) {
@@ -335,8 +359,9 @@ Tape Program::finish(const Batch& outputs) {
   }
   tape_.result = Batch(std::move(leaves), outputs.structure());
   tape_.value_count = values_.size();
+  tape_.memories.assign(values_.size(), kNoMemory);
+  memories_.number(tape_.memories);
   if (generators_.touched()) tape_.initial = generators_.initial();
-  trim(tape_);
   return std::move(tape_);
 }
 

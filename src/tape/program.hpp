@@ -12,6 +12,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <exception>
+#include <functional>
 
 namespace infinitybatch::tape {
 
@@ -28,6 +29,8 @@ class Program {
   Tape finish(const Batch& outputs);
 
   Program* outer = nullptr;  ///< the recording that this one runs inside of
+  /// See Recorder::disturb.
+  std::function<bool(const Tape&, const Op&)> disturb;
 
  private:
   struct Value {
@@ -46,6 +49,7 @@ class Program {
   void watch_end(const at::RecordFunction& op);
   void take_argument(const c10::IValue& argument, size_t position);
   void take_generator(const at::Generator& generator);
+  void disturb_outputs(c10::ArrayRef<c10::IValue> outputs) const;
   void note_cast(const at::RecordFunction& op);
   uint32_t modes_index();
   bool threw() const;

@@ -4,6 +4,8 @@
 
 #include <ATen/autocast_mode.h>
 
+#include <utility>
+
 namespace infinitybatch::tape {
 namespace {
 
@@ -48,8 +50,14 @@ Recorder::Scope::~Scope() {
   innermost = outer_;
 }
 
-Tape Recorder::finish(const Batch& outputs) {
-  return program_->finish(outputs);
+void Recorder::disturb(std::function<bool(const Tape&, const Op&)> which) {
+  program_->disturb = std::move(which);
+}
+
+Tape Recorder::finish(const Batch& outputs, bool trimmed) {
+  Tape tape = program_->finish(outputs);
+  if (trimmed && !tape.opaque) trim(tape);
+  return tape;
 }
 
 }  // namespace infinitybatch::tape

@@ -2,13 +2,15 @@
 #include "memories.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/tape/tape.hpp>
+#include <infinitybatch/tape/segment.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/stack.h>
 #include <c10/core/GradMode.h>
+
+#include <algorithm>
 
 namespace infinitybatch::tape {
 namespace {
@@ -34,38 +36,57 @@ class GeneratorsGuard {
   std::vector<Draw> before_;
 };
 
+/// Runs ops on values. Modes are put back by whoever made it.
 class Player {
  public:
-  Player(const Tape& tape, const Batch& inputs) : tape_(tape), values_(tape.value_count) {
-    for (const External& external : tape.externals)
-      values_[external.value] = bind(external, inputs);
+  /// \param values one for each of the tape's
+  /// \param restored index into Tape::restores of the first one
+  Player(const Tape& tape, std::vector<at::Tensor>& values, size_t restored)
+      : tape_(tape), values_(values), restored_(restored) {}
+
+  void bind(const External& external, const Batch& inputs) {
+    values_[external.value] = found(external, inputs);
   }
 
-  Batch play() {
-    const ModesGuard modes;
-    const GeneratorsGuard generators(tape_);
-    for (const Draw& draw : tape_.initial) set_state(draw.generator, draw.state);
-    for (const Op& op : tape_.ops) {
+  void lend(const External& external) { values_[external.value] = external.tensor; }
+
+  /// \param first stands in for the first op, where set
+  void play(Range ops, const StandIn& first) {
+    for (uint32_t i = ops.begin; i < ops.end; ++i) {
+      const Op& op = tape_.ops[i];
       if (op.modes != modes_) change_modes(op.modes);
       if (op.facts == nullptr) {
         restore();
       } else {
-        call(op);
+        set_generators(op);
+        std::vector<c10::IValue>& stack = arguments(op);
+        if (i == ops.begin && first) {
+          at::Tensor result = first(stack);
+          stack.assign(1, std::move(result));
+        } else {
+          op.facts->handle.callBoxed(stack);
+        }
+        take_results(op);
       }
-      for (uint32_t i = op.releases.begin; i < op.releases.end; ++i) {
-        values_[tape_.releases[i]].reset();
+      for (uint32_t r = op.releases.begin; r < op.releases.end; ++r) {
+        values_[tape_.releases[r]].reset();
       }
     }
     if (cached_casts_) at::autocast::clear_cache();
-    std::vector<Leaf> leaves = tape_.result.leaves();
-    for (size_t i = 0; i < leaves.size(); ++i) {
-      if (tape_.result_values[i] != kNoValue) leaves[i].tensor = values_[tape_.result_values[i]];
+  }
+
+  std::vector<c10::IValue>& arguments(const Op& op) {
+    stack_.assign(tape_.arguments.begin() + op.arguments.begin,
+                  tape_.arguments.begin() + op.arguments.end);
+    for (uint32_t s = op.slots.begin; s < op.slots.end; ++s) {
+      const Slot& slot = tape_.slots[s];
+      stack_[slot.argument] = argument(slot);
     }
-    return {std::move(leaves), tape_.result.structure()};
+    return stack_;
   }
 
  private:
-  static at::Tensor bind(const External& external, const Batch& inputs) {
+  static at::Tensor found(const External& external, const Batch& inputs) {
     if (external.before.defined()) {
       // The tape writes into it: on a copy of what the recording found.
       const at::NoGradGuard no_grad;
@@ -100,17 +121,13 @@ class Player {
     bytes_of(values_[value]).copy_(content);
   }
 
-  void call(const Op& op) {
+  void set_generators(const Op& op) {
     for (uint32_t d = op.draws.begin; d < op.draws.end; ++d) {
       set_state(tape_.draws[d].generator, tape_.draws[d].state);
     }
-    stack_.assign(tape_.arguments.begin() + op.arguments.begin,
-                  tape_.arguments.begin() + op.arguments.end);
-    for (uint32_t s = op.slots.begin; s < op.slots.end; ++s) {
-      const Slot& slot = tape_.slots[s];
-      stack_[slot.argument] = argument(slot);
-    }
-    op.facts->handle.callBoxed(stack_);
+  }
+
+  void take_results(const Op& op) {
     uint32_t output = op.outputs.begin;
     const auto take = [&](const at::Tensor& tensor) {
       const ValueId value = tape_.outputs[output++];
@@ -146,21 +163,73 @@ class Player {
   }
 
   const Tape& tape_;
-  std::vector<at::Tensor> values_;
+  std::vector<at::Tensor>& values_;
+  size_t restored_;
   std::vector<c10::IValue> stack_;
   uint32_t modes_ = UINT32_MAX;
-  size_t restored_ = 0;
   bool cached_casts_ = false;
 };
 
+/// Tensors that the segment finds; those that the tape writes come with its frontier.
+void bind_externals(const Tape& tape, const Segment& segment, const Batch& inputs, Player& player) {
+  for (const External& external : tape.externals) {
+    const auto& wanted = segment.externals;
+    if (std::binary_search(wanted.begin(), wanted.end(), external.value)) {
+      player.bind(external, inputs);
+    }
+    const auto& settled = segment.settled;
+    if (std::find(settled.begin(), settled.end(), external.value) != settled.end()) {
+      player.lend(external);
+    }
+  }
+}
+
+void set_states(const std::vector<Draw>& states) {
+  for (const Draw& draw : states) set_state(draw.generator, draw.state);
+}
+
 }  // namespace
+
+void play(const Tape& tape, const Segment& segment, const Batch& inputs,
+          std::vector<at::Tensor>& values, std::vector<Draw>& random, const StandIn& first) {
+  const ModesGuard modes;
+  const GeneratorsGuard generators(tape);
+  Player player(tape, values, segment.first_restore);
+  bind_externals(tape, segment, inputs, player);
+  if (segment.draws) set_states(random);
+  player.play(segment.ops, first);
+  if (!segment.draws) return;
+  for (Draw& draw : random) draw.state = state_of(draw.generator);
+}
+
+std::vector<c10::IValue> first_arguments(const Tape& tape, const Segment& segment,
+                                         const Batch& inputs, std::vector<at::Tensor>& values) {
+  Player player(tape, values, segment.first_restore);
+  bind_externals(tape, segment, inputs, player);
+  return player.arguments(tape.ops[segment.ops.begin]);
+}
+
+Batch result_of(const Tape& tape, const std::vector<at::Tensor>& values) {
+  std::vector<Leaf> leaves = tape.result.leaves();
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    if (tape.result_values[i] != kNoValue) leaves[i].tensor = values[tape.result_values[i]];
+  }
+  return {std::move(leaves), tape.result.structure()};
+}
 
 Batch replay(const Tape& tape, const Batch& inputs) {
   if (tape.opaque) {
     throw Unsupported("this forward cannot be replayed from its tape: " + *tape.opaque +
                       "; run it again");
   }
-  return Player(tape, inputs).play();
+  const ModesGuard modes;
+  const GeneratorsGuard generators(tape);
+  std::vector<at::Tensor> values(tape.value_count);
+  Player player(tape, values, /*restored=*/0);
+  for (const External& external : tape.externals) player.bind(external, inputs);
+  set_states(tape.initial);
+  player.play({0, static_cast<uint32_t>(tape.ops.size())}, /*first=*/nullptr);
+  return result_of(tape, values);
 }
 
 }  // namespace infinitybatch::tape

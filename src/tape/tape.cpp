@@ -1,28 +1,10 @@
 #include <infinitybatch/tape/tape.hpp>
 
+#include <infinitybatch/tape/arguments.hpp>
+
 #include <algorithm>
 
 namespace infinitybatch::tape {
-namespace {
-
-/// Calls `visit` with the place of each value that `op` reads or writes.
-template <typename Visit>
-void for_each_argument(const Tape& tape, const Op& op, Visit&& visit) {
-  for (uint32_t s = op.slots.begin; s < op.slots.end; ++s) {
-    const Slot& slot = tape.slots[s];
-    if (slot.kind == Slot::Kind::tensor) {
-      visit(slot.first);
-      continue;
-    }
-    for (uint32_t i = 0; i < slot.count; ++i) {
-      const ValueId element = tape.elements[slot.first + i];
-      if (element != kNoValue) visit(element);
-    }
-  }
-}
-
-}  // namespace
-
 void trim(Tape& tape) {
   std::vector<bool> needed(tape.value_count, false);
   for (const ValueId value : tape.result_values) {
@@ -43,7 +25,8 @@ void trim(Tape& tape) {
     for (uint32_t o = op.outputs.begin; o < op.outputs.end && !keep[i]; ++o) {
       keep[i] = tape.outputs[o] != kNoValue && needed[tape.outputs[o]];
     }
-    if (keep[i]) for_each_argument(tape, op, [&](ValueId value) { needed[value] = true; });
+    if (!keep[i]) continue;
+    for_each_argument(tape, op, [&](ValueId value, const Slot&) { needed[value] = true; });
   }
 
   std::vector<Op> ops;
@@ -70,7 +53,7 @@ void trim(Tape& tape) {
         last_use(output);
       }
     }
-    for_each_argument(tape, op, last_use);
+    for_each_argument(tape, op, [&](ValueId value, const Slot&) { last_use(value); });
   }
   for (size_t i = 0; i < tape.ops.size(); ++i) {
     if (!keep[i]) continue;
@@ -105,7 +88,7 @@ std::string Tape::describe() const {
       if (outputs[o] != kNoValue) results.push_back(outputs[o]);
     }
     std::vector<ValueId> read;
-    for_each_argument(*this, op, [&](ValueId value) { read.push_back(value); });
+    for_each_argument(*this, op, [&](ValueId value, const Slot&) { read.push_back(value); });
     const c10::OperatorName& name = op.facts->handle.operator_name();
     text += names(", ", results) + (results.empty() ? "" : " = ") + name.name +
             (name.overload_name.empty() ? "" : "." + name.overload_name) + "(" + names(", ", read) +

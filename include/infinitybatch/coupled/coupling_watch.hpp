@@ -34,8 +34,13 @@ class CouplingWatch {
     at::CallbackHandle handle_;
   };
 
-  /// The first coupled op so far.
-  const std::optional<CoupledOp>& found() const noexcept { return found_; }
+  /// Coupled ops so far, in order; what one of them calls is not counted again.
+  const std::vector<CoupledOp>& seen() const noexcept { return seen_; }
+  /// The first of them.
+  std::optional<CoupledOp> found() const {
+    return seen_.empty() ? std::nullopt : std::optional(seen_.front());
+  }
+  void forget() { seen_.clear(); }
 
   /// \throws CouplingError where a coupled op ran on `rows` of `total` samples, but not all of them
   void check(int64_t rows, int64_t total) const;
@@ -44,7 +49,7 @@ class CouplingWatch {
   void undo_writes() const;
 
  private:
-  struct InstanceNorm;
+  struct Inside;
   struct Write {
     at::Tensor weight;
     at::Tensor before;
@@ -53,9 +58,9 @@ class CouplingWatch {
   static void after_op(const at::RecordFunction& op, at::ObserverContext* context);
   void remember(const at::Tensor& weight);
 
-  std::optional<CoupledOp> found_;
+  std::vector<CoupledOp> seen_;
   std::vector<Write> writes_;
-  int instance_norm_depth_ = 0;
+  int inside_ = 0;  // ops whose inner ops are not looked at
 };
 
 }  // namespace infinitybatch::coupled

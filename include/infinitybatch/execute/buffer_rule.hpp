@@ -22,6 +22,10 @@ class BufferRule {
   /// From now on micro-batches run for the second time: what they leave in the buffers is undone.
   void begin_second_pass();
 
+  /// Micro-batches need not agree on this buffer: an op of the whole batch has computed what it
+  /// leaves there.
+  void settle(const at::Tensor& buffer, const at::Tensor& value);
+
   /// Whether any micro-batch has written a buffer.
   bool written() const noexcept;
 
@@ -42,6 +46,7 @@ class BufferRule {
     bool rebound = false;  // another tensor was put into the slot
     at::Tensor left;       // what the first micro-batch left; undefined before
     at::Tensor disagree;   // 0-dimensional bool on the buffer's device
+    at::Tensor settled;    // by an op of the whole batch
   };
   static bool silently_written(const Entry& entry);
   void compare(Entry& entry, const at::Tensor& now);

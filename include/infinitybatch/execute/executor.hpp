@@ -3,6 +3,7 @@
 #include <infinitybatch/autograd/gradient_sinks.hpp>
 #include <infinitybatch/coupled/coupling_watch.hpp>
 #include <infinitybatch/execute/buffer_rule.hpp>
+#include <infinitybatch/execute/cut_pass.hpp>
 #include <infinitybatch/execute/denominator.hpp>
 #include <infinitybatch/execute/job.hpp>
 #include <infinitybatch/execute/plan.hpp>
@@ -24,7 +25,7 @@ class Executor {
   /// \param rows the micro-batch's rows; ignored where the instruction is for the whole batch
   /// \throws CouplingError from `forward`, `record`, `retain` and `hand_out` where samples are
   /// coupled
-  void run(Operation operation, Rows rows);
+  void run(const Instruction& instruction, Rows rows);
 
   /// Buffers and rewritten weights as the step found them.
   void roll_back();
@@ -37,24 +38,34 @@ class Executor {
   autograd::GradientSinks& sinks() noexcept { return sinks_; }
   /// Whether the loss of all outputs is at work, or failed.
   bool in_whole_loss() const noexcept { return in_whole_loss_; }
+  /// How many segments the model's tapes are cut into; with `Job::cut`, after the first `record`.
+  int64_t segments() const { return cut_pass_ ? cut_pass_->segments() : 1; }
   /// Why the user's forward ran twice for some rows; nothing where it did not.
   std::optional<std::string> opaque() const;
 
  private:
   void load(Rows rows);
-  void forward();
+  void forward(Rows rows);
   void loss(Rows rows);
-  void backward(Rows rows);
+  void backward(Rows rows, int64_t segment);
   void record(Rows rows, bool retain);
   void whole_loss();
   void replay(Rows rows);
+  void record_for_cuts(Rows rows);
+  void advance(Rows rows, int64_t segment, bool retain);
+  void resume(Rows rows, int64_t segment);
+  void load_for(Rows rows, int64_t segment);
+  void seed();
+  void release();
+  bool is_last(int64_t segment) const;
   Batch call_model(Rows rows);
   void free();
   void penalty();
   void hand_out();
   void finish();
   void check_coupling(Rows rows) const;
-  void differentiate(const at::Tensor& share);
+  /// \param except leaves whose gradients do not belong to the sinks
+  void differentiate(const at::Tensor& share, const std::vector<at::Tensor>& except = {});
 
   const Job& job_;
   autograd::GradientSinks sinks_;
@@ -62,7 +73,10 @@ class Executor {
   coupled::CouplingWatch watch_;
   std::optional<Denominator> denominator_;  // of a separable loss
   bool in_whole_loss_ = false;
-  std::optional<TwoPass> two_pass_;  // for a coupled loss
+  std::optional<TwoPass> two_pass_;            // for a coupled loss
+  std::optional<CutPass> cut_pass_;            // with `Job::cut`, for any loss
+  std::optional<WholeOutputs> whole_outputs_;  // then, for a coupled loss
+  std::vector<at::Tensor> seeds_;  // then, while measuring, in place of the outputs' gradient
 
   Batch inputs_;  // of the micro-batch at work
   Batch targets_;

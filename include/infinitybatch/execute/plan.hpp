@@ -19,9 +19,15 @@ enum class Operation : uint8_t {
   whole_loss,  ///< the loss of all outputs, and their gradient
   replay,      ///< load rows; their outputs again, with a graph
   seed,        ///< while measuring only: stands for the gradient of the outputs
-  free,        ///< let go of what the micro-batch held; restore buffers
-  penalty,     ///< the loss's own term on parameters, once
-  hand_out,    ///< the sums become `.grad`
+  // Of a model with ops that see the whole batch, whose tapes are cut in front of each of them:
+  advance,            ///< take a micro-batch through a segment to the next cut
+  advance_retained,   ///< the same, keeping the graph
+  combine,            ///< the op in front of the segment has been given all micro-batches
+  resume,             ///< play a segment with its graph
+  combine_gradients,  ///< the op in front of the segment has the gradients of all micro-batches
+  free,               ///< let go of what the micro-batch held; restore buffers
+  penalty,            ///< the loss's own term on parameters, once
+  hand_out,           ///< the sums become `.grad`
 };
 
 const char* name_of(Operation operation);
@@ -29,7 +35,8 @@ const char* name_of(Operation operation);
 struct Instruction {
   Operation operation = Operation::load;
   int64_t micro_batch =
-      -1;  ///< index into `Plan::micro_batch_sizes`; -1 for the whole logical batch
+      -1;                ///< index into `Plan::micro_batch_sizes`; -1 for the whole logical batch
+  int64_t segment = -1;  ///< of a cut tape; -1 for the whole
 };
 
 /// One micro-batch size that the planner looked at.
@@ -43,7 +50,7 @@ struct Candidate {
 /// How a logical batch is computed, as data: the executor runs the instructions, the simulator
 /// predicts from the same ones, `explain` prints them.
 struct Plan {
-  std::string strategy;  ///< "stream" or "replay"
+  std::string strategy;  ///< "stream", "replay" or "cut"
   int64_t batch_size = 0;
   std::vector<int64_t> micro_batch_sizes;
   std::vector<Instruction> instructions;
@@ -57,7 +64,9 @@ struct Plan {
   std::string reason;  ///< what decided the size
 
   int64_t retained = 0;  ///< micro-batches that keep their graph
+  int64_t segments = 1;  ///< one more than ops that see the whole batch
 
+  bool computes_whole_loss() const;  ///< on the outputs of all micro-batches
   /// The size of the largest micro-batch.
   int64_t micro_batch_size() const;
   /// For people: what was chosen, what else was possible, what bounds it.
@@ -76,6 +85,16 @@ Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty);
 /// The two passes of a coupled loss. The last `retained` micro-batches keep their graphs, which are
 /// consumed first, last to first, so that memory falls as backward goes.
 Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained);
+
+/// A model with ops that see the whole batch: all micro-batches are recorded, then go together from
+/// cut to cut, and back. The first instructions, one `record` each, are the same for any number of
+/// segments.
+/// \param coupled whether the loss is computed on the outputs of all
+Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t retained,
+              bool coupled, bool penalty);
+
+/// One micro-batch that goes through its cut tape alone: a rehearsal, as `rehearsal_plan`.
+Plan cut_rehearsal_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, bool coupled);
 
 /// Micro-batches that do both passes one after the other, with a stand-in for the gradient of their
 /// outputs: a rehearsal, in which they are measured.

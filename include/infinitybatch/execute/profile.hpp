@@ -30,6 +30,21 @@ struct AffineBytes {
   double at(int64_t samples) const { return fixed + per_sample * static_cast<double>(samples); }
 };
 
+/// What a micro-batch does at one point of its story.
+struct Step {
+  Step(Operation what, int64_t where = -1) : operation(what), segment(where) {}  // NOLINT: one word
+  Operation operation;
+  int64_t segment;  ///< of a cut tape; -1 for the whole
+  bool operator==(const Step&) const = default;
+};
+
+/// Whether the instruction is one of a micro-batch's story, or of a cut where all meet.
+inline bool is_told(const Instruction& instruction) {
+  return instruction.micro_batch >= 0 || instruction.segment >= 0;
+}
+/// The story of a plan with one micro-batch.
+std::vector<Step> steps_of(const Plan& plan);
+
 /// One step of the memory story of a micro-batch of any size.
 struct ProfileEvent {
   enum class Kind : uint8_t { allocate, free, gradient };
@@ -37,6 +52,7 @@ struct ProfileEvent {
   uint32_t block = 0;        ///< index into MicroBatchProfile::blocks
   int64_t buffer_bytes = 0;  ///< gradient: what its buffer occupies from the first micro-batch on
   bool taken_over = false;   ///< gradient: the first one becomes the buffer
+  bool again = false;        ///< gradient: an earlier one of the same story made the buffer
 };
 
 /// The memory story of one micro-batch as a function of its size. The peak is a maximum of affine
@@ -46,10 +62,11 @@ class MicroBatchProfile {
  public:
   /// Fits the story to traces of two different sizes, neither of them 1 (one sample takes other
   /// kernels). Empty where the two tell different stories (routing that depends on the data).
-  /// \param operations what the micro-batch did, in order: one for each of `operation_starts`
-  static std::optional<MicroBatchProfile> fit(
-      const MicroBatchTrace& a, const MicroBatchTrace& b,
-      const std::vector<Operation>& operations = stream_operations());
+  /// \param steps what the micro-batch did, in order, one for each of `operation_starts`; what it
+  ///              does while streaming, if left out
+  static std::optional<MicroBatchProfile> fit(const MicroBatchTrace& a, const MicroBatchTrace& b,
+                                              const std::vector<Step>& steps);
+  static std::optional<MicroBatchProfile> fit(const MicroBatchTrace& a, const MicroBatchTrace& b);
 
   /// What one operation does to live memory at `samples`.
   struct Effect {
@@ -57,7 +74,7 @@ class MicroBatchProfile {
     int64_t net = 0;   ///< where it ends, relative to where it began
   };
   /// \param first whether this is the first micro-batch, whose gradients become the buffers
-  Effect effect(Operation operation, int64_t samples, bool first) const;
+  Effect effect(Step step, int64_t samples, bool first) const;
 
   /// Bytes of all gradient buffers.
   int64_t buffer_bytes() const noexcept { return buffer_bytes_; }
@@ -65,7 +82,7 @@ class MicroBatchProfile {
  private:
   std::vector<AffineBytes> blocks_;
   std::vector<ProfileEvent> events_;
-  std::vector<Operation> operations_;
+  std::vector<Step> steps_;
   std::vector<size_t> operation_starts_;
   int64_t buffer_bytes_ = 0;
 };

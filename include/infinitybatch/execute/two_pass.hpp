@@ -3,6 +3,7 @@
 #include <infinitybatch/autograd/gradient_sinks.hpp>
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/execute/job.hpp>
+#include <infinitybatch/execute/whole_outputs.hpp>
 #include <infinitybatch/tape/tape.hpp>
 
 #include <functional>
@@ -12,13 +13,6 @@
 #include <vector>
 
 namespace infinitybatch {
-
-/// Rows of the logical batch.
-struct Rows {
-  int64_t begin = 0;
-  int64_t end = 0;
-  int64_t size() const noexcept { return end - begin; }
-};
 
 /// A coupled loss in two passes over the micro-batches: forwards that are recorded, the loss on the
 /// outputs of all, then each micro-batch's backward from the gradient of its outputs. In between
@@ -41,7 +35,7 @@ class TwoPass {
 
   /// The loss of all outputs, and the gradient of the outputs. Gradients of the loss's own
   /// parameters go to the sinks. Returns the loss, detached.
-  at::Tensor whole_loss();
+  at::Tensor whole_loss() { return outputs_.loss(sinks_); }
 
   /// Second pass: outputs of these rows with a graph.
   void again(Rows rows, const Batch& inputs, const std::function<Batch()>& forward);
@@ -55,7 +49,7 @@ class TwoPass {
   void check() const;
 
   /// All outputs in order, detached.
-  const Batch& outputs() const noexcept { return whole_; }
+  const Batch& outputs() const noexcept { return outputs_.all(); }
   /// Why the user's forward ran twice; nothing where it did not.
   const std::optional<std::string>& opaque() const noexcept { return opaque_; }
 
@@ -65,26 +59,17 @@ class TwoPass {
     RngSnapshot random;
     std::vector<at::Tensor> buffers;  // copies, where one micro-batch's carry on into the next
     tape::Tape tape;
-    Batch outputs;                     // detached
-    std::vector<bool> wants_gradient;  // of each leaf
-    std::optional<Batch> graph;        // where retained
+    std::optional<Batch> graph;  // where retained
   };
-
-  void assemble();
-  void compare(const Part& part, const Batch& outputs);
-  at::Device loss_device() const;
 
   const Job& job_;
   autograd::GradientSinks& sinks_;
   std::vector<at::Tensor> buffers_;
   std::vector<at::Device> devices_;
-  std::map<int64_t, Part> parts_;      // by first row
-  Batch whole_;                        // outputs of all rows, on the loss's device
-  std::vector<bool> wants_gradient_;   // of each leaf of `whole_`
-  std::vector<at::Tensor> gradients_;  // of each leaf of `whole_`; undefined where none is wanted
-  Batch at_work_;                      // outputs with their graph, between `again` and `free`
+  std::map<int64_t, Part> parts_;  // by first row
+  WholeOutputs outputs_;
+  Batch at_work_;  // outputs with their graph, between `again` and `free`
   std::vector<at::Tensor> seeds_;
-  at::Tensor differs_;  // 0-dimensional bool
   bool replayed_ = false;
   std::optional<std::string> opaque_;
 };

@@ -18,7 +18,9 @@ struct Request {
   int64_t baseline_bytes = 0;  ///< live on the device when the first instruction starts
   int64_t budget_bytes = 0;
   bool penalty = false;
-  bool two_pass = false;  ///< a coupled loss
+  bool two_pass = false;   ///< measured in a rehearsal: a coupled loss, or tapes that are cut
+  int64_t segments = 0;    ///< where above 0: of cut tapes
+  bool whole_loss = true;  ///< with `two_pass`: the loss is computed on the outputs of all
 };
 
 /// A stretch of a step: consecutive micro-batches, and what to measure while they run.
@@ -58,7 +60,7 @@ class Planner {
   /// stretch of a rehearsal instead, whose gradients are thrown away; empty as soon as enough is
   /// known.
   std::optional<Piece> next();
-  /// Of a coupled loss: the step itself.
+  /// Where there is a rehearsal: the step itself.
   Piece two_pass();
   void observe(const Piece& piece, const Measurement& measurement);
   /// Of a loss that is computed outside of the step: what it did to live memory between the passes
@@ -121,6 +123,10 @@ class Planner {
   /// Of a plan with so many micro-batches: measured with one or several, or the other of these.
   std::optional<MicroBatchProfile::Effect> whole_loss(size_t micro_batches) const;
   bool knows_whole_loss(size_t micro_batches) const;
+  /// What the smallest plan consists of, for people.
+  std::string smallest_plan() const;
+  /// The step itself, where there is a rehearsal.
+  Plan whole_plan(int64_t size, int64_t retained) const;
   int64_t two_pass_peak(int64_t size, int64_t retained) const;
   int64_t most_retained(int64_t size) const;
   void observe_two_pass(const Piece& piece, const Measurement& measured);

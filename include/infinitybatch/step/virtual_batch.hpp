@@ -20,7 +20,7 @@ namespace infinitybatch {
 
 /// What to do where a layer mixes the samples of a batch (BatchNorm in training).
 enum class BatchCoupling {
-  exact,            ///< the exact gradient or a typed error
+  exact,            ///< the gradient of the whole batch, or a typed error
   per_micro_batch,  ///< let each micro-batch be a batch of its own, as gradient accumulation does
 };
 
@@ -35,8 +35,8 @@ struct Options {
   /// Fixes the micro-batch size and skips planning; the last micro-batch may be smaller. A budget
   /// given beside it is kept, or BudgetExceeded is thrown.
   std::optional<int64_t> micro_batch_size;
-  /// With a fixed `micro_batch_size` and a coupled loss: micro-batches that keep their graph from
-  /// the first pass, so that they need no second forward. Otherwise the plan decides.
+  /// With a fixed `micro_batch_size` and a coupled loss or BatchNorm: micro-batches that keep their
+  /// graph from the first pass, so that they need no second forward. Otherwise the plan decides.
   int64_t retained_micro_batches = 0;
   /// With a coupled loss: forwards are recorded, and the second pass replays them. False: it runs
   /// the model again, which gives the same gradient.
@@ -63,8 +63,9 @@ struct StepReport {
   std::vector<int64_t> micro_batch_sizes;  ///< in the order they ran
   double seconds = 0;
   int64_t restarts = 0;  ///< begun again with a smaller plan after running out of memory
-  /// "stream", "replay" (a coupled loss, each forward of the user's ran once), or "rerun" (some
-  /// forwards ran twice; `strategy_reason` says why).
+  /// "stream", "replay" (a coupled loss, each forward of the user's ran once), "rerun" (some
+  /// forwards ran twice; `strategy_reason` says why), or "cut" (ops of the model see the whole
+  /// batch).
   std::string strategy;
   std::string strategy_reason;
 };

@@ -4,10 +4,9 @@
 
 #include <ATen/record_function.h>
 
-#include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 namespace infinitybatch::tape {
@@ -54,9 +53,14 @@ class Recorder {
     return call();
   }
 
+  /// Changes the results of ops that `which` picks, as soon as they are there: what forward does
+  /// next must not depend on their values. Call it before `run`.
+  void disturb(std::function<bool(const Tape&, const Op&)> which);
+
   /// Call it once, outside of the scope, while `outputs` still carry their graph.
+  /// \param trimmed without it the tape keeps ops whose results nothing needs; see `trim`
   /// \throws what went wrong while recording (out of memory)
-  Tape finish(const Batch& outputs);
+  Tape finish(const Batch& outputs, bool trimmed = true);
 
  private:
   std::unique_ptr<class Program> program_;

@@ -17,6 +17,7 @@ namespace infinitybatch::tape {
 /// Number of a tensor on a tape. A tensor that ops change in place keeps its number.
 using ValueId = uint32_t;
 inline constexpr ValueId kNoValue = UINT32_MAX;
+inline constexpr uint32_t kNoMemory = UINT32_MAX;
 
 /// An argument of an op that is a tensor, or a list of them.
 struct Slot {
@@ -43,6 +44,8 @@ struct Op {
   Range outputs;                   ///< of Tape::outputs
   Range draws;                     ///< of Tape::draws
   Range releases;                  ///< of Tape::releases: values whose last use this is
+  bool reads_values = false;       ///< what follows may depend on values of its arguments: they
+                                   ///< reach the host, or decide the shape of the result
 };
 
 /// A tensor that the model found: parameter, buffer, constant, or a leaf of the inputs.
@@ -70,6 +73,8 @@ struct Draw {
 struct Tape {
   std::vector<Op> ops;
   size_t value_count = 0;
+  /// For each value: a number of the memory that it lies in; values with the same one are aliases.
+  std::vector<uint32_t> memories;
   std::vector<External> externals;
 
   std::vector<c10::IValue> arguments;

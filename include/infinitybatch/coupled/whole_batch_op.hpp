@@ -1,0 +1,78 @@
+#pragma once
+
+#include <infinitybatch/tape/tape.hpp>
+
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace infinitybatch::coupled {
+
+/// Buffers that an op of the whole batch updates: their values as they will be.
+class SettledBuffers {
+ public:
+  struct Entry {
+    at::Tensor buffer;
+    at::Tensor value;
+  };
+  /// What the buffer holds now: an earlier op of the same forward may have settled it.
+  at::Tensor current(const at::Tensor& buffer) const;
+  void settle(const at::Tensor& buffer, at::Tensor value);
+  const std::vector<Entry>& entries() const noexcept { return entries_; }
+
+ private:
+  std::vector<Entry> entries_;
+};
+
+/// Stands in for one op of the model that sees the whole logical batch, while the batch comes in
+/// micro-batches:
+///
+///     for each micro-batch: collect     what the op is given
+///     combine
+///     for each micro-batch: apply       the op's result, differentiable
+///     for each micro-batch: (its graph runs backward) collect_gradient
+///     combine_gradients
+///     for each micro-batch: correct     adds what only the whole batch knows to its gradient
+///
+/// `apply` may be called again for the same micro-batch, with or without a backward after it.
+class WholeBatchOp {
+ public:
+  using Arguments = std::vector<c10::IValue>;
+  virtual ~WholeBatchOp() = default;
+
+  /// \param rows samples in the micro-batch
+  /// \throws CouplingError where the op mixes the samples in another way than it can stand in for
+  virtual void collect(const Arguments& arguments, int64_t rows) = 0;
+  virtual void combine(SettledBuffers& buffers) = 0;
+
+  /// \param leaves gets leaves of the result's graph whose gradient `collect_gradient` reads
+  virtual at::Tensor apply(const Arguments& arguments, std::vector<at::Tensor>& leaves) = 0;
+  /// \param leaves as `apply` gave them
+  virtual void collect_gradient(const std::vector<at::Tensor>& leaves) = 0;
+  virtual void combine_gradients() = 0;
+
+  /// Whether `correct` has to be called for the op's first argument.
+  virtual bool corrects() const = 0;
+  /// \param input    the op's first argument
+  /// \param gradient of it so far, changed in place; undefined: none so far
+  virtual void correct(const at::Tensor& input, at::Tensor& gradient) const = 0;
+};
+
+/// Positions of the ops in `tape` that see the whole batch and for which somebody can stand in.
+std::vector<uint32_t> whole_batch_ops(const tape::Tape& tape);
+bool is_whole_batch_op(const tape::Tape& tape, const tape::Op& op);
+
+/// Who stands in for the op.
+std::unique_ptr<WholeBatchOp> stand_in(const tape::Tape& tape, const tape::Op& op);
+
+/// The first op that reads values which are only known once a whole-batch op has seen the whole
+/// batch: on the host, as a shape, or as statistics in a buffer. What follows it is then not known
+/// from a recording of micro-batches on their own.
+/// \param tape not trimmed
+std::optional<std::string> early_read(const tape::Tape& tape);
+
+}  // namespace infinitybatch::coupled

@@ -1,0 +1,105 @@
+#pragma once
+
+#include <infinitybatch/autograd/gradient_sinks.hpp>
+#include <infinitybatch/coupled/coupling_watch.hpp>
+#include <infinitybatch/coupled/whole_batch_op.hpp>
+#include <infinitybatch/execute/buffer_rule.hpp>
+#include <infinitybatch/execute/job.hpp>
+#include <infinitybatch/execute/rows.hpp>
+#include <infinitybatch/tape/segment.hpp>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <vector>
+
+namespace infinitybatch {
+
+/// A model whose ops see the whole batch, in micro-batches. Each micro-batch's forward is recorded
+/// once, provisionally: statistics are not known yet. Its tape is cut in front of each op that sees
+/// the whole batch. Then all micro-batches go from cut to cut together (`advance`, `combine`), and
+/// backward in the same way, last segment first (`resume`, `backward`, `combine_gradients`).
+///
+/// Segments are numbered from 0; all but the first begin with an op of the whole batch. What waits
+/// at the cuts, detached, and the gradients of it, lie on the model's device.
+class CutPass {
+ public:
+  CutPass(const Job& job, autograd::GradientSinks& sinks, BufferRule& buffers);
+
+  /// \param watch   has seen what `forward` ran
+  /// \param forward runs the user's model; twice with `Job::check_recordings`
+  /// \throws CouplingError where the ops of the whole batch cannot be told apart from the recording
+  void record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
+              const std::function<Batch()>& forward);
+  /// How many segments there are; after the first `record`.
+  int64_t segments() const;
+
+  /// Whether `advance` or `resume` need the rows of the inputs.
+  bool reads_inputs(Rows rows, int64_t segment) const;
+
+  /// Takes these rows through a segment to the next cut. Returns the model's outputs where it is
+  /// the last one.
+  /// \param retain keep the graph for `resume`
+  Batch advance(Rows rows, const Batch& inputs, int64_t segment, bool retain);
+  /// The op in front of `segment` has seen all rows.
+  void combine(int64_t segment);
+
+  /// Plays a segment with a graph. Returns the model's outputs where it is the last one.
+  Batch resume(Rows rows, const Batch& inputs, int64_t segment);
+  /// Leaves of the graph at work whose gradients belong here, not to the sinks.
+  std::vector<at::Tensor> leaves() const;
+  /// Runs the graph at work backward.
+  /// \param roots, gradients outputs of the model with their gradient, where it is the last segment
+  void backward(Rows rows, int64_t segment, std::vector<at::Tensor> roots,
+                std::vector<at::Tensor> gradients);
+  /// Takes the gradients of `leaves`. `backward` does it by itself.
+  void collect(Rows rows, int64_t segment);
+  /// The op in front of `segment` has seen the gradients of all rows.
+  void combine_gradients(int64_t segment);
+  void free() { work_ = Work(); }
+
+ private:
+  /// A segment that was played, with its graph.
+  struct Work {
+    std::vector<std::pair<tape::Crossing, at::Tensor>> leaves;
+    std::vector<at::Tensor> op_leaves;
+    std::vector<at::Tensor> values;
+  };
+  struct Part {
+    tape::Tape tape;
+    std::vector<tape::Segment> segments;
+    std::vector<std::vector<tape::Draw>> random;   // in front of each segment
+    std::map<tape::Crossing, at::Tensor> waiting;  // detached
+    std::map<tape::Crossing, int64_t> first_user;  // the last segment to need it in backward
+    std::set<tape::Crossing> differentiable;
+    std::map<tape::Crossing, at::Tensor> gradients;
+    std::map<int64_t, Work> retained;
+  };
+
+  tape::Tape record_tape(const Batch& inputs, coupled::CouplingWatch& watch,
+                         const std::function<Batch()>& forward, bool disturbed, Batch* outputs);
+  void check_replay(const Part& part, const Batch& inputs, const Batch& outputs) const;
+  void agree(const Part& part);
+  Work play(Part& part, const Batch& inputs, int64_t segment, std::vector<tape::Draw>& random);
+  std::vector<at::Tensor> frontier(const Part& part, const tape::Segment& segment) const;
+  void keep(Part& part, int64_t segment, const Work& work);
+  void correct(Part& part, const Batch& inputs, int64_t segment);
+  void drop(Part& part, int64_t segment);
+  static const tape::Segment& segment_of(const Part& part, int64_t segment) {
+    return part.segments[static_cast<size_t>(segment)];
+  }
+
+  const Job& job_;
+  autograd::GradientSinks& sinks_;
+  BufferRule& buffers_;
+  std::vector<at::Tensor> held_buffers_;
+  std::vector<at::Device> devices_;
+  std::map<int64_t, Part> parts_;                            // by first row
+  std::vector<std::unique_ptr<coupled::WholeBatchOp>> ops_;  // in front of segments 1, 2, …
+  coupled::SettledBuffers settled_;
+  bool checked_ = false;
+  Work work_;
+};
+
+}  // namespace infinitybatch

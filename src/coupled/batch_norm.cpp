@@ -1,0 +1,168 @@
+#include "batch_norm.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/sum_type.hpp>
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <utility>
+
+namespace infinitybatch::coupled {
+namespace {
+
+// aten::batch_norm(input, weight?, bias?, running_mean?, running_var?, training, momentum, eps,
+//                  cudnn_enabled)
+enum Argument : size_t { kInput, kWeight, kBias, kMean, kVar, kTraining, kMomentum, kEps, kCudnn };
+
+at::Tensor tensor_or_none(const c10::IValue& value) {
+  return value.isTensor() ? value.toTensor() : at::Tensor();
+}
+
+/// Statistics and γ, β of half precision inputs are fp32, as torch's kernels allow.
+at::ScalarType statistics_type(const at::Tensor& input) {
+  return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+/// Statistics of channels against an input of shape (N, C, …).
+at::Tensor along_channels(const at::Tensor& values, const at::Tensor& input) {
+  std::vector<int64_t> shape(static_cast<size_t>(input.dim()), 1);
+  shape[1] = values.size(0);
+  return values.view(shape);
+}
+
+}  // namespace
+
+void BatchNorm::collect(const Arguments& arguments, int64_t rows) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor input = arguments[kInput].toTensor().detach();
+  const int64_t channels = input.size(1);
+  if (!known_) {
+    known_ = true;
+    type_ = statistics_type(input);
+    running_mean_ = tensor_or_none(arguments[kMean]);
+    running_var_ = tensor_or_none(arguments[kVar]);
+    momentum_ = arguments[kMomentum].toDouble();
+    eps_ = arguments[kEps].toDouble();
+  }
+  // InstanceNorm written as a BatchNorm: samples stand in the channels, and nothing is coupled.
+  const bool named = running_mean_.defined() || tensor_or_none(arguments[kWeight]).defined();
+  if (input.size(0) % rows != 0 || (mean_.defined() && mean_.size(0) != channels)) {
+    throw CouplingError("aten::batch_norm",
+                        "aten::batch_norm in training mode runs on a tensor of shape " +
+                            c10::str(input.sizes()) + " for " + std::to_string(rows) +
+                            " samples: its first dimension does not hold the samples, so it is "
+                            "not known what it mixes; use instance_norm or group_norm");
+  }
+  if (rows == 1 && !named) {
+    throw CouplingError("aten::batch_norm",
+                        "aten::batch_norm without weight and running statistics runs on a single "
+                        "sample: it cannot be told whether its channels hold samples; use "
+                        "micro-batches of two samples or more");
+  }
+  // fp32 dummies make the kernel give fp32 statistics of a half precision input.
+  at::Tensor dummy_mean;
+  at::Tensor dummy_var;
+  if (input.scalar_type() != type_) {
+    dummy_mean = at::zeros({channels}, input.options().dtype(type_));
+    dummy_var = at::ones({channels}, input.options().dtype(type_));
+  }
+  const auto [mean, variance] = at::batch_norm_update_stats(input, dummy_mean, dummy_var, 0.0);
+  merge(input.numel() / channels, mean, variance);
+}
+
+void BatchNorm::merge(int64_t count, const at::Tensor& mean, const at::Tensor& variance) {
+  const at::ScalarType type = sum_type(mean.device());
+  const at::Tensor here = mean.to(type);
+  const at::Tensor squares = variance.to(type).mul(static_cast<double>(count));
+  if (!mean_.defined()) {
+    mean_ = here.clone();
+    squares_ = squares;
+    count_ = count;
+    return;
+  }
+  const double total = static_cast<double>(count_ + count);
+  const at::Tensor delta = here - mean_;
+  mean_.add_(delta, static_cast<double>(count) / total);
+  squares_.add_(squares).add_(delta.square(),
+                              static_cast<double>(count_) * static_cast<double>(count) / total);
+  count_ += count;
+}
+
+void BatchNorm::combine(SettledBuffers& buffers) {
+  const at::NoGradGuard no_grad;
+  given_mean_ = mean_.to(type_);
+  given_var_ = squares_.div(static_cast<double>(count_)).to(type_);
+  if (running_mean_.defined()) update_running(buffers, running_mean_, mean_);
+  if (running_var_.defined()) {
+    update_running(buffers, running_var_, squares_.div(static_cast<double>(count_ - 1)));
+  }
+}
+
+void BatchNorm::update_running(SettledBuffers& buffers, const at::Tensor& buffer,
+                               const at::Tensor& value) {
+  const at::Tensor before = buffers.current(buffer).to(value.scalar_type());
+  buffers.settle(buffer, before.mul(1 - momentum_).add(value, momentum_).to(buffer.scalar_type()));
+}
+
+at::Tensor BatchNorm::apply(const Arguments& arguments, std::vector<at::Tensor>& leaves) {
+  const at::Tensor input = arguments[kInput].toTensor();
+  at::Tensor weight = tensor_or_none(arguments[kWeight]);
+  at::Tensor bias = tensor_or_none(arguments[kBias]);
+  const bool differentiable = c10::GradMode::is_enabled() && input.requires_grad();
+  if (weight.defined()) {
+    weight_ = weight.detach();
+    weight = weight.to(type_);
+  }
+  if (bias.defined()) bias = bias.to(type_);
+  if (differentiable) {
+    // Their gradients are the two sums of this micro-batch: those of γ and β themselves may be
+    // shared with other layers, or not be wanted.
+    const auto zero = [&] { return at::zeros_like(given_mean_).requires_grad_(); };
+    leaves = {zero(), zero()};
+    weight = weight.defined() ? weight + leaves[0] : leaves[0] + 1;
+    bias = bias.defined() ? bias + leaves[1] : leaves[1] + 0;
+  }
+  return at::batch_norm(input, weight, bias, given_mean_, given_var_, /*training=*/false,
+                        /*momentum=*/0.0, eps_, arguments[kCudnn].toBool());
+}
+
+void BatchNorm::collect_gradient(const std::vector<at::Tensor>& leaves) {
+  if (leaves.empty() || !leaves[0].grad().defined()) return;
+  const at::NoGradGuard no_grad;
+  const at::ScalarType type = sum_type(mean_.device());
+  const auto add = [&](at::Tensor& sum, const at::Tensor& gradient) {
+    sum = sum.defined() ? sum.add_(gradient)
+                        : gradient.to(type, /*non_blocking=*/false,
+                                      /*copy=*/true);
+  };
+  add(product_, leaves[0].grad());
+  add(sum_, leaves[1].grad());
+}
+
+void BatchNorm::combine_gradients() {
+  if (!sum_.defined()) return;
+  const at::NoGradGuard no_grad;
+  const double count = static_cast<double>(count_);
+  const at::Tensor inverse = squares_.div(count).add(eps_).rsqrt();  // 1/σ
+  const at::Tensor gain = weight_.defined() ? weight_.to(inverse.scalar_type()) * inverse : inverse;
+  // dx = dy γ/σ + scale (x − μ) + shift
+  scale_ = (gain * inverse * product_).div_(-count);
+  shift_ = (gain * sum_).div_(-count);
+}
+
+void BatchNorm::correct(const at::Tensor& input, at::Tensor& gradient) const {
+  const at::NoGradGuard no_grad;
+  const auto shaped = [&](const at::Tensor& values) {
+    return along_channels(values.to(type_), input);
+  };
+  at::Tensor missing = input.detach().sub(shaped(mean_));
+  missing.mul_(shaped(scale_)).add_(shaped(shift_));
+  if (gradient.defined()) {
+    gradient.add_(missing);
+  } else {
+    gradient = missing.to(input.scalar_type());
+  }
+}
+
+}  // namespace infinitybatch::coupled

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <infinitybatch/coupled/whole_batch_op.hpp>
+
+namespace infinitybatch::coupled {
+
+/// `aten::batch_norm` in training mode over all micro-batches.
+///
+/// Forward: counts, means and sums of squared differences of micro-batches are merged by the
+/// formula of Chan, Golub and LeVeque (1979), in fp64 where the device has it. Each micro-batch is
+/// then normalised by the merged statistics with torch's own kernel, in the mode in which it takes
+/// statistics as given.
+///
+/// Backward: with x̂ = (x − μ)/σ, N elements for each channel, and y = γ x̂ + β, the gradient of x is
+///     γ/σ · (dy − (Σ dy + x̂ Σ dy x̂) / N)        (Ioffe and Szegedy, 2015)
+/// The first term is what the kernel gives for given statistics; the sums run over the whole batch,
+/// so that the rest is added once all micro-batches have been there (`correct`).
+class BatchNorm final : public WholeBatchOp {
+ public:
+  void collect(const Arguments& arguments, int64_t rows) override;
+  void combine(SettledBuffers& buffers) override;
+  at::Tensor apply(const Arguments& arguments, std::vector<at::Tensor>& leaves) override;
+  void collect_gradient(const std::vector<at::Tensor>& leaves) override;
+  void combine_gradients() override;
+  bool corrects() const override { return scale_.defined(); }
+  void correct(const at::Tensor& input, at::Tensor& gradient) const override;
+
+ private:
+  void merge(int64_t count, const at::Tensor& mean, const at::Tensor& variance);
+  void update_running(SettledBuffers& buffers, const at::Tensor& buffer, const at::Tensor& value);
+
+  at::ScalarType type_ = at::kFloat;  // of statistics that kernels take
+  bool known_ = false;                // the fields below are set
+  at::Tensor running_mean_;
+  at::Tensor running_var_;
+  double momentum_ = 0;
+  double eps_ = 0;
+  int64_t only_single_rows_ = 0;  // channels; 0 where it is certain what the channels are
+
+  int64_t count_ = 0;      // elements for each channel
+  at::Tensor mean_;        // in the type of sums, (channels)
+  at::Tensor squares_;     // sums of squared differences from the mean
+  at::Tensor given_mean_;  // in the type that kernels take
+  at::Tensor given_var_;   // biased
+
+  at::Tensor weight_;   // γ, detached; undefined where there is none
+  at::Tensor sum_;      // Σ dy
+  at::Tensor product_;  // Σ dy x̂
+  at::Tensor scale_;    // of (x − μ), and a shift: what is still missing in the gradient
+  at::Tensor shift_;
+};
+
+}  // namespace infinitybatch::coupled

@@ -1,0 +1,201 @@
+#include <infinitybatch/execute/cut_pass.hpp>
+
+#include <infinitybatch/autograd/engine.hpp>
+#include <infinitybatch/core/errors.hpp>
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace infinitybatch {
+
+CutPass::CutPass(const Job& job, autograd::GradientSinks& sinks, BufferRule& buffers)
+    : job_(job), sinks_(sinks), buffers_(buffers), devices_(devices_of(job)) {
+  for (const BufferSlot& slot : job.buffers) {
+    if (at::Tensor buffer = slot.get(); buffer.defined()) {
+      held_buffers_.push_back(std::move(buffer));
+    }
+  }
+}
+
+int64_t CutPass::segments() const {
+  return static_cast<int64_t>(ops_.size()) + 1;
+}
+
+bool CutPass::reads_inputs(Rows rows, int64_t segment) const {
+  const Part& part = parts_.at(rows.begin);
+  const bool next_op = segment + 1 < segments();
+  return segment_of(part, segment).reads_inputs ||
+         (next_op && segment_of(part, segment + 1).reads_inputs);
+}
+
+std::vector<at::Tensor> CutPass::frontier(const Part& part, const tape::Segment& segment) const {
+  std::vector<at::Tensor> values(part.tape.value_count);
+  for (const tape::Take& take : segment.takes) {
+    at::Tensor& value = values[take.from.value];
+    if (take.from.giver >= 0) {
+      value = part.waiting.at(take.from);
+      continue;
+    }
+    const auto& externals = part.tape.externals;
+    value = std::find_if(externals.begin(), externals.end(), [&](const tape::External& external) {
+              return external.value == take.from.value;
+            })->before;
+  }
+  return values;
+}
+
+CutPass::Work CutPass::play(Part& part, const Batch& inputs, int64_t index,
+                            std::vector<tape::Draw>& random) {
+  const tape::Segment& segment = segment_of(part, index);
+  Work work;
+  work.values = frontier(part, segment);
+  for (const tape::Take& take : segment.takes) {
+    at::Tensor& value = work.values[take.from.value];
+    if (part.differentiable.count(take.from) != 0) {
+      value = value.detach().requires_grad_();
+      work.leaves.emplace_back(take.from, value);
+    }
+    if (take.written) value = value.clone();
+  }
+  tape::StandIn first;
+  if (index > 0) {
+    first = [&](std::vector<c10::IValue>& arguments) {
+      return ops_[static_cast<size_t>(index) - 1]->apply(arguments, work.op_leaves);
+    };
+  }
+  tape::play(part.tape, segment, inputs, work.values, random, first);
+  return work;
+}
+
+void CutPass::keep(Part& part, int64_t segment, const Work& work) {
+  for (const tape::ValueId value : segment_of(part, segment).gives) {
+    const tape::Crossing crossing{value, static_cast<int32_t>(segment)};
+    const at::Tensor& tensor = work.values[value];
+    part.waiting[crossing] = tensor.detach();
+    if (tensor.requires_grad()) part.differentiable.insert(crossing);
+  }
+}
+
+Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool retain) {
+  Part& part = parts_.at(rows.begin);
+  std::vector<tape::Draw> random = part.random[static_cast<size_t>(segment)];
+  Work work = play(part, inputs, segment, random);
+  keep(part, segment, work);
+  if (segment + 1 < segments()) {
+    part.random[static_cast<size_t>(segment) + 1] = std::move(random);
+    const tape::Segment& next = segment_of(part, segment + 1);
+    std::vector<at::Tensor> values = frontier(part, next);
+    ops_[static_cast<size_t>(segment)]->collect(
+        tape::first_arguments(part.tape, next, inputs, values), rows.size());
+  }
+  Batch outputs;
+  if (segment + 1 == segments()) outputs = tape::result_of(part.tape, work.values);
+  if (retain) part.retained[segment] = std::move(work);
+  return outputs;
+}
+
+void CutPass::combine(int64_t segment) {
+  ops_[static_cast<size_t>(segment) - 1]->combine(settled_);
+  for (const coupled::SettledBuffers::Entry& entry : settled_.entries()) {
+    buffers_.settle(entry.buffer, entry.value);
+  }
+}
+
+Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
+  Part& part = parts_.at(rows.begin);
+  if (segment + 1 < segments()) {
+    correct(part, inputs, segment + 1);
+    drop(part, segment + 1);
+  }
+  const auto retained = part.retained.find(segment);
+  if (retained != part.retained.end()) {
+    work_ = std::move(retained->second);
+    part.retained.erase(retained);
+  } else {
+    std::vector<tape::Draw> random = part.random[static_cast<size_t>(segment)];
+    work_ = play(part, inputs, segment, random);
+  }
+  if (segment + 1 < segments()) return {};
+  Batch outputs = tape::result_of(part.tape, work_.values);
+  work_.values.clear();
+  return outputs;
+}
+
+std::vector<at::Tensor> CutPass::leaves() const {
+  std::vector<at::Tensor> leaves = work_.op_leaves;
+  for (const auto& [crossing, leaf] : work_.leaves) leaves.push_back(leaf);
+  return leaves;
+}
+
+void CutPass::backward(Rows rows, int64_t segment, std::vector<at::Tensor> roots,
+                       std::vector<at::Tensor> gradients) {
+  Part& part = parts_.at(rows.begin);
+  for (const tape::ValueId value : segment_of(part, segment).gives) {
+    const auto gradient = part.gradients.find({value, static_cast<int32_t>(segment)});
+    if (gradient == part.gradients.end()) continue;
+    roots.push_back(work_.values[value]);
+    gradients.push_back(std::move(gradient->second));
+    part.gradients.erase(gradient);
+  }
+  // The graph keeps what it needs of them.
+  work_.values.clear();
+  if (!roots.empty()) {
+    sinks_.redirect_other_leaves(roots, leaves());
+    autograd::run_backward(roots, gradients);
+  }
+  collect(rows, segment);
+}
+
+void CutPass::collect(Rows rows, int64_t segment) {
+  Part& part = parts_.at(rows.begin);
+  if (segment > 0) ops_[static_cast<size_t>(segment) - 1]->collect_gradient(work_.op_leaves);
+  const at::NoGradGuard no_grad;
+  for (auto& [crossing, leaf] : work_.leaves) {
+    if (!leaf.grad().defined()) continue;
+    at::Tensor& sum = part.gradients[crossing];
+    if (sum.defined()) {
+      sum.add_(leaf.grad());
+    } else {
+      sum = leaf.grad();
+    }
+    leaf.mutable_grad().reset();
+  }
+  if (segment == 0) drop(part, 0);
+}
+
+void CutPass::combine_gradients(int64_t segment) {
+  ops_[static_cast<size_t>(segment) - 1]->combine_gradients();
+}
+
+void CutPass::correct(Part& part, const Batch& inputs, int64_t segment) {
+  coupled::WholeBatchOp& op = *ops_[static_cast<size_t>(segment) - 1];
+  if (!op.corrects()) return;
+  const tape::Segment& here = segment_of(part, segment);
+  const tape::Op& record = part.tape.ops[here.ops.begin];
+  const tape::ValueId input = part.tape.slots[record.slots.begin].first;
+  for (const tape::Take& take : here.takes) {
+    if (take.from.value != input) continue;
+    if (part.differentiable.count(take.from) == 0) return;
+    return op.correct(part.waiting.at(take.from), part.gradients[take.from]);
+  }
+  // A leaf of the inputs.
+  std::vector<at::Tensor> values = frontier(part, here);
+  const at::Tensor leaf = tape::first_arguments(part.tape, here, inputs, values).front().toTensor();
+  if (!leaf.requires_grad()) return;
+  at::Tensor gradient;
+  op.correct(leaf, gradient);
+  sinks_.redirect_other_leaves({leaf});
+  autograd::run_backward({leaf}, {gradient});
+}
+
+void CutPass::drop(Part& part, int64_t segment) {
+  for (auto value = part.waiting.begin(); value != part.waiting.end();) {
+    const bool last = part.first_user.at(value->first) == segment;
+    value = last ? part.waiting.erase(value) : std::next(value);
+  }
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,130 @@
+// The part of CutPass that records micro-batches and decides whether their tapes can be believed.
+#include <infinitybatch/execute/cut_pass.hpp>
+
+#include <infinitybatch/core/bits.hpp>
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/tape/recorder.hpp>
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+namespace infinitybatch {
+namespace {
+
+constexpr const char* kWayOut =
+    "; make the budget large enough for one micro-batch, put the layer into eval mode, or accept "
+    "another gradient with batch_coupling=\"per_micro_batch\"";
+
+[[noreturn]] void refuse(const std::string& op, const std::string& why) {
+  throw CouplingError(op, op + " couples the samples of a batch, and " + why + kWayOut);
+}
+
+std::string name_of(const coupled::CouplingWatch& watch) {
+  return watch.seen().empty() ? "an op of the whole batch" : watch.seen().front().op;
+}
+
+std::vector<tape::Segment> cut_at(const tape::Tape& tape, const std::vector<uint32_t>& positions) {
+  std::vector<tape::Cut> cuts;
+  for (const uint32_t position : positions) cuts.push_back({position, /*stood_in=*/true});
+  try {
+    return tape::cut(tape, cuts);
+  } catch (const Unsupported& error) {
+    refuse(tape.ops[positions.front()].facts->name(), error.what_without_backtrace());
+  }
+}
+
+}  // namespace
+
+tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& watch,
+                                const std::function<Batch()>& forward, bool disturbed,
+                                Batch* outputs) {
+  watch.forget();
+  tape::Recorder recorder(inputs, held_buffers_, devices_);
+  if (disturbed) recorder.disturb(coupled::is_whole_batch_op);
+  const Batch given = recorder.run(forward);
+  tape::Tape tape = recorder.finish(given, /*trimmed=*/false);
+  for (const coupled::CoupledOp& op : watch.seen()) {
+    if (op.op != "aten::batch_norm") refuse(op.op, op.why);
+  }
+  if (tape.refusal) {
+    throw Unsupported(*tape.refusal + ", so micro-batches would not see what the whole batch sees");
+  }
+  if (tape.opaque) refuse(name_of(watch), "the forward around it cannot be cut: " + *tape.opaque);
+  if (outputs != nullptr) *outputs = given;
+  return tape;
+}
+
+void CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
+                     const std::function<Batch()>& forward) {
+  Part& part = parts_[rows.begin];
+  const bool check = job_.check_recordings && !checked_;
+  const RngSnapshot before = check ? RngSnapshot::capture(devices_) : RngSnapshot();
+  Batch outputs;
+  part.tape = record_tape(inputs, watch, forward, /*disturbed=*/false, &outputs);
+  const size_t handled = coupled::whole_batch_ops(part.tape).size();
+  if (watch.seen().size() != handled) {
+    refuse(name_of(watch), "runs inside of another op, where it cannot be cut");
+  }
+  if (const auto op = coupled::early_read(part.tape)) {
+    refuse(name_of(watch), *op +
+                               " reads values that depend on it before the whole batch has been "
+                               "there, so what forward does next is not known from "
+                               "micro-batches");
+  }
+  const tape::Tape whole = check ? part.tape : tape::Tape();
+  tape::trim(part.tape);
+  const std::vector<uint32_t> positions = coupled::whole_batch_ops(part.tape);
+  part.segments = cut_at(part.tape, positions);
+  part.random.resize(part.segments.size());
+  part.random[0] = part.tape.initial;
+  for (int64_t s = 0; s < static_cast<int64_t>(part.segments.size()); ++s) {
+    for (const tape::Take& take : segment_of(part, s).takes) {
+      part.first_user.try_emplace(take.from, s);
+    }
+  }
+  if (parts_.size() == 1 && ops_.empty()) {
+    for (const uint32_t position : positions) {
+      ops_.push_back(coupled::stand_in(part.tape, part.tape.ops[position]));
+    }
+  }
+  agree(part);
+  if (check) {
+    checked_ = true;
+    check_replay(part, inputs, outputs);
+    const RngSnapshot after = RngSnapshot::capture(devices_);
+    before.restore();
+    buffers_.end_micro_batch();
+    const tape::Tape again = record_tape(inputs, watch, forward, /*disturbed=*/true, nullptr);
+    after.restore();
+    if (const auto found = tape::difference(whole, again)) {
+      refuse(name_of(watch), "forward took another way when its result was another (" + *found +
+                                 "), so it reads values before the whole batch has been there");
+    }
+  }
+}
+
+void CutPass::agree(const Part& part) {
+  const std::vector<uint32_t> positions = coupled::whole_batch_ops(part.tape);
+  const Part& first = parts_.begin()->second;
+  const bool same = part.segments.size() == first.segments.size();
+  if (same) return;
+  refuse("aten::batch_norm", "micro-batches do not run it equally often (" +
+                                 std::to_string(positions.size()) + " and " +
+                                 std::to_string(first.segments.size() - 1) + " times)");
+}
+
+void CutPass::check_replay(const Part& part, const Batch& inputs, const Batch& outputs) const {
+  const Batch again = tape::replay(part.tape, inputs);
+  const at::NoGradGuard no_grad;
+  at::Tensor differs = at::zeros({}, at::TensorOptions().dtype(at::kBool).device(job_.device));
+  note_differences(outputs, again, differs);
+  if (differs.item<bool>()) {
+    refuse(coupled::whole_batch_ops(part.tape).empty() ? "forward" : "aten::batch_norm",
+           "a replay of forward gave other outputs than its recording");
+  }
+}
+
+}  // namespace infinitybatch
