@@ -287,9 +287,15 @@ def _unknown(loss: Any) -> CoupledLoss:
 
 def options_of(loss: Any) -> tuple[Any, ...] | None:
     """What decides what a recognised criterion computes, to notice changes between steps."""
+    names = _option_names(type(loss))
+    return None if names is None else tuple([getattr(loss, name) for name in names])
+
+
+@functools.lru_cache(maxsize=1024)
+def _option_names(kind: type) -> tuple[str, ...] | None:
     for base, (_, options) in _CRITERIA.items():
-        if isinstance(loss, base):
-            return tuple(getattr(loss, name) for name in options)
+        if issubclass(kind, base):
+            return options
     return None
 
 

@@ -83,7 +83,7 @@ class ModelView:
         return self._slots
 
     def _walk(self, model: nn.Module) -> tuple[list[tuple[str, torch.Tensor]], list[Slot]]:
-        """Parameters and buffers in one pass: it is made in every step."""
+        """Parameters and buffers in one pass, where C++ has met something that is not ordinary."""
         parameters: list[tuple[str, torch.Tensor]] = []
         slots: list[Slot] = []
         seen: set[int] = set()
@@ -183,6 +183,15 @@ def _verdict(kind: type[nn.Module]) -> str:
     if any(base.__name__ in sharded and "fsdp" in base.__module__ for base in kind.__mro__):
         return "sharded"
     return "compiled" if kind.__name__ == "OptimizedModule" else "ordinary"
+
+
+def is_ordinary(kind: type) -> bool:
+    """Whether modules of this class hold nothing that only `ModelView._walk` understands."""
+    return (
+        issubclass(kind, nn.Module)
+        and _verdict(kind) == "ordinary"
+        and kind.named_modules is nn.Module.named_modules
+    )
 
 
 def _coupled_op(module: nn.Module) -> str:

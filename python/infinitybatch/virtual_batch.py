@@ -1,5 +1,6 @@
 """The step over a logical batch of any size."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -187,7 +188,9 @@ class VirtualBatch:
     def _current_step(self) -> _C.VirtualBatch:
         # A criterion's attributes may change between steps (its weights moved to a device).
         now = _criteria.options_of(self._loss)
-        if now is not None and any(
+        if now is None or all(map(operator.is_, now, self._loss_options or ())):
+            return self._step
+        if any(
             a is not b and (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or a != b)
             for a, b in zip(now, self._loss_options or (), strict=True)
         ):

@@ -49,28 +49,62 @@ bool is_laid_out_so(const Twister& twister, const py::object& numpy_random) {
          inner["pos"].cast<int32_t>() == twister.pos;
 }
 
-/// Where the generator keeps its state; null where it is of another kind.
-Twister* find_twister(const py::object& numpy_random) {
-  static const bool known = py::hasattr(numpy_random, "get_bit_generator");  // since NumPy 1.24
-  if (!known) return nullptr;
-  const py::object generator = numpy_random.attr("get_bit_generator")();
+/// What is asked in every step: looked up once for a generator.
+struct Known {
+  Held module;
+  Held get_bit_generator;  // null before NumPy 1.24
+  Held standard_normal;
+  Held generator;  // held, so that no other one gets its address
+  Held acquire;
+  Held release;
+  Twister* twister = nullptr;  // null where it is of another kind
+};
+
+/// Where `generator` keeps its state; null where it is of another kind.
+Twister* twister_of(const py::object& generator, const py::object& numpy_random) {
   if (!generator.get_type().is(numpy_random.attr("MT19937"))) return nullptr;
+  const auto address = generator.attr("ctypes").attr("state_address").cast<uintptr_t>();
+  return reinterpret_cast<Twister*>(address);
+}
+
+/// The global generator, with its lock and its memory.
+const Known& look_up(const py::object& numpy_random) {
+  static Known& known = *new Known;  // outlives the interpreter
+  if (known.module.get() != numpy_random.ptr()) {
+    known = Known();
+    known.module = Held(numpy_random);
+    known.standard_normal = Held(numpy_random.attr("standard_normal"));
+    if (py::hasattr(numpy_random, "get_bit_generator")) {
+      known.get_bit_generator = Held(numpy_random.attr("get_bit_generator"));
+    }
+  }
+  if (!known.get_bit_generator) return known;
+  const py::object generator = known.get_bit_generator.handle()();
+  if (known.generator.get() == generator.ptr()) return known;
+  known.generator = Held(generator);
+  known.acquire = Held(generator.attr("lock").attr("acquire"));
+  known.release = Held(generator.attr("lock").attr("release"));
+  known.twister = twister_of(generator, numpy_random);
+  return known;
+}
+
+/// Null where memory must not be read.
+Twister* find_twister(const Known& known, const py::object& numpy_random) {
+  if (known.twister == nullptr) return nullptr;
   // A thread that fills an array has the lock and not the GIL. Where nobody has it, nobody can draw
   // before the GIL is given away, which nothing here does.
-  const py::object lock = generator.attr("lock");
-  if (!lock.attr("acquire")(false).cast<bool>()) return nullptr;
-  lock.attr("release")();
-  const auto address = generator.attr("ctypes").attr("state_address").cast<uintptr_t>();
-  auto* twister = reinterpret_cast<Twister*>(address);
-  static const bool laid_out_so = is_laid_out_so(*twister, numpy_random);
-  return laid_out_so ? twister : nullptr;
+  if (!known.acquire.handle()(false).cast<bool>()) return nullptr;
+  known.release.handle()();
+  static const bool laid_out_so = is_laid_out_so(*known.twister, numpy_random);
+  return laid_out_so ? known.twister : nullptr;
 }
 
 }  // namespace
 
 std::function<void()> save_numpy_random(const py::object& numpy_random) {
-  const Held module(numpy_random);
-  Twister* twister = find_twister(numpy_random);
+  const Known& known = look_up(numpy_random);
+  const Held module = known.module;
+  Twister* twister = find_twister(known, numpy_random);
   if (twister == nullptr) {
     const Held state(numpy_random.attr("get_state")(py::arg("legacy") = false));
     return [module, state] {
@@ -78,7 +112,7 @@ std::function<void()> save_numpy_random(const py::object& numpy_random) {
     };
   }
   const auto before = std::make_shared<const Twister>(*twister);
-  const py::object draw = numpy_random.attr("standard_normal");
+  const py::handle draw = known.standard_normal.handle();
   const py::object number = draw();
   const bool was_cached = std::memcmp(twister, before.get(), sizeof(Twister)) == 0;
   if (was_cached) {

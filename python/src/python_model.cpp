@@ -1,5 +1,6 @@
 #include "python_model.hpp"
 
+#include "module_walk.hpp"
 #include "python_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -8,6 +9,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <optional>
 #include <utility>
 
 namespace infinitybatch::python {
@@ -15,25 +17,6 @@ namespace {
 
 at::Tensor tensor_or_nothing(PyObject* object) {
   return object != nullptr && THPVariable_Check(object) ? THPVariable_Unpack(object) : at::Tensor();
-}
-
-/// A buffer of a Python module: an entry of its `_buffers`, so that a model that binds another
-/// tensor to the name is noticed. These run during unwinding too, with a Python error on its way.
-BufferSlot dict_slot(std::string name, const Held& buffers, const Held& key) {
-  return {std::move(name),
-          [buffers, key] {
-            const py::gil_scoped_acquire gil;
-            const py::error_scope keep_error;
-            return tensor_or_nothing(PyDict_GetItemWithError(buffers.get(), key.get()));
-          },
-          [buffers, key](const at::Tensor& tensor) {
-            const py::gil_scoped_acquire gil;
-            const py::error_scope keep_error;
-            const auto value = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
-            if (PyDict_SetItem(buffers.get(), key.get(), value.ptr()) != 0) {
-              throw py::error_already_set();
-            }
-          }};
 }
 
 /// A buffer of a TorchScript module, which keeps no Python dict.
@@ -78,8 +61,11 @@ Model model_of(const Held& view, const Held& forward, bool keep_outputs) {
     if (keep_outputs) check_can_be_kept(outputs);
     return outputs;
   };
-  model.parameters = [view] {
+  model.parameters = [view, forward] {
     const py::gil_scoped_acquire gil;
+    if (std::optional<Owned> owned = walk_ordinary(forward.handle())) {
+      return std::move(owned->parameters);
+    }
     std::vector<NamedParameter> parameters;
     for (const py::handle item : view.handle().attr("parameters")()) {
       const auto pair = item.cast<py::tuple>();
@@ -87,8 +73,12 @@ Model model_of(const Held& view, const Held& forward, bool keep_outputs) {
     }
     return parameters;
   };
-  model.buffers = [view] {
+  model.buffers = [view, forward] {
     const py::gil_scoped_acquire gil;
+    if (std::optional<Owned> owned = walk_ordinary(forward.handle())) {
+      return std::move(owned->buffers);
+    }
+    // Python found them beside the parameters, for which it was asked first.
     std::vector<BufferSlot> slots;
     for (const py::handle item : view.handle().attr("buffers")()) {
       const auto triple = item.cast<py::tuple>();

@@ -2,6 +2,7 @@
 #include "bind.hpp"
 #include "held.hpp"
 #include "numpy_random.hpp"
+#include "standard_random.hpp"
 
 #include <infinitybatch/core/rng.hpp>
 
@@ -15,12 +16,6 @@ py::object imported(const char* name) {
   PyObject* modules = PyImport_GetModuleDict();  // borrowed
   PyObject* found = PyDict_GetItemString(modules, name);
   return py::reinterpret_borrow<py::object>(found != nullptr ? found : Py_None);
-}
-
-std::function<void()> save_python_random(const py::object& module) {
-  const Held state(module.attr("getstate")());
-  const Held restore(module.attr("setstate"));
-  return [state, restore] { restore.handle()(state.handle()); };
 }
 
 /// A source that saves with `save(module)`.
@@ -41,7 +36,7 @@ void register_module(const char* name, Save save) {
 }  // namespace
 
 void register_random_sources() {
-  register_module("random", &save_python_random);
+  register_module("random", &save_standard_random);
   register_module("numpy.random", &save_numpy_random);
 }
 

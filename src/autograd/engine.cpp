@@ -4,9 +4,11 @@
 
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/engine.h>
 
-#include <unordered_set>
+#include <algorithm>
 #include <vector>
 
 namespace infinitybatch::autograd {
@@ -62,6 +64,25 @@ void execute_or_drain(const edge_list& roots, const variable_list& gradients) {
   }
 }
 
+/// Nodes that were met. Most graphs of a micro-batch's loss are small enough to be searched
+/// through.
+class NodeSet {
+ public:
+  /// False where it was there.
+  bool insert(Node* node) {
+    if (!many_.empty()) return many_.insert(node).second;
+    if (std::find(few_.begin(), few_.end(), node) != few_.end()) return false;
+    few_.push_back(node);
+    if (few_.size() > kFew) many_.insert(few_.begin(), few_.end());
+    return true;
+  }
+
+ private:
+  static constexpr size_t kFew = 32;
+  c10::SmallVector<Node*, kFew + 1> few_;
+  ska::flat_hash_set<Node*> many_;
+};
+
 }  // namespace
 
 at::Tensor no_gradient() {
@@ -76,10 +97,10 @@ void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Te
 }
 
 void walk_graph(const std::vector<at::Tensor>& roots, const std::function<void(Node&)>& visit) {
-  std::unordered_set<Node*> seen;
-  std::vector<Node*> open;
+  NodeSet seen;
+  c10::SmallVector<Node*, 32> open;
   const auto reach = [&](Node* node) {
-    if (node != nullptr && seen.insert(node).second) open.push_back(node);
+    if (node != nullptr && seen.insert(node)) open.push_back(node);
   };
   for (const at::Tensor& root : roots) reach(root.grad_fn().get());
   while (!open.empty()) {

@@ -185,6 +185,8 @@ void GradientSinks::redirect_other_leaves(const std::vector<at::Tensor>& roots,
   for (const at::Tensor& leaf : except) left_alone.insert(leaf.unsafeGetTensorImpl());
   walk_graph(roots, [&](Node& node) {
     for (Edge& edge : node.next_edges()) {
+      // Accumulators end the graph. Asked first because casts are slow.
+      if (!edge.function || edge.function->num_outputs() != 0) continue;
       auto* accumulator = dynamic_cast<AccumulateGrad*>(edge.function.get());
       if (accumulator == nullptr) continue;
       // Not held: the edge keeps the accumulator, and with it the leaf, until it is replaced.
@@ -220,7 +222,6 @@ class GradientSinks::HandOut : public Node {
     add_next_edge(torch::autograd::impl::gradient_edge(variable));
     sums_.push_back(std::move(sum));
   }
-  bool empty() const { return sums_.empty(); }
   variable_list apply(variable_list&&) override { return std::move(sums_); }
   std::string name() const override { return "infinitybatch::HandOut"; }
 
@@ -244,30 +245,51 @@ struct GradBackup {
   at::Tensor values;  // its values, where adding in place would lose them
 };
 
+/// What torch's accumulators do. Where nobody has a hook there is no need of an engine to call
+/// them.
+void accumulate_all(const std::vector<GradBackup>& into, std::vector<at::Tensor>& sums) {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < sums.size(); ++i) {
+    const at::Tensor& variable = into[i].variable;
+    compat::accumulate(variable, variable.mutable_grad(), sums[i], /*references=*/1);
+    sums[i].reset();
+  }
+}
+
 }  // namespace
 
 void GradientSinks::hand_out() {
   uninstall();
-  auto root = compat::make_node<HandOut>();
   std::vector<GradBackup> backups;
+  std::vector<at::Tensor> sums;
   bool back_up_values = false;
+  bool engine = false;
   for (const auto& entry : entries_) {
     const at::Tensor variable = entry->slot->lock();
     if (!variable.defined() || !entry->slot->buffer.defined()) continue;
     backups.push_back({variable, variable.grad(), {}});
-    back_up_values = back_up_values || can_fail(variable, entry->previous, entry->slot->buffer);
+    const NodePtr accumulator = compat::accumulator_of(variable);
+    const bool can_fail_here = can_fail(variable, accumulator, entry->slot->buffer);
+    back_up_values = back_up_values || can_fail_here;
+    engine = engine || can_fail_here || !variable.is_cpu();
     at::Tensor sum = std::move(entry->slot->buffer);
     if (sum.scalar_type() != variable.scalar_type()) sum = sum.to(variable.scalar_type());
-    root->add(variable, std::move(sum));
+    sums.push_back(std::move(sum));
   }
-  if (root->empty()) return;
+  if (sums.empty()) return;
   if (back_up_values) {
     for (GradBackup& backup : backups) {
       if (backup.grad.defined()) backup.values = backup.grad.clone();
     }
   }
   try {
-    run_root(root);
+    if (engine) {
+      auto root = compat::make_node<HandOut>();
+      for (size_t i = 0; i < sums.size(); ++i) root->add(backups[i].variable, std::move(sums[i]));
+      run_root(root);
+    } else {
+      accumulate_all(backups, sums);
+    }
   } catch (...) {
     keep_foreign_exception(std::current_exception());
     at::NoGradGuard no_grad;

@@ -1,5 +1,7 @@
 #include <infinitybatch/execute/denominator.hpp>
 
+#include <infinitybatch/core/host_number.hpp>
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 
@@ -40,6 +42,12 @@ Denominator::Denominator(const Job& job) {
       continue;
     }
     const at::Tensor& tensor = std::get<at::Tensor>(part);
+    if (job.device.is_cpu()) {
+      if (const std::optional<double> number = host_number(tensor)) {
+        known_ += *number;
+        continue;
+      }
+    }
     const at::Tensor exact =
         tensor.to(has_double(tensor.device()) ? at::kDouble : at::kFloat).reshape({});
     computed_ = computed_.defined() ? computed_.add(exact) : exact;
@@ -50,7 +58,11 @@ Denominator::Denominator(const Job& job) {
 at::Tensor Denominator::divide(const at::Tensor& sum) const {
   if (undivided_) return sum;
   if (!computed_.defined()) return sum.div(known_);
-  return sum.div(computed_.to(sum.device(), sum.scalar_type()));
+  // The same for every micro-batch, mostly.
+  const bool fits = divisor_.defined() && divisor_.device() == sum.device() &&
+                    divisor_.scalar_type() == sum.scalar_type();
+  if (!fits) divisor_ = computed_.to(sum.device(), sum.scalar_type());
+  return sum.div(divisor_);
 }
 
 }  // namespace infinitybatch

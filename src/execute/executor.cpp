@@ -2,7 +2,6 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/sum_type.hpp>
 #include <infinitybatch/coupled/one_of_many.hpp>
 
 #include <ATen/Functions.h>
@@ -13,10 +12,6 @@
 
 namespace infinitybatch {
 namespace {
-
-at::Tensor zero_total(const at::Device& device) {
-  return at::zeros({}, at::TensorOptions().dtype(sum_type(device)).device(device));
-}
 
 /// Leaves on the host go to the model's device; leaves on an accelerator stay where the user put
 /// them.
@@ -39,7 +34,7 @@ Executor::Executor(const Job& job)
     : job_(job),
       sinks_(job.parameters, job.nested),
       buffers_(job.buffers, job.exact_coupling),
-      total_(zero_total(job.device)) {
+      total_(job.device) {
   if (job.cut) cut_pass_.emplace(job, sinks_, buffers_);
   if (job.coupled == nullptr) {
     denominator_.emplace(job);
@@ -126,8 +121,7 @@ void Executor::whole_loss() {
   const at::Tensor value = whole_outputs_ ? whole_outputs_->loss(sinks_) : two_pass_->whole_loss();
   in_whole_loss_ = false;
   buffers_.begin_second_pass();
-  loss_type_ = value.scalar_type();
-  total_.copy_(value);
+  total_.add(value);
 }
 
 void Executor::replay(Rows rows) {
@@ -182,11 +176,9 @@ void Executor::check_coupling(Rows rows) const {
 }
 
 void Executor::loss(Rows rows) {
-  const at::Tensor sum = job_.loss->sum(outputs_, targets_);
-  share_ = denominator_->divide(sum.reshape({}));
+  share_ = denominator_->divide(job_.loss->sum(outputs_, targets_));
   const at::NoGradGuard no_grad;
-  if (!loss_type_) loss_type_ = share_.scalar_type();
-  total_.add_(share_.detach());
+  total_.add(share_);
   if (job_.on_micro_batch) {
     job_.on_micro_batch({rows.begin, rows.end, detach(outputs_), targets_});
   }
@@ -258,7 +250,7 @@ void Executor::release() {
 void Executor::penalty() {
   if (job_.loss->has_penalty()) {
     at::Tensor term = job_.loss->penalty().reshape({});
-    total_.add_(term.detach());
+    total_.add(term);
     differentiate(term);
   }
 }
@@ -271,7 +263,7 @@ void Executor::hand_out() {
 }
 
 void Executor::finish() {
-  final_loss_ = total_.to(loss_type_.value_or(at::kFloat));
+  final_loss_ = total_.get();
   if (two_pass_) {
     two_pass_->check();
     if (job_.keep_outputs) final_outputs_ = two_pass_->outputs();
@@ -297,7 +289,7 @@ void Executor::roll_back() {
 }
 
 at::Tensor Executor::loss() const {
-  return final_loss_.defined() ? final_loss_ : total_.to(loss_type_.value_or(at::kFloat));
+  return final_loss_.defined() ? final_loss_ : total_.get();
 }
 
 std::optional<std::string> Executor::opaque() const {

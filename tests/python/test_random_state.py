@@ -37,6 +37,8 @@ def step(draw):
 
 def prepare(kind):
     random.seed(7)
+    if kind in ("cached", "wraps"):
+        random.gauss()  # the second of two numbers waits
     if kind == "pcg64":
         np.random.set_bit_generator(np.random.PCG64(3))
         return
@@ -59,6 +61,8 @@ DRAWS = {
     "one normal": lambda: np.random.standard_normal(),
     "two normals": lambda: np.random.standard_normal(2),
     "many": lambda: (np.random.standard_normal(1001), np.random.rand(700), random.random()),
+    "one number": random.random,
+    "gauss": lambda: random.gauss(),
 }
 
 
@@ -75,7 +79,7 @@ def test_a_failing_step_puts_everything_back(prepared, draw):
     assert everything() == before
 
 
-@pytest.mark.parametrize("draw", ["nothing", "one normal", "many"])
+@pytest.mark.parametrize("draw", ["nothing", "one normal", "many", "gauss"])
 def test_a_step_draws_only_what_the_model_draws(prepared, draw):
     step(DRAWS[draw])
     after = everything()
@@ -83,3 +87,21 @@ def test_a_step_draws_only_what_the_model_draws(prepared, draw):
     for _ in range(3):
         DRAWS[draw]()
     assert after == everything()
+
+
+@pytest.mark.parametrize("kind", [random.Random, type("Mine", (random.Random,), {})])
+def test_another_generator_in_the_place_of_pythons_own(monkeypatch, kind):
+    mine = kind(3)
+    for name in ("getstate", "setstate"):
+        monkeypatch.setattr(random, name, getattr(mine, name))
+    mine.gauss(0, 1)
+    before = mine.getstate()
+
+    def draw_and_fail():
+        mine.gauss(0, 1)
+        mine.random()
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        step(draw_and_fail)
+    assert mine.getstate() == before

@@ -13,9 +13,10 @@ class Denominator {
   at::Tensor divide(const at::Tensor& sum) const;
 
  private:
-  double known_ = 0;  // what shapes alone decide
+  double known_ = 0;  // what shapes alone decide, and on the host everything
   bool undivided_ = false;
-  at::Tensor computed_;  // what depends on values; stays on its device
+  at::Tensor computed_;         // what depends on values of a device; stays there
+  mutable at::Tensor divisor_;  // the same in the type of the last sum
 };
 
 }  // namespace infinitybatch

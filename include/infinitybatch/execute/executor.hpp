@@ -6,6 +6,7 @@
 #include <infinitybatch/execute/cut_pass.hpp>
 #include <infinitybatch/execute/denominator.hpp>
 #include <infinitybatch/execute/job.hpp>
+#include <infinitybatch/execute/loss_total.hpp>
 #include <infinitybatch/execute/plan.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
 
@@ -83,8 +84,7 @@ class Executor {
   Batch outputs_;
   at::Tensor share_;
 
-  at::Tensor total_;  // of the loss, in fp64 where the device has it
-  std::optional<at::ScalarType> loss_type_;
+  LossTotal total_;
   std::vector<Batch> kept_;  // outputs, with `keep_outputs`
   std::vector<int64_t> kept_rows_;
   at::Tensor final_loss_;  // what `loss` and `take_outputs` give, made before the hand-out

@@ -1,0 +1,29 @@
+#pragma once
+
+#include "held.hpp"
+
+#include <infinitybatch/core/model.hpp>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace infinitybatch::python {
+
+/// What a torch.nn.Module owns, as `ModelView._walk` finds it.
+struct Owned {
+  std::vector<NamedParameter> parameters;
+  std::vector<BufferSlot> buffers;
+};
+
+/// Walks over a tree of ordinary modules without an interpreter: it is done in every step. Nothing
+/// where any module or parameter is not quite ordinary (subclasses of parameters, lazy or scripted
+/// modules, overridden traversal, compiled calls): then Python looks, and explains.
+/// The GIL is held.
+std::optional<Owned> walk_ordinary(py::handle model);
+
+/// A buffer of a Python module: an entry of its `_buffers`, so that a model that binds another
+/// tensor to the name is noticed. `get` and `set` take the GIL, during unwinding too.
+BufferSlot dict_slot(std::string name, const Held& buffers, const Held& key);
+
+}  // namespace infinitybatch::python

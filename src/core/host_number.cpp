@@ -1,0 +1,44 @@
+#include <infinitybatch/core/host_number.hpp>
+
+#include <c10/core/DispatchKeySet.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+namespace infinitybatch {
+namespace {
+
+/// Whether the tensor is nothing but memory of the host, whatever autograd or autocast do with it.
+bool is_plain(const at::Tensor& tensor) {
+  static const c10::DispatchKeySet ordinary =
+      c10::DispatchKeySet(c10::DispatchKey::CPU) |
+      c10::getAutogradRelatedKeySetFromBackend(c10::BackendComponent::CPUBit) |
+      c10::getAutocastRelatedKeySetFromBackend(c10::BackendComponent::CPUBit);
+  return (tensor.key_set() | ordinary) == ordinary;
+}
+
+template <typename T>
+double value_of(const at::Tensor& tensor) {
+  return static_cast<double>(*static_cast<const T*>(tensor.const_data_ptr()));
+}
+
+}  // namespace
+
+std::optional<double> host_number(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.dim() != 0 || !is_plain(tensor)) return std::nullopt;
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return value_of<double>(tensor);
+    case at::kFloat:
+      return value_of<float>(tensor);
+    case at::kHalf:
+      return value_of<c10::Half>(tensor);
+    case at::kBFloat16:
+      return value_of<c10::BFloat16>(tensor);
+    case at::kLong:
+      return value_of<int64_t>(tensor);
+    default:
+      return std::nullopt;
+  }
+}
+
+}  // namespace infinitybatch
