@@ -25,7 +25,7 @@ PythonSource make_source(int64_t size, const py::object& rows) {
     throw InvalidType(std::string("rows must be a callable (begin, end) -> pytree, not ") +
                       Py_TYPE(rows.ptr())->tp_name);
   }
-  return {size, Held(rows), std::make_shared<std::string>()};
+  return {size, Held(rows), std::make_shared<BatchSource>()};
 }
 
 int64_t checked_dim(int64_t dim) {

@@ -136,8 +136,9 @@ class PyVirtualBatch {
       StepSide right = to_step_side(targets, "targets");
       if (!left.has_rows()) batch_size(left.whole, "inputs");  // throws: there is no tensor
       if (!right.has_rows()) {
-        right.source = BatchSource{
-            left.source->size, [whole = right.whole](int64_t, int64_t) { return whole; }, "none"};
+        right.source = BatchSource{left.source->size,
+                                   [whole = right.whole](int64_t, int64_t) { return whole; },
+                                   "none", Dims(), /*uniform=*/true};
       }
       const py::gil_scoped_release no_gil;
       return step(*left.source, *right.source);

@@ -22,14 +22,16 @@ Batch read_rows(const Held& rows, int64_t begin, int64_t end, const char* name) 
 
 BatchSource from_python(const PythonSource& python, const char* name) {
   // Without it the planner would take sources of other shapes for this one.
-  if (python.signature->empty()) {
-    *python.signature = BatchSource::from(read_rows(python.rows, 0, 1, name), name).signature;
+  if (python.first_row->signature.empty()) {
+    BatchSource first = BatchSource::from(read_rows(python.rows, 0, 1, name), name);
+    python.first_row->signature = std::move(first.signature);
+    python.first_row->dims = std::move(first.dims);
   }
   return {python.size,
           [rows = python.rows, name](int64_t begin, int64_t end) {
             return read_rows(rows, begin, end, name);
           },
-          *python.signature};
+          python.first_row->signature, python.first_row->dims};
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ namespace infinitybatch::python {
 struct PythonSource {
   int64_t size = 0;
   Held rows;                               // (begin, end) -> pytree
-  std::shared_ptr<std::string> signature;  // of the first row, once it was read
+  std::shared_ptr<BatchSource> first_row;  // once it was read, for its signature
 };
 
 /// One side of a step: a BatchSource, or anything that `to_batch` understands. A batch without any

@@ -139,19 +139,30 @@ Batch concatenate(std::vector<Batch> parts, const std::vector<int64_t>& row_coun
   return joined;
 }
 
-BatchSource BatchSource::from(const Batch& batch, std::string_view name) {
-  std::ostringstream signature;
+Dims dims_of(const Batch& batch) {
+  Dims dims;
   for (const Leaf& leaf : batch.leaves()) {
     if (!leaf.tensor.defined()) continue;
-    signature << leaf.tensor.scalar_type() << leaf.tensor.device() << leaf.batch_dim;
-    for (int64_t dim = 0; dim < leaf.tensor.dim(); ++dim) {
-      if (dim != leaf.batch_dim) signature << 'x' << leaf.tensor.size(dim);
+    std::vector<int64_t>& sizes = dims.emplace_back(leaf.tensor.sizes().vec());
+    if (leaf.batch_dim >= 0 && leaf.batch_dim < leaf.tensor.dim()) {
+      sizes.erase(sizes.begin() + leaf.batch_dim);
     }
-    signature << ';';
+  }
+  return dims;
+}
+
+BatchSource BatchSource::from(const Batch& batch, std::string_view name) {
+  std::string signature;
+  for (const Leaf& leaf : batch.leaves()) {
+    if (!leaf.tensor.defined()) continue;
+    signature += c10::toString(leaf.tensor.scalar_type());
+    signature += leaf.tensor.device().str();
+    signature += '/' + std::to_string(leaf.batch_dim) + '/' + std::to_string(leaf.tensor.dim());
+    signature += ';';
   }
   return {batch_size(batch, name),
           [batch](int64_t begin, int64_t end) { return infinitybatch::rows(batch, begin, end); },
-          signature.str()};
+          std::move(signature), dims_of(batch), /*uniform=*/true};
 }
 
 }  // namespace infinitybatch

@@ -8,6 +8,7 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace infinitybatch {
@@ -93,6 +94,12 @@ void Executor::load(Rows rows) {
   if (job_.interrupt) job_.interrupt();
   inputs_ = load_rows(*job_.inputs, rows, job_.device);
   targets_ = load_rows(*job_.targets, rows, job_.device);
+  if (job_.inputs->uniform && job_.targets->uniform) return;
+  Dims dims = dims_of(inputs_);
+  for (auto& leaf : dims_of(targets_)) dims.push_back(std::move(leaf));
+  if (std::find(lengths_.begin(), lengths_.end(), dims) == lengths_.end()) {
+    lengths_.push_back(std::move(dims));
+  }
 }
 
 void Executor::forward(Rows rows) {

@@ -54,16 +54,19 @@ int64_t even_size(int64_t batch_size, int64_t at_most) {
 }  // namespace
 
 void Planner::begin(const Request& request) {
-  const bool same = request.signature == request_.signature &&
+  const bool same = request.signature == request_.signature && request.dims == request_.dims &&
                     request.batch_size == request_.batch_size &&
                     request.baseline_bytes == request_.baseline_bytes &&
                     request.budget_bytes == request_.budget_bytes;
   request_ = request;
-  known_ = &knowledge_[request.signature];
   row_ = 0;
   attempted_retained_ = 0;
-  if (!same) forget_settled_plan();
+  const Knowledge* before = known_;
+  choose_knowledge();
+  if (!same || known_ != before) forget_settled_plan();
   if (settled_plan_) return;
+  // Shorter samples may fit where those whose plan they would follow do not.
+  if (borrowed_ && candidates().empty()) stop_borrowing();
   if (known_->profile && candidates().empty()) {
     int64_t smallest = INT64_MAX;
     for (int64_t cap = 1; cap < 2 * request.batch_size; cap *= 2) {
@@ -112,6 +115,8 @@ int64_t Planner::predicted_peak(int64_t size) const {
   double above = 0;
   if (known_->profile) {
     above = static_cast<double>(simulated_peak(size) - baseline);
+  } else if (known_->ragged) {
+    above = ragged_peak(size) * (1.0 + kIrregularMargin);
   } else if (!known_->peaks.empty()) {
     // Activations grow no faster than the samples, so the largest peak per sample is a bound.
     const auto& [measured_size, measured_peak] = *known_->peaks.rbegin();
@@ -183,6 +188,10 @@ std::optional<int64_t> Planner::probe_size() const {
 }
 
 double Planner::Timing::estimate() const {
+  if (average) {
+    const double all = std::accumulate(seconds_per_sample.begin(), seconds_per_sample.end(), 0.0);
+    return all / static_cast<double>(seconds_per_sample.size());
+  }
   std::vector<double> sorted = seconds_per_sample;
   const auto low = sorted.begin() + (static_cast<std::ptrdiff_t>(sorted.size()) - 1) / kLowPart;
   std::nth_element(sorted.begin(), low, sorted.end());
@@ -330,6 +339,8 @@ std::optional<Piece> Planner::next() {
 }
 
 void Planner::observe(const Piece& piece, const Measurement& measured) {
+  notice_lengths(piece, measured);
+  if (borrowed_) return observe_borrowed(piece, measured);
   if (measured.whole_loss) {
     const bool one = piece.plan.micro_batch_sizes.size() == 1;
     known_->whole_loss[{request_.batch_size, one}] = *measured.whole_loss;
@@ -356,12 +367,13 @@ void Planner::observe(const Piece& piece, const Measurement& measured) {
   }
   if (piece.timed_cap > 0) learn_times(piece, measured.seconds);
   last_cap_ = piece.timed_cap;
-  if (measured.trace) learn(*measured.trace);
+  if (measured.trace && !known_->ragged) learn(*measured.trace);
 }
 
 void Planner::learn_times(const Piece& piece, const std::vector<double>& seconds) {
   Timing& timing = known_->timings[piece.timed_cap];
   ++timing.pieces;
+  timing.average = known_->ragged;
   size_t first = 0;
   if (piece.timed_cap != last_cap_) {
     if (seconds.size() > 1) {
@@ -373,7 +385,7 @@ void Planner::learn_times(const Piece& piece, const std::vector<double>& seconds
   }
   const auto size = static_cast<double>(piece.plan.micro_batch_size());
   for (size_t i = first; i < seconds.size(); ++i) {
-    timing.seconds_per_sample.push_back(seconds[i] / size);
+    timing.seconds_per_sample.push_back(seconds[i] / size * work_ratio_);
     timing.seconds += seconds[i];
   }
 }
@@ -395,6 +407,7 @@ void Planner::forget_settled_plan() {
 
 void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
   forget_settled_plan();
+  if (borrowed_ && attempted_ > 0) return stop_borrowing();
   if (attempted_retained_ > 0) {
     known_->most_retained = attempted_retained_ / 2;
     attempted_retained_ = 0;
@@ -455,7 +468,8 @@ Plan Planner::make_plan() const {
     if (power >= request_.batch_size) break;
   }
   if (const Timing* timing = timing_of(cap)) {
-    plan.predicted_seconds = timing->estimate() * static_cast<double>(request_.batch_size);
+    plan.predicted_seconds =
+        timing->estimate() / work_ratio_ * static_cast<double>(request_.batch_size);
   }
   plan.reason = reason(cap);
   return plan;
@@ -466,7 +480,9 @@ Candidate Planner::candidate(int64_t cap) const {
   candidate.micro_batch_size = size_under(cap);
   candidate.peak_bytes = predicted_peak(candidate.micro_batch_size);
   candidate.feasible = fits(candidate.micro_batch_size);
-  if (const Timing* timing = timing_of(cap)) candidate.seconds_per_sample = timing->estimate();
+  if (const Timing* timing = timing_of(cap)) {
+    candidate.seconds_per_sample = timing->estimate() / work_ratio_;
+  }
   return candidate;
 }
 
@@ -481,11 +497,13 @@ std::string Planner::reason(int64_t cap) const {
                ? "the fastest size that fits, bounded by the budget"
                : "the fastest of the sizes that fit";
   }
+  if (borrowed_) text += "; planned as longer samples are, so that the peak is a bound";
   if (known_->irregular) {
     char margin[96];
-    std::snprintf(margin, sizeof margin,
-                  "; memory depends on the data's values, so peaks carry a margin of %.0f %%",
-                  100 * kIrregularMargin);
+    std::snprintf(
+        margin, sizeof margin, "; %s, so peaks carry a margin of %.0f %%",
+        known_->ragged ? "samples are of unequal length" : "memory depends on the data's values",
+        100 * kIrregularMargin);
     text += margin;
   }
   if (!settled()) text += "; not settled yet, more sizes will be timed";

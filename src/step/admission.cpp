@@ -73,7 +73,8 @@ void admit_model(Job& job) {
 
 BatchSource targets_source(const Batch& targets, int64_t size) {
   if (targets.tensors().empty()) {
-    return {size, [targets](int64_t, int64_t) { return targets; }, "none"};
+    return {size, [targets](int64_t, int64_t) { return targets; }, "none", Dims(),
+            /*uniform=*/true};
   }
   return BatchSource::from(targets, "targets");
 }
@@ -90,7 +91,22 @@ std::vector<at::Tensor> reachable_tensors(const Job& job) {
   return tensors;
 }
 
+Dims lengths_of(const Job& job) {
+  Dims dims = job.inputs->dims;
+  dims.insert(dims.end(), job.targets->dims.begin(), job.targets->dims.end());
+  return dims;
+}
+
 std::string signature_of(const Job& job) {
+  std::string signature = kind_of(job);
+  for (const std::vector<int64_t>& leaf : lengths_of(job)) {
+    signature += '|';
+    for (const int64_t size : leaf) signature += 'x' + std::to_string(size);
+  }
+  return signature;
+}
+
+std::string kind_of(const Job& job) {
   std::string signature = job.inputs->signature + "|" + job.targets->signature;
   signature += job.model->is_training() ? "|train" : "|eval";
   signature += "|" + std::to_string(at::get_num_threads());

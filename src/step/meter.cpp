@@ -108,7 +108,9 @@ Measurement run(Executor& executor, const Piece& piece, int64_t first_row, at::D
   const auto perform = [&](const Instruction& instruction, Rows rows) {
     executor.run(instruction, rows);
   };
-  return run(perform, &executor.sinks(), piece, first_row, device);
+  Measurement measured = run(perform, &executor.sinks(), piece, first_row, device);
+  measured.dims = executor.take_lengths();
+  return measured;
 }
 
 Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Piece& piece,

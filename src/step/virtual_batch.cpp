@@ -277,8 +277,9 @@ void VirtualBatch::State::follow_cuts(Executor& executor, const Job& job,
 
 Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   Request request;
-  request.signature = signature_of(job);
+  request.signature = kind_of(job);
   if (job.cut) request.signature += "|cut into " + std::to_string(segments_);
+  request.dims = lengths_of(job);
   request.batch_size = job.batch_size();
   request.baseline_bytes = memory::stats(job.device).live;
   request.budget_bytes = budget;

@@ -11,6 +11,7 @@
 #include <infinitybatch/execute/two_pass.hpp>
 
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace infinitybatch {
@@ -37,6 +38,9 @@ class Executor {
   /// All outputs in order, with `keep_outputs`.
   std::optional<Batch> take_outputs();
   autograd::GradientSinks& sinks() noexcept { return sinks_; }
+  /// How long the samples were that were loaded since the last call, each length once; empty where
+  /// the sources promise that all are alike.
+  std::vector<Dims> take_lengths() { return std::exchange(lengths_, {}); }
   /// Whether the loss of all outputs is at work, or failed.
   bool in_whole_loss() const noexcept { return in_whole_loss_; }
   /// How many segments the model's tapes are cut into; with `Job::cut`, after the first `record`.
@@ -79,6 +83,7 @@ class Executor {
   std::optional<WholeOutputs> whole_outputs_;  // then, for a coupled loss
   std::vector<at::Tensor> seeds_;  // then, while measuring, in place of the outputs' gradient
 
+  std::vector<Dims> lengths_;
   Batch inputs_;  // of the micro-batch at work
   Batch targets_;
   Batch outputs_;

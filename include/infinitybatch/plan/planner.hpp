@@ -1,5 +1,6 @@
 #pragma once
 
+#include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/execute/plan.hpp>
 #include <infinitybatch/execute/profile.hpp>
 
@@ -13,7 +14,10 @@ namespace infinitybatch {
 
 /// What is asked of the planner for one step.
 struct Request {
-  std::string signature;  ///< shapes and types of a sample, train or eval, autocast
+  std::string signature;  ///< types and ranks of a sample's leaves, train or eval, autocast
+  /// How long samples are: what is alike but for these shares plans. Of one signature always as
+  /// many leaves of the same ranks.
+  Dims dims;
   int64_t batch_size = 0;
   int64_t baseline_bytes = 0;  ///< live on the device when the first instruction starts
   int64_t budget_bytes = 0;
@@ -39,6 +43,8 @@ struct Measurement {
   std::optional<MicroBatchProfile::Effect> whole_loss;
   std::vector<double> seconds;  ///< of each micro-batch of a timed piece
   int64_t peak_bytes = 0;
+  /// Of every micro-batch, where they need not be alike: how long its samples are. Else empty.
+  std::vector<Dims> dims;
 };
 
 /// Chooses micro-batch sizes under a memory budget.
@@ -47,6 +53,12 @@ struct Measurement {
 /// samples are traced, every size's peak is predicted from them, and sizes that fit are timed in
 /// turn while their gradients are kept. Once every promising size has been timed often enough the
 /// plan is settled: the fastest size whose predicted peak is inside the budget.
+///
+/// Longer samples need more of everything. So a kind of sample that is shorter than one that is
+/// known follows its plan, without probes: the prediction is a bound then. Only what has come back
+/// often, and could be faster in larger micro-batches, gets a plan of its own. Where samples of one
+/// logical batch are of unequal length, peaks are bounded from the largest measured one, scaled to
+/// the longest samples that were seen.
 ///
 /// A machine with other work on it can make a micro-batch look slower than it is, never faster. So
 /// a size counts as fast as the best of its micro-batches are, which are spread over several pieces
@@ -90,6 +102,8 @@ class Planner {
     std::vector<double> seconds_per_sample;  // of each micro-batch
     double seconds = 0;                      // of all of them
     int pieces = 0;
+    // Where samples are of unequal length the best is that of the shortest: the mean counts.
+    bool average = false;
     int cold = 0;  // single micro-batches that were not counted, being the first of their size
     double estimate() const;
   };
@@ -106,7 +120,13 @@ class Planner {
     // Measured, by batch size and whether it was one micro-batch, whose outputs are not copied.
     std::map<std::pair<int64_t, bool>, MicroBatchProfile::Effect> whole_loss;
     int64_t most_retained = INT64_MAX;  // more have run out of memory
+    // Of samples of unequal length in one logical batch:
+    bool ragged = false;
+    std::optional<Dims> lengths;      // of the first micro-batch that was seen
+    double longest = 0;               // elements of a sample, the most that was seen
+    std::map<int64_t, double> works;  // by size: the most elements of a sample in it
   };
+  using Kind = std::pair<std::string, Dims>;
 
   /// Sizes to choose from, as upper ends: powers of two and the largest that fits. A logical batch
   /// is split evenly into micro-batches of at most that size, so that batches of different sizes
@@ -140,14 +160,29 @@ class Planner {
   int64_t fastest() const;
   std::optional<int64_t> probe_size() const;
   void learn(MicroBatchTrace trace);
+  /// Whose knowledge the request is planned with.
+  void choose_knowledge();
+  /// The shortest of the longer kinds that are known well enough to plan with; null where none is.
+  std::pair<const Kind, Knowledge>* longer_kind();
+  bool could_gain(const Dims& longer) const;
+  /// From now on this kind has knowledge of its own.
+  void stop_borrowing();
+  /// What a step under the plan of longer samples tells.
+  void observe_borrowed(const Piece& piece, const Measurement& measured);
+  void notice_lengths(const Piece& piece, const Measurement& measured);
+  double ragged_peak(int64_t size) const;
   void forget_settled_plan();
   Plan make_plan() const;
   Candidate candidate(int64_t cap) const;
   std::string reason(int64_t cap) const;
 
   Request request_;
-  std::map<std::string, Knowledge> knowledge_;
+  std::map<Kind, Knowledge> knowledge_;
+  std::map<std::string, Knowledge> ragged_;  // by signature: lengths differ all the time
+  std::map<Kind, int> borrowings_;           // steps of a kind under the plan of a longer one
   Knowledge* known_ = nullptr;
+  bool borrowed_ = false;                  // `known_` is of longer samples
+  double work_ratio_ = 1.0;                // elements of their samples ÷ of these
   int64_t row_ = 0;                        // rows handed to the step so far
   int64_t last_cap_ = 0;                   // of the piece that ran last, where it was timed
   std::optional<Plan> settled_plan_;       // for the current request

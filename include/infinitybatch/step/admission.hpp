@@ -24,5 +24,9 @@ std::vector<at::Tensor> reachable_tensors(const Job& job);
 
 /// What decides which plan fits: shapes and types of a sample, train or eval, autocast, threads.
 std::string signature_of(const Job& job);
+/// The same without shapes: what samples that differ in length alone have in common.
+std::string kind_of(const Job& job);
+/// Those shapes: of inputs, then of targets.
+Dims lengths_of(const Job& job);
 
 }  // namespace infinitybatch

@@ -152,7 +152,14 @@ TEST(Source, MakesRowsAndTellsKindsApart) {
   EXPECT_EQ(source.signature, signature(at::arange(20).reshape({10, 2})))
       << "the size is no matter";
   EXPECT_NE(source.signature, signature(at::ones({4, 2})));
-  EXPECT_NE(source.signature, signature(at::arange(12).reshape({4, 3})));
+  EXPECT_NE(source.signature, signature(at::arange(8).reshape({4, 2, 1})));
+  const auto dims = [](const Batch& batch) { return BatchSource::from(batch, "inputs").dims; };
+  EXPECT_EQ(source.signature, signature(at::arange(12).reshape({4, 3})))
+      << "lengths are told by dims";
+  EXPECT_EQ(source.dims, (Dims{{2}}));
+  EXPECT_EQ(dims(at::arange(12).reshape({4, 3})), (Dims{{3}}));
+  EXPECT_EQ(dims(Batch(at::ones({2, 4, 3})).with_batch_dim(1)), (Dims{{2, 3}}));
+  EXPECT_EQ(dims(Batch::tuple({at::ones({4}), Batch(at::ones({7})).shared()})), (Dims{{}, {7}}));
   EXPECT_NE(source.signature, signature(Batch(at::arange(8).reshape({2, 4})).with_batch_dim(1)));
   EXPECT_THROW(BatchSource::from(Batch(at::ones({0})), "inputs"), BatchError);
 }

@@ -1,0 +1,134 @@
+"""Samples of unequal length: which batches are probed, what fits, and that nothing of it is inexact."""
+
+import copy
+
+import infinitybatch as ib
+import pytest
+import torch
+from torch import nn
+
+SAMPLES, WIDTH = 64, 24
+
+
+class Reader(nn.Module):
+    """Tokens of any number; 0 is padding, which adds nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, WIDTH, padding_idx=0)
+        self.hidden = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.out = nn.Linear(4 * WIDTH, 5)
+
+    def forward(self, tokens):
+        return self.out(torch.tanh(self.hidden(self.embedding(tokens))).sum(1))
+
+
+def tokens(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 50, (SAMPLES, length), generator=generator)
+
+
+LABELS = torch.randint(5, (SAMPLES,), generator=torch.Generator().manual_seed(1))
+
+
+def needs(model, inputs, size):
+    """The peak of a step with a fixed size."""
+    report = ib.VirtualBatch(copy.deepcopy(model), nn.CrossEntropyLoss(), micro_batch_size=size)
+    return report.backward(inputs, LABELS).peak_bytes
+
+
+def was_probed(report):
+    return report.micro_batch_sizes[:2] == [2, 4]
+
+
+def check_gradients(model, inputs):
+    native = copy.deepcopy(model)
+    native.zero_grad()
+    nn.functional.cross_entropy(native(inputs), LABELS).backward()
+    for ours, theirs in zip(model.parameters(), native.parameters(), strict=True):
+        error = (ours.grad - theirs.grad).norm() / theirs.grad.norm()
+        assert error <= 1e-12
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Reader().double()
+
+
+def test_shorter_batches_are_not_probed_and_longer_ones_are(model):
+    budget = needs(model, tokens(40), SAMPLES)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget=budget)
+
+    def step(length):
+        model.zero_grad()
+        report = batch.backward(tokens(length, seed=length), LABELS)
+        assert report.peak_bytes <= budget
+        assert report.restarts == 0
+        check_gradients(model, tokens(length, seed=length))
+        return report
+
+    assert was_probed(step(30))
+    for length in (29, 20, 30, 11):
+        assert not was_probed(step(length)), length
+    plan = batch.plan(tokens(21), LABELS)
+    assert "longer samples" in plan.reason
+    assert was_probed(step(40))
+    assert not was_probed(step(36))
+    assert not was_probed(step(30))
+
+
+def test_a_length_that_comes_back_often_gets_its_own_plan(model):
+    budget = needs(model, tokens(40), 8)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget=budget)
+    for _ in range(4):
+        batch.backward(tokens(40), LABELS)
+    probed = []
+    for _ in range(8):
+        model.zero_grad()
+        report = batch.backward(tokens(20), LABELS)
+        assert report.peak_bytes <= budget
+        probed.append(was_probed(report))
+    check_gradients(model, tokens(20))
+    assert probed == [False] * 3 + [True] + [False] * 4
+
+
+def padded_source(sizes_seen, last=60):
+    """Each micro-batch is padded to its own longest sample; the longest of all comes last."""
+    lengths = [6 + 5 * (i % 7) for i in range(SAMPLES - 1)] + [last]
+    whole = tokens(last)
+    for row, length in enumerate(lengths):
+        whole[row, length:] = 0
+
+    def rows(begin, end):
+        sizes_seen.append(end - begin)
+        return whole[begin:end, : max(lengths[begin:end])]
+
+    return ib.BatchSource(SAMPLES, rows), whole
+
+
+def test_a_ragged_batch_is_planned_by_its_longest_samples(model):
+    source, whole = padded_source([])
+    budget = needs(model, whole, 16)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget=budget)
+    for i in range(10):
+        model.zero_grad()
+        report = batch.backward(padded_source([])[0], LABELS)
+        assert report.peak_bytes <= budget
+        assert report.restarts == 0 or i == 0
+        check_gradients(model, whole)
+    plan = batch.plan(source, LABELS)
+    assert "unequal length" in plan.reason
+    assert plan.predicted_peak_bytes >= report.peak_bytes
+
+
+def test_a_longer_sample_than_ever_seen_stays_inside_the_budget(model):
+    budget = needs(model, tokens(60), 16)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget=budget)
+    for last in (41, 41, 60, 200, 200):
+        source, whole = padded_source([], last)
+        model.zero_grad()
+        report = batch.backward(source, LABELS)
+        assert report.peak_bytes <= budget
+        check_gradients(model, whole)
+    assert report.restarts == 0
