@@ -135,11 +135,68 @@ TEST(Wrap, NumbersAreReduced) {
 
 TEST(Wrap, OptionsThatCannotBe) {
   Task task;
-  expect_says(message_of<InvalidArgument>([&] { Wrap(task.net, {}); }), "micro_batch_size");
   expect_says(message_of<InvalidArgument>([&] { Wrap(task.net, in_micro_batches_of(0)); }), "is 0");
+}
+
+TEST(Wrap, UnderABudget) {
+  Task task(64, 64);
+  const auto wanted =
+      gradients(contrastive(task.net->forward(task.inputs)), task.net->parameters());
   WrapOptions options;
-  options.memory_budget = "1GiB";
-  expect_says(message_of<Unsupported>([&] { Wrap(task.net, options); }), "micro_batch_size");
+  options.memory_budget = memory::stats(at::kCPU).live + (int64_t{1} << 20);
+  const Wrap wrapped(task.net, options);
+  EXPECT_FALSE(wrapped.last_report().has_value());
+  for (int step = 0; step < 4; ++step) {
+    const memory::PeakScope peak(at::kCPU);
+    const at::Tensor loss = contrastive(wrapped.forward(task.inputs).tensor());
+    expect_close(gradients(loss, task.net->parameters()), wanted);
+    EXPECT_LE(peak.peak(), wrapped.last_report()->memory_budget);
+    EXPECT_EQ(wrapped.last_report()->restarts, 0);
+  }
+  // Without anything the budget is "auto".
+  const Wrap automatic(task.net, {});
+  expect_close(
+      gradients(contrastive(automatic.forward(task.inputs).tensor()), task.net->parameters()),
+      wanted);
+  EXPECT_GT(automatic.last_report()->memory_budget.value(), 0);
+}
+
+TEST(Wrap, ABudgetThatIsTooSmall) {
+  Task task(64, 64);
+  WrapOptions options;
+  options.memory_budget = memory::stats(at::kCPU).live + 512;
+  const Wrap wrapped(task.net, options);
+  const int64_t live = memory::stats(at::kCPU).live;
+  try {
+    wrapped.forward(task.inputs);
+    FAIL() << "nothing was thrown";
+  } catch (const BudgetExceeded& error) {
+    EXPECT_GT(error.needed(), error.limit());
+  }
+  EXPECT_EQ(memory::stats(at::kCPU).live, live);
+}
+
+TEST(Wrap, WhereOthersDoNotAgreeNoGradientLeaves) {
+  Task task;
+  WrapOptions options = in_micro_batches_of(2);
+  int asked = 0;
+  bool others_failed = true;
+  options.agree = [&](const std::exception_ptr& error) {
+    ++asked;
+    EXPECT_EQ(error, nullptr);
+    if (others_failed) throw StateError("another rank has failed");
+  };
+  const Wrap wrapped(task.net, options);
+  const auto step = [&](int64_t rows) {
+    contrastive(wrapped.forward(task.inputs.narrow(0, 0, rows)).tensor()).backward();
+  };
+  expect_says(message_of<StateError>([&] { step(7); }), "another rank");
+  EXPECT_FALSE(task.net->parameters()[0].grad().defined());
+  others_failed = false;
+  step(7);
+  EXPECT_TRUE(task.net->parameters()[0].grad().defined());
+  step(2);  // a single micro-batch: the others may have several
+  EXPECT_EQ(asked, 3);
 }
 
 TEST(Wrap, NothingIsKept) {
