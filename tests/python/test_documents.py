@@ -70,3 +70,16 @@ def test_changelog_knows_the_version_being_built():
         r"project\(infinitybatch VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text()
     )
     assert f"## [{version.group(1)}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_results_of_long_commands_say_how_they_were_made():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    results = sorted((ROOT / "tests/results").glob("*.md"))
+    assert results
+    for result in results:
+        name = re.fullmatch(r"\d{4}-\d\d-\d\d-(.+)", result.stem)
+        assert name and name.group(1) in targets, f"{result.name}: no such command"
+        text = result.read_text()
+        assert f"`make {name.group(1)}`" in text, result.name
+        for word in ("Commit", "Machine", "torch", "failed", "Skipped"):
+            assert word in text, f"{result.name} does not say: {word}"
