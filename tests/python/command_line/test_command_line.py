@@ -110,7 +110,12 @@ MISUSES = {
         USAGE,
         "means nothing with --strategy native.*leave one of them out",
     ),
-    "no such data": (("train", "--data", "nowhere"), ERROR, "no data at nowhere, data/nowhere"),
+    # A program in the wheel's layout knows no third place.
+    "no such data": (
+        ("train", "--data", "nowhere"),
+        ERROR,
+        "no data at nowhere(,| or) data/nowhere",
+    ),
     "no such path": (("train", "--data", "a/b"), ERROR, "no data at a/b; --data takes a folder"),
     "no such labels": (
         ("train", "--data", "{folder}/x.npy", "--labels", "a/b"),
