@@ -24,6 +24,7 @@ from ._C import (
     StepReport,
     VerifyReport,
     WrapReport,
+    across_batch,
     batch_dim,
     shared,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "VirtualBatch",
     "WrapReport",
     "__version__",
+    "across_batch",
     "batch_dim",
     "bench",
     "errors",

@@ -33,7 +33,7 @@ at::Tensor along_channels(const at::Tensor& values, const at::Tensor& input) {
 
 }  // namespace
 
-void BatchNorm::collect(const Arguments& arguments, int64_t rows) {
+void BatchNorm::collect(Rows rows, const Arguments& arguments) {
   const at::NoGradGuard no_grad;
   const at::Tensor input = arguments[kInput].toTensor().detach();
   const int64_t channels = input.size(1);
@@ -47,14 +47,14 @@ void BatchNorm::collect(const Arguments& arguments, int64_t rows) {
   }
   // InstanceNorm written as a BatchNorm: samples stand in the channels, and nothing is coupled.
   const bool named = running_mean_.defined() || tensor_or_none(arguments[kWeight]).defined();
-  if (input.size(0) % rows != 0 || (mean_.defined() && mean_.size(0) != channels)) {
+  if (input.size(0) % rows.size() != 0 || (mean_.defined() && mean_.size(0) != channels)) {
     throw CouplingError("aten::batch_norm",
                         "aten::batch_norm in training mode runs on a tensor of shape " +
-                            c10::str(input.sizes()) + " for " + std::to_string(rows) +
+                            c10::str(input.sizes()) + " for " + std::to_string(rows.size()) +
                             " samples: its first dimension does not hold the samples, so it is "
                             "not known what it mixes; use instance_norm or group_norm");
   }
-  if (rows == 1 && !named) {
+  if (rows.size() == 1 && !named) {
     throw CouplingError("aten::batch_norm",
                         "aten::batch_norm without weight and running statistics runs on a single "
                         "sample: it cannot be told whether its channels hold samples; use "
@@ -105,7 +105,8 @@ void BatchNorm::update_running(SettledBuffers& buffers, const at::Tensor& buffer
   buffers.settle(buffer, before.mul(1 - momentum_).add(value, momentum_).to(buffer.scalar_type()));
 }
 
-at::Tensor BatchNorm::apply(const Arguments& arguments, std::vector<at::Tensor>& leaves) {
+at::Tensor BatchNorm::apply(Rows /*rows*/, const Arguments& arguments,
+                            std::vector<at::Tensor>& leaves) {
   const at::Tensor input = arguments[kInput].toTensor();
   at::Tensor weight = tensor_or_none(arguments[kWeight]);
   at::Tensor bias = tensor_or_none(arguments[kBias]);
@@ -127,7 +128,7 @@ at::Tensor BatchNorm::apply(const Arguments& arguments, std::vector<at::Tensor>&
                         /*momentum=*/0.0, eps_, arguments[kCudnn].toBool());
 }
 
-void BatchNorm::collect_gradient(const std::vector<at::Tensor>& leaves) {
+void BatchNorm::collect_gradient(Rows /*rows*/, const std::vector<at::Tensor>& leaves) {
   if (leaves.empty() || !leaves[0].grad().defined()) return;
   const at::NoGradGuard no_grad;
   const at::ScalarType type = sum_type(mean_.device());
@@ -140,7 +141,7 @@ void BatchNorm::collect_gradient(const std::vector<at::Tensor>& leaves) {
   add(sum_, leaves[1].grad());
 }
 
-void BatchNorm::combine_gradients() {
+void BatchNorm::combine_gradients(autograd::GradientSinks& /*sinks*/) {
   if (!sum_.defined()) return;
   const at::NoGradGuard no_grad;
   const double count = static_cast<double>(count_);
@@ -151,7 +152,8 @@ void BatchNorm::combine_gradients() {
   shift_ = (gain * sum_).div_(-count);
 }
 
-void BatchNorm::correct(const at::Tensor& input, at::Tensor& gradient) const {
+void BatchNorm::correct(Rows /*rows*/, size_t /*which*/, const at::Tensor& input,
+                        at::Tensor& gradient) const {
   const at::NoGradGuard no_grad;
   const auto shaped = [&](const at::Tensor& values) {
     return along_channels(values.to(type_), input);

@@ -17,13 +17,14 @@ namespace infinitybatch::coupled {
 /// so that the rest is added once all micro-batches have been there (`correct`).
 class BatchNorm final : public WholeBatchOp {
  public:
-  void collect(const Arguments& arguments, int64_t rows) override;
+  void collect(Rows rows, const Arguments& arguments) override;
   void combine(SettledBuffers& buffers) override;
-  at::Tensor apply(const Arguments& arguments, std::vector<at::Tensor>& leaves) override;
-  void collect_gradient(const std::vector<at::Tensor>& leaves) override;
-  void combine_gradients() override;
-  bool corrects() const override { return scale_.defined(); }
-  void correct(const at::Tensor& input, at::Tensor& gradient) const override;
+  at::Tensor apply(Rows rows, const Arguments& arguments, std::vector<at::Tensor>& leaves) override;
+  void collect_gradient(Rows rows, const std::vector<at::Tensor>& leaves) override;
+  void combine_gradients(autograd::GradientSinks& sinks) override;
+  size_t corrected() const override { return scale_.defined() ? 1 : 0; }
+  void correct(Rows rows, size_t which, const at::Tensor& input,
+               at::Tensor& gradient) const override;
 
  private:
   void merge(int64_t count, const at::Tensor& mean, const at::Tensor& variance);
@@ -35,7 +36,6 @@ class BatchNorm final : public WholeBatchOp {
   at::Tensor running_var_;
   double momentum_ = 0;
   double eps_ = 0;
-  int64_t only_single_rows_ = 0;  // channels; 0 where it is certain what the channels are
 
   int64_t count_ = 0;      // elements for each channel
   at::Tensor mean_;        // in the type of sums, (channels)

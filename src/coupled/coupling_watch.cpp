@@ -14,7 +14,7 @@ namespace {
 
 thread_local CouplingWatch* innermost = nullptr;
 
-enum class Kind { batch_norm, always, embedding, embedding_renorm };
+enum class Kind { batch_norm, always, embedding, embedding_renorm, across_batch };
 
 struct Watched {
   std::string_view op;
@@ -22,7 +22,7 @@ struct Watched {
 };
 
 // Every spelling: the composite op that modules call, and the kernels that code may call directly.
-constexpr std::array<Watched, 15> kWatched{{
+constexpr std::array<Watched, 16> kWatched{{
     {"aten::batch_norm", Kind::batch_norm},
     {"aten::_batch_norm_impl_index", Kind::batch_norm},
     {"aten::native_batch_norm", Kind::batch_norm},
@@ -38,6 +38,7 @@ constexpr std::array<Watched, 15> kWatched{{
     {"aten::embedding_bag", Kind::embedding},
     {"aten::_embedding_bag", Kind::embedding},
     {"aten::embedding_renorm_", Kind::embedding_renorm},
+    {"infinitybatch::across_batch", Kind::across_batch},
 }};
 
 /// `training` of every batch_norm and `scale_grad_by_freq` of every embedding is the first argument
@@ -57,6 +58,7 @@ bool couples(Kind kind, const c10::ArrayRef<const c10::IValue>& inputs) {
       return first_bool(inputs) && inputs[0].isTensor() && inputs[0].toTensor().requires_grad();
     case Kind::always:
     case Kind::embedding_renorm:
+    case Kind::across_batch:
       return true;
   }
   return false;
@@ -68,6 +70,8 @@ std::string reason(Kind kind) {
       return "scale_grad_by_freq divides by how often a word occurs in the whole batch";
     case Kind::embedding_renorm:
       return "max_norm rewrites rows of the weight during forward";
+    case Kind::across_batch:
+      return "its function asks for all samples";
     case Kind::batch_norm:
     case Kind::always:
       break;
@@ -78,6 +82,10 @@ std::string reason(Kind kind) {
 }  // namespace
 
 struct CouplingWatch::Inside : at::ObserverContext {};
+
+bool CouplingWatch::at_work() noexcept {
+  return innermost != nullptr;
+}
 
 CouplingWatch::Scope::Scope(CouplingWatch& watch)
     : outer_(innermost),

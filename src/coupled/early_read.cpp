@@ -18,7 +18,7 @@ class Provisional {
   std::optional<std::string> first_read() {
     for (const tape::Op& op : tape_.ops) {
       if (op.facts == nullptr) continue;
-      if (is_whole_batch_op(tape_, op)) {
+      if (is_provisional(tape_, op)) {
         tape::for_each_argument(tape_, op, [&](tape::ValueId value, const tape::Slot& slot) {
           if (op.facts->written[slot.argument]) statistics_.insert(tape_.memories[value]);
         });

@@ -2,6 +2,7 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/tape/arguments.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
@@ -47,7 +48,7 @@ std::vector<at::Tensor> CutPass::frontier(const Part& part, const tape::Segment&
   return values;
 }
 
-CutPass::Work CutPass::play(Part& part, const Batch& inputs, int64_t index,
+CutPass::Work CutPass::play(Part& part, Rows rows, const Batch& inputs, int64_t index,
                             std::vector<tape::Draw>& random) {
   const tape::Segment& segment = segment_of(part, index);
   Work work;
@@ -63,7 +64,7 @@ CutPass::Work CutPass::play(Part& part, const Batch& inputs, int64_t index,
   tape::StandIn first;
   if (index > 0) {
     first = [&](std::vector<c10::IValue>& arguments) {
-      return ops_[static_cast<size_t>(index) - 1]->apply(arguments, work.op_leaves);
+      return op_before(index).apply(rows, arguments, work.op_leaves);
     };
   }
   tape::play(part.tape, segment, inputs, work.values, random, first);
@@ -82,14 +83,13 @@ void CutPass::keep(Part& part, int64_t segment, const Work& work) {
 Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool retain) {
   Part& part = parts_.at(rows.begin);
   std::vector<tape::Draw> random = part.random[static_cast<size_t>(segment)];
-  Work work = play(part, inputs, segment, random);
+  Work work = play(part, rows, inputs, segment, random);
   keep(part, segment, work);
   if (segment + 1 < segments()) {
     part.random[static_cast<size_t>(segment) + 1] = std::move(random);
     const tape::Segment& next = segment_of(part, segment + 1);
     std::vector<at::Tensor> values = frontier(part, next);
-    ops_[static_cast<size_t>(segment)]->collect(
-        tape::first_arguments(part.tape, next, inputs, values), rows.size());
+    op_before(segment + 1).collect(rows, tape::first_arguments(part.tape, next, inputs, values));
   }
   Batch outputs;
   if (segment + 1 == segments()) outputs = tape::result_of(part.tape, work.values);
@@ -98,7 +98,10 @@ Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool ret
 }
 
 void CutPass::combine(int64_t segment) {
-  ops_[static_cast<size_t>(segment) - 1]->combine(settled_);
+  const Part& part = parts_.begin()->second;
+  const tape::ModesGuard modes;
+  part.tape.modes[part.tape.ops[segment_of(part, segment).ops.begin].modes].apply();
+  op_before(segment).combine(settled_);
   for (const coupled::SettledBuffers::Entry& entry : settled_.entries()) {
     buffers_.settle(entry.buffer, entry.value);
   }
@@ -107,7 +110,7 @@ void CutPass::combine(int64_t segment) {
 Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
   Part& part = parts_.at(rows.begin);
   if (segment + 1 < segments()) {
-    correct(part, inputs, segment + 1);
+    correct(part, rows, inputs, segment + 1);
     drop(part, segment + 1);
   }
   const auto retained = part.retained.find(segment);
@@ -116,7 +119,7 @@ Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
     part.retained.erase(retained);
   } else {
     std::vector<tape::Draw> random = part.random[static_cast<size_t>(segment)];
-    work_ = play(part, inputs, segment, random);
+    work_ = play(part, rows, inputs, segment, random);
   }
   if (segment + 1 < segments()) return {};
   Batch outputs = tape::result_of(part.tape, work_.values);
@@ -151,7 +154,7 @@ void CutPass::backward(Rows rows, int64_t segment, std::vector<at::Tensor> roots
 
 void CutPass::collect(Rows rows, int64_t segment) {
   Part& part = parts_.at(rows.begin);
-  if (segment > 0) ops_[static_cast<size_t>(segment) - 1]->collect_gradient(work_.op_leaves);
+  if (segment > 0) op_before(segment).collect_gradient(rows, work_.op_leaves);
   const at::NoGradGuard no_grad;
   for (auto& [crossing, leaf] : work_.leaves) {
     if (!leaf.grad().defined()) continue;
@@ -167,26 +170,40 @@ void CutPass::collect(Rows rows, int64_t segment) {
 }
 
 void CutPass::combine_gradients(int64_t segment) {
-  ops_[static_cast<size_t>(segment) - 1]->combine_gradients();
+  op_before(segment).combine_gradients(sinks_);
 }
 
-void CutPass::correct(Part& part, const Batch& inputs, int64_t segment) {
-  coupled::WholeBatchOp& op = *ops_[static_cast<size_t>(segment) - 1];
-  if (!op.corrects()) return;
+void CutPass::correct(Part& part, Rows rows, const Batch& inputs, int64_t segment) {
+  const coupled::WholeBatchOp& op = op_before(segment);
+  if (op.corrected() == 0) return;
   const tape::Segment& here = segment_of(part, segment);
-  const tape::Op& record = part.tape.ops[here.ops.begin];
-  const tape::ValueId input = part.tape.slots[record.slots.begin].first;
-  for (const tape::Take& take : here.takes) {
-    if (take.from.value != input) continue;
-    if (part.differentiable.count(take.from) == 0) return;
-    return op.correct(part.waiting.at(take.from), part.gradients[take.from]);
+  std::vector<tape::ValueId> given;
+  tape::for_each_argument(part.tape, part.tape.ops[here.ops.begin],
+                          [&](tape::ValueId value, const tape::Slot&) { given.push_back(value); });
+  for (size_t i = 0; i < op.corrected(); ++i) {
+    const auto take =
+        std::find_if(here.takes.begin(), here.takes.end(),
+                     [&](const tape::Take& each) { return each.from.value == given[i]; });
+    if (take == here.takes.end()) {
+      correct_leaf(part, rows, inputs, segment, i, given[i]);
+    } else if (part.differentiable.count(take->from) != 0) {
+      op.correct(rows, i, part.waiting.at(take->from), part.gradients[take->from]);
+    }
   }
-  // A leaf of the inputs.
-  std::vector<at::Tensor> values = frontier(part, here);
-  const at::Tensor leaf = tape::first_arguments(part.tape, here, inputs, values).front().toTensor();
+  // An op may leave a gradient alone.
+  std::erase_if(part.gradients, [](const auto& entry) { return !entry.second.defined(); });
+}
+
+/// Of the inputs, or a parameter.
+void CutPass::correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t segment,
+                           size_t which, tape::ValueId value) {
+  std::vector<at::Tensor> values = frontier(part, segment_of(part, segment));
+  tape::first_arguments(part.tape, segment_of(part, segment), inputs, values);
+  const at::Tensor leaf = values[value];
   if (!leaf.requires_grad()) return;
   at::Tensor gradient;
-  op.correct(leaf, gradient);
+  op_before(segment).correct(rows, which, leaf, gradient);
+  if (!gradient.defined()) return;
   sinks_.redirect_other_leaves({leaf});
   autograd::run_backward({leaf}, {gradient});
 }

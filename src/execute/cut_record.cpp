@@ -10,6 +10,8 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <map>
+#include <string>
 
 namespace infinitybatch {
 namespace {
@@ -24,6 +26,18 @@ constexpr const char* kWayOut =
 
 std::string name_of(const coupled::CouplingWatch& watch) {
   return watch.seen().empty() ? "an op of the whole batch" : watch.seen().front().op;
+}
+
+/// Every op that the watch saw has to stand on the tape under its own name.
+void check_seen(const tape::Tape& tape, const coupled::CouplingWatch& watch) {
+  std::map<std::string, int64_t> hidden;
+  for (const coupled::CoupledOp& op : watch.seen()) ++hidden[op.op];
+  for (const uint32_t position : coupled::whole_batch_ops(tape)) {
+    --hidden[tape.ops[position].facts->name()];
+  }
+  for (const auto& [op, count] : hidden) {
+    if (count > 0) refuse(op, "it runs inside of another op, where it cannot be cut");
+  }
 }
 
 std::vector<tape::Segment> cut_at(const tape::Tape& tape, const std::vector<uint32_t>& positions) {
@@ -43,11 +57,11 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
                                 Batch* outputs) {
   watch.forget();
   tape::Recorder recorder(inputs, held_buffers_, devices_);
-  if (disturbed) recorder.disturb(coupled::is_whole_batch_op);
+  if (disturbed) recorder.disturb(coupled::is_provisional);
   const Batch given = recorder.run(forward);
   tape::Tape tape = recorder.finish(given, /*trimmed=*/false);
   for (const coupled::CoupledOp& op : watch.seen()) {
-    if (op.op != "aten::batch_norm") refuse(op.op, op.why);
+    if (!coupled::has_stand_in(op.op)) refuse(op.op, op.why);
   }
   if (tape.refusal) {
     throw Unsupported(*tape.refusal + ", so micro-batches would not see what the whole batch sees");
@@ -64,10 +78,7 @@ void CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wat
   const RngSnapshot before = check ? RngSnapshot::capture(devices_) : RngSnapshot();
   Batch outputs;
   part.tape = record_tape(inputs, watch, forward, /*disturbed=*/false, &outputs);
-  const size_t handled = coupled::whole_batch_ops(part.tape).size();
-  if (watch.seen().size() != handled) {
-    refuse(name_of(watch), "runs inside of another op, where it cannot be cut");
-  }
+  check_seen(part.tape, watch);
   if (const auto op = coupled::early_read(part.tape)) {
     refuse(name_of(watch), *op +
                                " reads values that depend on it before the whole batch has been "
@@ -107,13 +118,19 @@ void CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wat
 }
 
 void CutPass::agree(const Part& part) {
-  const std::vector<uint32_t> positions = coupled::whole_batch_ops(part.tape);
   const Part& first = parts_.begin()->second;
-  const bool same = part.segments.size() == first.segments.size();
-  if (same) return;
-  refuse("aten::batch_norm", "micro-batches do not run it equally often (" +
-                                 std::to_string(positions.size()) + " and " +
-                                 std::to_string(first.segments.size() - 1) + " times)");
+  const size_t count = std::max(part.segments.size(), first.segments.size());
+  for (size_t s = 1; s < count; ++s) {
+    const auto name = [s](const Part& of) {
+      return s < of.segments.size() ? of.tape.ops[of.segments[s].ops.begin].facts->name() : "none";
+    };
+    if (name(part) == name(first)) continue;
+    refuse(name(first) == "none" ? name(part) : name(first),
+           "micro-batches do not run the same ops of the whole batch (" + name(part) +
+               " where the "
+               "first micro-batch has " +
+               name(first) + ")");
+  }
 }
 
 void CutPass::check_replay(const Part& part, const Batch& inputs, const Batch& outputs) const {

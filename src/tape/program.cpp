@@ -290,7 +290,12 @@ void Program::disturb_outputs(c10::ArrayRef<c10::IValue> outputs) const {
   const at::RecordFunctionGuard unseen(false);
   for (const c10::IValue& output : outputs) {
     for_each_tensor(output, [](const at::Tensor& tensor) {
-      if (tensor.is_floating_point()) at::Tensor(tensor).mul_(1.5).add_(0.25);
+      if (!tensor.is_floating_point()) return;
+      at::Tensor elements = tensor.detach();
+      for (int64_t d = 0; d < elements.dim(); ++d) {  // expanded: one for all
+        if (elements.stride(d) == 0 && elements.size(d) > 1) elements = elements.narrow(d, 0, 1);
+      }
+      elements.mul_(1.5).add_(0.25);
     });
   }
 }

@@ -36,14 +36,14 @@ def counting():
     return Calls(forward, net=mlp(), seen=torch.zeros(6, dtype=torch.float64))
 
 
-# BatchNorm is exact in micro-batches: test_batch_norm.py.
+# Exact in micro-batches: test_batch_norm.py, test_across_batch.py.
 NORMS = {
     "BatchNorm": batch_norm,
     "SyncBatchNorm": lambda: batch_norm(nn.SyncBatchNorm),
     "batch_norm as a function": functional_batch_norm,
+    "scale_grad_by_freq": lambda: embedding(scale_grad_by_freq=True),
 }
 COUPLED = {
-    "scale_grad_by_freq": (lambda: embedding(scale_grad_by_freq=True), "aten::embedding"),
     "max_norm": (lambda: embedding(max_norm=0.5), "aten::embedding_renorm_"),
     "a buffer": (counting, "seen"),
 }

@@ -150,18 +150,18 @@ def test_memory_that_is_taken_after_forward_costs_graphs_not_the_step():
     native = copy.deepcopy(model)
     contrastive(native(x)).backward()
     # Which sizes are fastest, and so how many graphs fit, depends on the machine.
-    for factor in (1.1, 1.2, 1.3, 1.4, 1.6, 2.0):
+    for factor in (1.2, 1.4, 1.6, 2.0, 2.5, 3.0):
         model.zero_grad(set_to_none=True)
         budget = live() + int(factor * need)
         wrapped = ib.wrap(model, memory_budget=budget)
         for _ in range(6):
             model.zero_grad(set_to_none=True)
             contrastive(wrapped(x)).backward()
-        if wrapped.last_report.retained >= 2:
+        if wrapped.last_report.retained >= 4:  # what a replay needs is less than they hold
             break
     model.zero_grad(set_to_none=True)
     loss = contrastive(wrapped(x))
-    assert wrapped.last_report.retained >= 2
+    assert wrapped.last_report.retained >= 4
     # Room for the gradients, none for what backward needs beside them.
     room = sum(p.nbytes for p in model.parameters()) + 1024
     taken = torch.zeros(budget - live() - room, dtype=torch.uint8)

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <infinitybatch/coupled/across_batch.hpp>
+
 #include <ATen/core/TensorBody.h>
 #include <ATen/record_function.h>
 
@@ -34,13 +36,19 @@ class CouplingWatch {
     at::CallbackHandle handle_;
   };
 
+  /// Whether one watches this thread.
+  static bool at_work() noexcept;
+
   /// Coupled ops so far, in order; what one of them calls is not counted again.
   const std::vector<CoupledOp>& seen() const noexcept { return seen_; }
   /// The first of them.
   std::optional<CoupledOp> found() const {
     return seen_.empty() ? std::nullopt : std::optional(seen_.front());
   }
-  void forget() { seen_.clear(); }
+  void forget() {
+    seen_.clear();
+    functions_.forget();
+  }
 
   /// \throws CouplingError where a coupled op ran on `rows` of `total` samples, but not all of them
   void check(int64_t rows, int64_t total) const;
@@ -58,6 +66,7 @@ class CouplingWatch {
   static void after_op(const at::RecordFunction& op, at::ObserverContext* context);
   void remember(const at::Tensor& weight);
 
+  AcrossBatchFunctions functions_;
   std::vector<CoupledOp> seen_;
   std::vector<Write> writes_;
   int inside_ = 0;  // ops whose inner ops are not looked at

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <infinitybatch/autograd/gradient_sinks.hpp>
+#include <infinitybatch/core/row_range.hpp>
 #include <infinitybatch/tape/tape.hpp>
 
 #include <ATen/core/ivalue.h>
@@ -8,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace infinitybatch::coupled {
@@ -44,27 +47,36 @@ class WholeBatchOp {
   using Arguments = std::vector<c10::IValue>;
   virtual ~WholeBatchOp() = default;
 
-  /// \param rows samples in the micro-batch
   /// \throws CouplingError where the op mixes the samples in another way than it can stand in for
-  virtual void collect(const Arguments& arguments, int64_t rows) = 0;
+  virtual void collect(Rows rows, const Arguments& arguments) = 0;
+  /// Runs in the modes of the op.
   virtual void combine(SettledBuffers& buffers) = 0;
 
   /// \param leaves gets leaves of the result's graph whose gradient `collect_gradient` reads
-  virtual at::Tensor apply(const Arguments& arguments, std::vector<at::Tensor>& leaves) = 0;
+  virtual at::Tensor apply(Rows rows, const Arguments& arguments,
+                           std::vector<at::Tensor>& leaves) = 0;
   /// \param leaves as `apply` gave them
-  virtual void collect_gradient(const std::vector<at::Tensor>& leaves) = 0;
-  virtual void combine_gradients() = 0;
+  virtual void collect_gradient(Rows rows, const std::vector<at::Tensor>& leaves) = 0;
+  /// \param sinks for gradients of leaves that the op itself uses
+  virtual void combine_gradients(autograd::GradientSinks& sinks) = 0;
 
-  /// Whether `correct` has to be called for the op's first argument.
-  virtual bool corrects() const = 0;
-  /// \param input    the op's first argument
+  /// How many tensors among its arguments, in order, `correct` has to be called for.
+  virtual size_t corrected() const { return 0; }
+  /// \param which    of them
+  /// \param input    that tensor
   /// \param gradient of it so far, changed in place; undefined: none so far
-  virtual void correct(const at::Tensor& input, at::Tensor& gradient) const = 0;
+  virtual void correct(Rows /*rows*/, size_t /*which*/, const at::Tensor& /*input*/,
+                       at::Tensor& /*gradient*/) const {}
 };
+
+/// Whether somebody can stand in for the operator of this name.
+bool has_stand_in(std::string_view name);
 
 /// Positions of the ops in `tape` that see the whole batch and for which somebody can stand in.
 std::vector<uint32_t> whole_batch_ops(const tape::Tape& tape);
 bool is_whole_batch_op(const tape::Tape& tape, const tape::Op& op);
+/// Whether a micro-batch on its own gives the op another result than the whole batch does.
+bool is_provisional(const tape::Tape& tape, const tape::Op& op);
 
 /// Who stands in for the op.
 std::unique_ptr<WholeBatchOp> stand_in(const tape::Tape& tape, const tape::Op& op);

@@ -1,11 +1,11 @@
 #pragma once
 
 #include <infinitybatch/autograd/gradient_sinks.hpp>
+#include <infinitybatch/core/row_range.hpp>
 #include <infinitybatch/coupled/coupling_watch.hpp>
 #include <infinitybatch/coupled/whole_batch_op.hpp>
 #include <infinitybatch/execute/buffer_rule.hpp>
 #include <infinitybatch/execute/job.hpp>
-#include <infinitybatch/execute/rows.hpp>
 #include <infinitybatch/tape/segment.hpp>
 
 #include <functional>
@@ -81,10 +81,16 @@ class CutPass {
                          const std::function<Batch()>& forward, bool disturbed, Batch* outputs);
   void check_replay(const Part& part, const Batch& inputs, const Batch& outputs) const;
   void agree(const Part& part);
-  Work play(Part& part, const Batch& inputs, int64_t segment, std::vector<tape::Draw>& random);
+  Work play(Part& part, Rows rows, const Batch& inputs, int64_t segment,
+            std::vector<tape::Draw>& random);
   std::vector<at::Tensor> frontier(const Part& part, const tape::Segment& segment) const;
   void keep(Part& part, int64_t segment, const Work& work);
-  void correct(Part& part, const Batch& inputs, int64_t segment);
+  void correct(Part& part, Rows rows, const Batch& inputs, int64_t segment);
+  void correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t segment, size_t which,
+                    tape::ValueId value);
+  coupled::WholeBatchOp& op_before(int64_t segment) const {
+    return *ops_[static_cast<size_t>(segment) - 1];
+  }
   void drop(Part& part, int64_t segment);
   static const tape::Segment& segment_of(const Part& part, int64_t segment) {
     return part.segments[static_cast<size_t>(segment)];

@@ -1,8 +1,8 @@
 #pragma once
 
 #include <infinitybatch/autograd/gradient_sinks.hpp>
+#include <infinitybatch/core/row_range.hpp>
 #include <infinitybatch/execute/job.hpp>
-#include <infinitybatch/execute/rows.hpp>
 
 #include <map>
 #include <vector>

@@ -1,5 +1,7 @@
 // Layers that mix samples, and buffers that depend on them: noticed, named, refused; and the ways
 // out.
+#include <infinitybatch/coupled/across_batch.hpp>
+
 #include "step/support.hpp"
 
 namespace infinitybatch::testing {
@@ -146,17 +148,48 @@ struct Words : nn::Module {
 };
 
 // It divides by how often a word occurs in the whole batch, in backward alone.
-TEST(Coupling, EmbeddingThatScalesByFrequencyIsRefused) {
+TEST(Coupling, EmbeddingThatScalesByFrequencyIsExact) {
   const auto net = std::make_shared<Words>(nn::EmbeddingOptions(5, 3).scale_grad_by_freq(true));
   const at::Tensor ids = at::randint(5, {6, 4}, at::kLong),
                    targets = at::randn({6, 2}, at::kDouble);
-  VirtualBatch batch(net, losses::mse(), of_size(2));
-  expect_says(message_of<CouplingError>([&] { batch.backward(ids, targets); }),
-              "scale_grad_by_freq");
   const auto expected =
       torch::autograd::grad({at::mse_loss(net->forward(ids), targets)}, net->parameters());
-  VirtualBatch(net, losses::mse(), of_size(6)).backward(ids, targets);
-  expect_gradients(*net, expected);
+  for (const int64_t size : {2, 4, 6}) {
+    net->zero_grad();
+    VirtualBatch(net, losses::mse(), of_size(size)).backward(ids, targets);
+    expect_gradients(*net, expected);
+  }
+}
+
+struct Deviation : nn::Module {
+  Deviation() {
+    torch::manual_seed(5);
+    first = register_module("first", nn::Linear(4, 6));
+    last = register_module("last", nn::Linear(7, 2));
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto spread = [](const std::vector<at::Tensor>& all) {
+      return all[0].std(0, /*unbiased=*/false).mean().expand({all[0].size(0), 1});
+    };
+    const at::Tensor h = first(x).tanh();
+    return last(at::cat({h, across_batch(spread, {h})}, 1));
+  }
+  nn::Linear first = nullptr, last = nullptr;
+};
+
+TEST(Coupling, AcrossBatchSeesAllSamples) {
+  const auto net = std::make_shared<Deviation>();
+  const Data data;
+  const auto expected = torch::autograd::grad(
+      {at::mse_loss(net->forward(data.inputs), data.targets)}, net->parameters());
+  for (const int64_t size : {1, 3, 8}) {
+    net->zero_grad();
+    VirtualBatch(net, losses::mse(), of_size(size)).backward(data.inputs, data.targets);
+    expect_gradients(*net, expected);
+  }
+  EXPECT_THROW(across_batch([](const auto& all) { return all[0].sum(); }, {data.inputs}),
+               InvalidArgument);
 }
 
 // It rewrites rows of the weight in forward: put back when refused.

@@ -1,0 +1,78 @@
+#include "bind.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/coupled/across_batch.hpp>
+
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace infinitybatch::python {
+
+namespace py = pybind11;
+
+namespace {
+
+at::Tensor call_across_batch(py::function function, const py::args& inputs) {
+  std::vector<at::Tensor> tensors;
+  for (const py::handle input : inputs) {
+    if (!THPVariable_Check(input.ptr())) {
+      throw InvalidType(
+          "across_batch needs tensors whose first dimension is the batch; it was "
+          "given a " +
+          std::string(Py_TYPE(input.ptr())->tp_name));
+    }
+    tensors.push_back(THPVariable_Unpack(input.ptr()));
+  }
+  // The last holder may let go of it without the GIL.
+  const std::shared_ptr<py::function> held(new py::function(std::move(function)),
+                                           [](py::function* object) {
+                                             const py::gil_scoped_acquire gil;
+                                             delete object;
+                                           });
+  const AcrossBatchFunction call = [held](const std::vector<at::Tensor>& all) {
+    const py::gil_scoped_acquire gil;
+    py::tuple arguments(all.size());
+    for (size_t i = 0; i < all.size(); ++i) arguments[i] = py::cast(all[i]);
+    const py::object result = (*held)(*arguments);
+    if (!THPVariable_Check(result.ptr())) {
+      throw InvalidType("the function of across_batch returned a " +
+                        std::string(Py_TYPE(result.ptr())->tp_name) + "; it must return a tensor");
+    }
+    return THPVariable_Unpack(result.ptr());
+  };
+  const py::gil_scoped_release nogil;
+  return across_batch(call, tensors);
+}
+
+}  // namespace
+
+void bind_coupled(py::module_& module) {
+  module.def("across_batch", &call_across_batch, py::arg("function"),
+             R"(An op of your own inside of a model that needs all samples at once.
+
+Minibatch statistics, a balance term over experts, a contrastive head:
+
+    def forward(self, x):
+        spread = ib.across_batch(lambda all: all.std(0).mean().expand(len(all), 1), x)
+        return self.head(torch.cat([x, spread], 1))
+
+In ordinary runs this is `function(*inputs)`. Inside of a VirtualBatch step the function is given
+the rows of the whole logical batch, and each micro-batch gets its rows of the result; gradients
+of inputs and of parameters that the function uses are exact. Inputs, result and graph of the whole
+batch are held meanwhile.
+
+Args:
+    function: from tensors of shape (rows, ...) to one of shape (rows, ...). It depends on them and
+        on parameters only: other tensors that it captures are those of the first micro-batch.
+    inputs: tensors whose first dimension is the batch.
+
+Raises:
+    InvalidArgument: the function returned another number of rows.)");
+}
+
+}  // namespace infinitybatch::python

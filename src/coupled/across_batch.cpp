@@ -1,0 +1,164 @@
+#include "across_batch_op.hpp"
+
+#include <infinitybatch/autograd/engine.hpp>
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/coupled/coupling_watch.hpp>
+#include <infinitybatch/tape/recorder.hpp>
+
+#include <ATen/Functions.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/GradMode.h>
+#include <torch/library.h>
+
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+/// By number; see AcrossBatchFunctions.
+thread_local std::map<int64_t, AcrossBatchFunction> functions;
+thread_local int64_t next_function = 0;
+
+at::Tensor run(const AcrossBatchFunction& function, const std::vector<at::Tensor>& inputs) {
+  at::Tensor result = function(inputs);
+  const int64_t rows = inputs.front().size(0);
+  if (!result.defined() || result.dim() == 0 || result.size(0) != rows) {
+    throw InvalidArgument(
+        "the function of across_batch returned " +
+        (result.defined() ? "shape " + c10::str(result.sizes()) : std::string("nothing")) +
+        " for " + std::to_string(rows) +
+        " rows; it must return one row for each, as in value.expand(len(x), …)");
+  }
+  return result;
+}
+
+at::Tensor kernel(at::TensorList inputs, int64_t function) {
+  return run(functions.at(function), inputs.vec());
+}
+
+TORCH_LIBRARY_FRAGMENT(infinitybatch, library) {
+  library.def("across_batch(Tensor[] inputs, int function) -> Tensor", kernel);
+}
+
+}  // namespace
+
+at::Tensor across_batch(const AcrossBatchFunction& function,
+                        const std::vector<at::Tensor>& inputs) {
+  if (inputs.empty()) throw InvalidArgument("across_batch needs a tensor; none was given");
+  for (const at::Tensor& input : inputs) {
+    if (!input.defined() || input.dim() == 0) {
+      throw InvalidArgument(
+          "across_batch needs tensors whose first dimension is the batch; one has "
+          "no dimension");
+    }
+  }
+  if (!coupled::CouplingWatch::at_work()) return run(function, inputs);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("infinitybatch::across_batch", "")
+                             .typed<at::Tensor(at::TensorList, int64_t)>();
+  const int64_t number = next_function++;
+  functions[number] = function;
+  return op.call(inputs, number);
+}
+
+namespace coupled {
+
+AcrossBatchFunctions::AcrossBatchFunctions() : first_(next_function) {}
+
+AcrossBatchFunctions::~AcrossBatchFunctions() {
+  forget();
+}
+
+void AcrossBatchFunctions::forget() {
+  functions.erase(functions.lower_bound(first_), functions.end());
+  next_function = first_;
+}
+
+AcrossBatch::AcrossBatch(int64_t function) : function_(functions.at(function)) {}
+
+void AcrossBatch::collect(Rows rows, const Arguments& arguments) {
+  Part& part = parts_[rows.begin];
+  for (const at::Tensor& input : arguments[0].toTensorVector()) {
+    part.sizes.push_back(input.size(0));
+    part.inputs.push_back(input.detach());
+  }
+  const Part& first = parts_.begin()->second;
+  if (first.inputs.size() != part.inputs.size()) {
+    throw CouplingError("infinitybatch::across_batch",
+                        "infinitybatch::across_batch gets " + std::to_string(first.inputs.size()) +
+                            " tensors for some samples and " + std::to_string(part.inputs.size()) +
+                            " for others");
+  }
+}
+
+void AcrossBatch::combine(SettledBuffers& /*buffers*/) {
+  const size_t count = parts_.begin()->second.inputs.size();
+  for (size_t i = 0; i < count; ++i) {
+    std::vector<at::Tensor> rows;
+    int64_t begin = 0;
+    for (auto& [key, part] : parts_) {
+      part.begins.push_back(begin);
+      begin += part.sizes[i];
+      rows.push_back(std::move(part.inputs[i]));
+    }
+    const at::NoGradGuard no_grad;
+    inputs_.push_back(at::cat(rows));
+  }
+  for (auto& [key, part] : parts_) part.inputs.clear();
+  for (at::Tensor& input : inputs_) {
+    if (input.is_floating_point() || input.is_complex()) input.requires_grad_();
+  }
+  // Past the recording that may be at work around it: this is no micro-batch's.
+  result_ = run(function_, inputs_);
+}
+
+at::Tensor AcrossBatch::apply(Rows rows, const Arguments& /*arguments*/,
+                              std::vector<at::Tensor>& leaves) {
+  const Part& part = parts_.at(rows.begin);
+  const at::Tensor given = result_.detach().narrow(0, part.begins.front(), part.sizes.front());
+  if (!result_.requires_grad() || !c10::GradMode::is_enabled()) return given.clone();
+  leaves = {given.detach().requires_grad_()};
+  // Forward may change it in place, which a leaf does not allow.
+  return leaves.front().clone();
+}
+
+void AcrossBatch::collect_gradient(Rows rows, const std::vector<at::Tensor>& leaves) {
+  if (!leaves.empty()) parts_.at(rows.begin).gradient = leaves.front().grad();
+}
+
+void AcrossBatch::combine_gradients(autograd::GradientSinks& sinks) {
+  std::vector<at::Tensor> rows;
+  bool any = false;
+  for (auto& [key, part] : parts_) any = any || part.gradient.defined();
+  if (!any) return;
+  for (auto& [key, part] : parts_) {
+    if (!part.gradient.defined()) {  // these rows of the result were not used
+      part.gradient =
+          at::zeros_like(result_.detach().narrow(0, part.begins.front(), part.sizes.front()));
+    }
+    rows.push_back(std::move(part.gradient));
+  }
+  const at::Tensor gradient = at::cat(rows);
+  rows.clear();
+  sinks.redirect_other_leaves({result_}, inputs_);
+  const at::Tensor root = std::exchange(result_, at::Tensor());
+  autograd::run_backward({root}, {gradient});
+  for (const at::Tensor& input : inputs_) gradients_.push_back(input.grad());
+  inputs_.clear();
+}
+
+void AcrossBatch::correct(Rows rows, size_t which, const at::Tensor& input,
+                          at::Tensor& gradient) const {
+  if (!gradients_[which].defined()) return;
+  const at::NoGradGuard no_grad;
+  const Part& part = parts_.at(rows.begin);
+  const at::Tensor here = gradients_[which].narrow(0, part.begins[which], part.sizes[which]);
+  if (gradient.defined()) {
+    gradient.add_(here);
+  } else {
+    gradient = here.clone().to(input.scalar_type());
+  }
+}
+
+}  // namespace coupled
+}  // namespace infinitybatch

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <infinitybatch/coupled/across_batch.hpp>
+#include <infinitybatch/coupled/whole_batch_op.hpp>
+
+#include <map>
+
+namespace infinitybatch::coupled {
+
+/// `across_batch` over all micro-batches.
+class AcrossBatch final : public WholeBatchOp {
+ public:
+  /// \param function its number in the recording
+  explicit AcrossBatch(int64_t function);
+  void collect(Rows rows, const Arguments& arguments) override;
+  void combine(SettledBuffers& buffers) override;
+  at::Tensor apply(Rows rows, const Arguments& arguments, std::vector<at::Tensor>& leaves) override;
+  void collect_gradient(Rows rows, const std::vector<at::Tensor>& leaves) override;
+  void combine_gradients(autograd::GradientSinks& sinks) override;
+  size_t corrected() const override { return gradients_.size(); }
+  void correct(Rows rows, size_t which, const at::Tensor& input,
+               at::Tensor& gradient) const override;
+
+ private:
+  struct Part {
+    std::vector<at::Tensor> inputs;  // until they are joined
+    std::vector<int64_t> begins;     // first row in each joined input
+    std::vector<int64_t> sizes;
+    at::Tensor gradient;  // of these rows of the result
+  };
+
+  AcrossBatchFunction function_;
+  std::map<int64_t, Part> parts_;      // by first sample
+  std::vector<at::Tensor> inputs_;     // joined, leaves
+  at::Tensor result_;                  // with its graph
+  std::vector<at::Tensor> gradients_;  // of the joined inputs; undefined where none is wanted
+};
+
+}  // namespace infinitybatch::coupled

@@ -1,0 +1,200 @@
+"""Ops of the user's own that see the whole batch, and embeddings that count words in it."""
+
+import gc
+import weakref
+
+import infinitybatch as ib
+import pytest
+import torch
+import torch.nn.functional as F
+from support import Calls, classification, native, ours, worst_error
+from torch import nn
+
+
+def minibatch_deviation(x):
+    """Karras et al. (2018): one more feature, how much the samples of a batch differ."""
+    return x.std(0, unbiased=False).mean().expand(len(x), 1)
+
+
+def discriminator():
+    def forward(self, x):
+        x = F.leaky_relu(self.first(x), 0.2)
+        return self.last(torch.cat([x, ib.across_batch(minibatch_deviation, x)], 1))
+
+    return Calls(forward, first=nn.Linear(6, 8), last=nn.Linear(9, 5)).double()
+
+
+def experts():
+    """Fedus et al. (2021): the product of routed shares and mean probabilities, for each sample."""
+
+    def balance(probabilities):
+        chosen = F.one_hot(probabilities.argmax(1), probabilities.shape[1]).double().mean(0)
+        return (chosen * probabilities.mean(0)).sum().expand(len(probabilities), 1)
+
+    def forward(self, x):
+        probabilities = self.gate(x).softmax(1)
+        mixed = torch.einsum("ne,neo->no", probabilities, self.up(x).unflatten(1, (3, 5)))
+        return mixed + ib.across_batch(balance, probabilities)
+
+    return Calls(forward, gate=nn.Linear(6, 3), up=nn.Linear(6, 15)).double()
+
+
+def contrastive_head():
+    """Two inputs, and a parameter inside of the function."""
+
+    def forward(self, x):
+        a, b = self.a(x), self.b(x)
+        scores = ib.across_batch(
+            lambda a, b: ((a @ b.T) * self.temperature).log_softmax(1).diagonal().unsqueeze(1), a, b
+        )
+        return self.head(torch.cat([a, scores], 1)).relu_()
+
+    return Calls(
+        forward,
+        a=nn.Linear(6, 4),
+        b=nn.Linear(6, 4),
+        temperature=nn.Parameter(torch.tensor(0.7, dtype=torch.float64)),
+        head=nn.Linear(5, 5),
+    ).double()
+
+
+def beside_batch_norm():
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        # Not the same for all samples: a layer behind it would divide by its variance of zero.
+        spread = ib.across_batch(minibatch_deviation, x) * x[:, :1]
+        return self.last(self.after(torch.cat([x, spread], 1)))
+
+    return Calls(
+        forward,
+        first=nn.Linear(6, 8),
+        norm=nn.BatchNorm1d(8),
+        after=nn.BatchNorm1d(9),
+        last=nn.Linear(9, 5),
+    ).double()
+
+
+def on_the_inputs():
+    def forward(self, x):
+        return self.last(torch.cat([x, ib.across_batch(minibatch_deviation, x)], 1))
+
+    return Calls(forward, last=nn.Linear(7, 5)).double()
+
+
+def words(**options):
+    return Calls(
+        lambda self, x: self.head(self.embedding((x.abs() * 9).long() % 20).mean(1)),
+        embedding=nn.Embedding(20, 6, scale_grad_by_freq=True, **options),
+        head=nn.Linear(6, 5),
+    ).double()
+
+
+MODELS = {
+    "minibatch deviation": discriminator,
+    "experts": experts,
+    "contrastive head": contrastive_head,
+    "beside BatchNorm": beside_batch_norm,
+    "on the inputs": on_the_inputs,
+    "scale_grad_by_freq": words,
+    "scale_grad_by_freq, padding": lambda: words(padding_idx=3),
+    "scale_grad_by_freq, sparse": lambda: words(sparse=True),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("n, size", [(11, 4), (7, 1), (8, 8)])
+def test_exact(name, n, size):
+    model = MODELS[name]()
+    inputs, targets = classification(n)
+    if name.endswith("sparse"):
+        with pytest.raises(RuntimeError):  # natively: sparse gradients cannot be scaled
+            native(model, nn.CrossEntropyLoss(), inputs, targets)
+        return
+    for loss in (nn.CrossEntropyLoss(), ib.losses.coupled(F.cross_entropy)):
+        wanted = native(model, nn.CrossEntropyLoss(), inputs, targets)
+        reversed_ = native(model, nn.CrossEntropyLoss(), inputs.flip(0), targets.flip(0))
+        tolerance = max(1e-12, 10 * worst_error(reversed_, wanted))
+        for options in ({"micro_batch_size": size}, {"memory_budget": "64MiB"}):
+            found = ours(model, loss, inputs, targets, **options)
+            assert worst_error(found, wanted) <= tolerance, options
+            torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-12, atol=0)
+        if size < n:
+            assert (
+                ours(model, loss, inputs, targets, micro_batch_size=size).report.strategy == "cut"
+            )
+
+
+def test_alone_it_is_the_function():
+    x = torch.randn(5, 3, requires_grad=True)
+    y = ib.across_batch(minibatch_deviation, x)
+    assert torch.equal(y, minibatch_deviation(x))
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_inputs_that_require_grad():
+    model = on_the_inputs()
+    inputs, targets = classification(9)
+    a, b = (inputs.clone().requires_grad_() for _ in range(2))
+    F.cross_entropy(model(a), targets).backward()
+    model.zero_grad()
+    ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4).backward(b, targets)
+    torch.testing.assert_close(b.grad, a.grad, rtol=1e-11, atol=1e-14)
+
+
+def test_the_function_runs_once_on_the_whole_batch():
+    seen = []
+
+    def deviation(x):
+        seen.append(len(x))
+        return minibatch_deviation(x)
+
+    model = Calls(
+        lambda self, x: self.last(torch.cat([x, ib.across_batch(deviation, x)], 1)),
+        last=nn.Linear(7, 5),
+    ).double()
+    inputs, targets = classification(11)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4)
+    batch.backward(inputs, targets)
+    seen.clear()
+    batch.backward(inputs, targets)
+    assert seen == [4, 4, 3, 11], "once for each recording, once for all"
+
+
+def test_functions_are_let_go():
+    class Function:
+        def __call__(self, x):
+            return minibatch_deviation(x)
+
+    function = Function()
+    alive = weakref.ref(function)
+    model = Calls(
+        lambda self, x: self.last(torch.cat([x, ib.across_batch(self.act, x)], 1)),
+        last=nn.Linear(7, 5),
+    ).double()
+    model.act = lambda x, function=function: function(x)
+    inputs, targets = classification(8)
+    ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=3).backward(inputs, targets)
+    del model, function
+    gc.collect()
+    assert alive() is None
+
+
+def test_misuse():
+    x = torch.randn(4, 3)
+    with pytest.raises(ib.InvalidArgument, match="shape .*expand"):
+        ib.across_batch(lambda x: x.mean(), x)
+    with pytest.raises(ib.InvalidArgument, match="needs a tensor"):
+        ib.across_batch(lambda: x)
+    with pytest.raises(ib.InvalidType, match="given a list"):
+        ib.across_batch(minibatch_deviation, [1.0])
+    with pytest.raises(ib.InvalidType, match="returned a float"):
+        ib.across_batch(lambda x: 1.0, x)
+    with pytest.raises(ib.InvalidArgument, match="no dimension"):
+        ib.across_batch(minibatch_deviation, torch.tensor(1.0))
+    with pytest.raises(ZeroDivisionError):
+        ib.across_batch(lambda x: 1 / 0, x)
+    model = discriminator()
+    wrapped = ib.wrap(model, micro_batch_size=2)
+    with pytest.raises(ib.CouplingError, match="across_batch"):
+        wrapped(torch.randn(4, 6, dtype=torch.float64))
