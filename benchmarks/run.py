@@ -27,14 +27,16 @@ MODULES = {
     "budget": "budget",
     "coupled": "coupled",
     "tape": "tape",
+    "batchnorm": "whole_batch",
 }
-ROUNDS = {"time": 15, "loop": 100, "budget": 12, "coupled": 15, "tape": 200}
+ROUNDS = {"time": 15, "loop": 100, "budget": 12, "coupled": 15, "tape": 200, "batchnorm": 15}
 UNTUNED = {
     "time": 3,
     "loop": 0,
     "budget": 0,
     "coupled": 0,
     "tape": 0,
+    "batchnorm": 0,
 }  # rounds with malloc as it is by default
 WITH_PEERS = ("loop", "coupled")
 TOY_ROUNDS = 4

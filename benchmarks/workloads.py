@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,60 @@ def for_coupled(toy: bool) -> list[tuple[Workload, int]]:
         (Workload("convnet", lambda: convnet(32, 32), (3, 32, 32), batch_size=256), 32),
         (Workload("encoder", lambda: Encoder(128, 4, 2, 64), (64, 128), batch_size=256), 32),
         (Workload("wide MLP", lambda: mlp(1024, 1024, 1024, 64), (1024,), batch_size=1024), 128),
+    ]
+
+
+class Residual(nn.Module):
+    """Basic blocks with BatchNorm (He et al., 2016): a stem, then two of a stage's width each."""
+
+    def __init__(self, width: int, stages: int = 2, classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.blocks = nn.ModuleList()
+        for stage in range(stages):
+            for stride in (1 if stage == 0 else 2, 1):
+                out = width * 2**stage
+                self.blocks.append(Block(out // 2 if stride == 2 else out, out, stride))
+        self.head = nn.Linear(width * 2 ** (stages - 1), classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = functional.relu(self.norm(self.stem(images)), inplace=True)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width, out, 3, stride, padding=1, bias=False)
+        self.second = nn.Conv2d(out, out, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(out) for _ in range(2))
+        self.skip = nn.Conv2d(width, out, 1, stride, bias=False) if stride != 1 else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.relu(self.norms[0](self.first(x)), inplace=True)
+        return functional.relu(self.norms[1](self.second(y)) + self.skip(x), inplace=True)
+
+
+def normalised_mlp(*widths: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
+        layers += [nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-2])
+
+
+def for_whole_batch(toy: bool) -> list[tuple[Workload, int]]:
+    """Networks with BatchNorm, and the micro-batch size of each."""
+    if toy:
+        return [(Workload("MLP", lambda: normalised_mlp(16, 64, 10), (16,), batch_size=64), 16)]
+    return [
+        (Workload("residual net", lambda: Residual(32), (3, 32, 32), batch_size=256), 32),
+        (
+            Workload("MLP", lambda: normalised_mlp(512, 1024, 1024, 10), (512,), batch_size=1024),
+            128,
+        ),
     ]
 
 
