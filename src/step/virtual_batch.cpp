@@ -17,6 +17,8 @@
 #include <array>
 #include <chrono>
 #include <exception>
+#include <set>
+#include <string>
 #include <utility>
 
 namespace infinitybatch {
@@ -35,8 +37,8 @@ class SegmentsChanged : public Error {
   int64_t segments_;
 };
 
-/// Runs a piece whose instructions are for a known number of segments.
-Measurement run_cut(Executor& executor, const Piece& piece, int64_t row, at::Device device) {
+/// Runs a piece of the planner's, whose instructions are for a number of segments.
+Measurement run_planned(Executor& executor, const Piece& piece, int64_t row, at::Device device) {
   const Perform perform = [&](const Instruction& instruction, Rows rows) {
     if (instruction.segment >= 0 && executor.segments() != piece.plan.segments) {
       throw SegmentsChanged(executor.segments());
@@ -103,13 +105,13 @@ class VirtualBatch::State {
   Planner planner_;
   Plan plan_;
   bool use_tapes_ = true;
-  std::array<bool, 2> cut_{};  // in eval, in training: ops of the model see the whole batch
-  bool uncut_ = false;         // this model's tapes cannot be cut
-  bool recordings_checked_ = false;
-  int64_t segments_ = 1;         // of the cut tapes that were recorded last
-  bool failed_in_loss_ = false;  // the last attempt, in the loss of all outputs
-  bool planning_ = false;        // the planner knows of the attempt at work
-  std::exception_ptr coupling_;  // why only the whole batch as one micro-batch is exact
+  std::array<bool, 2> cut_{};      // in eval, in training: ops of the model see the whole batch
+  bool uncut_ = false;             // this model's tapes cannot be cut
+  std::set<std::string> checked_;  // kinds of batches whose recordings were checked
+  int64_t segments_ = 1;           // of the cut tapes that were recorded last
+  bool failed_in_loss_ = false;    // the last attempt, in the loss of all outputs
+  bool planning_ = false;          // the planner knows of the attempt at work
+  std::exception_ptr coupling_;    // why only the whole batch as one micro-batch is exact
 };
 
 Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targets) const {
@@ -119,7 +121,6 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   job.coupled = std::get_if<CoupledLoss>(&loss_);
   job.use_tapes = use_tapes_;
   job.cut = cut_[model_.is_training()];
-  job.check_recordings = !recordings_checked_;
   job.inputs = &inputs;
   job.targets = &targets;
   job.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
@@ -128,6 +129,7 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   job.interrupt = options_.interrupt;
   if (options_.loss_scale) job.loss_scale = options_.loss_scale();
   admit(job);
+  if (job.cut) job.check_recordings = !checked_.contains(kind_of(job));
   return job;
 }
 
@@ -272,7 +274,7 @@ void VirtualBatch::State::follow_cuts(Executor& executor, const Job& job,
   auto& instructions = piece.plan.instructions;
   instructions.erase(instructions.begin(), instructions.begin() + count);
   run(executor, prepare(std::move(piece), hand_out), 0, job.device);
-  recordings_checked_ = true;
+  checked_.insert(kind_of(job));
 }
 
 Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
@@ -304,8 +306,7 @@ void VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
       planning_ = true;
       int64_t row = 0;
       while (const std::optional<Piece> piece = planner_.next()) {
-        planner_.observe(*piece, job.cut ? run_cut(*executor, *piece, row, job.device)
-                                         : run(*executor, *piece, row, job.device));
+        planner_.observe(*piece, run_planned(*executor, *piece, row, job.device));
         row += piece->plan.batch_size;
         if (!job.cut) continue;
         // Each piece stands for a whole batch.
@@ -333,9 +334,8 @@ void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int
     report.micro_batch_sizes = piece.plan.micro_batch_sizes;
     report.predicted_peak_bytes = piece.plan.predicted_peak_bytes;
     plan_ = piece.plan;
-    planner_.observe(piece, job.cut ? run_cut(executor, piece, 0, job.device)
-                                    : run(executor, piece, 0, job.device));
-    if (job.cut) recordings_checked_ = true;
+    planner_.observe(piece, run_planned(executor, piece, 0, job.device));
+    if (job.cut) checked_.insert(kind_of(job));
     plan_ = planner_.plan();
     return;
   }
