@@ -58,6 +58,10 @@ class VirtualBatch:
             many micro-batches keep their graph from the first pass and need no second one.
         use_tapes: with a coupled loss, whether forwards are recorded, so that the second pass replays
             them. False runs the model again, which gives the same gradient.
+        static_graph: your word that what forward does depends on shapes only, as in DDP: it is
+            recorded once for each number of rows, checked on a second micro-batch, and then the
+            recording is used again, in later steps too. User code, hooks on modules and Python's
+            random numbers run no more.
         batch_coupling: "exact" gives layers that mix the samples of a batch (BatchNorm in training)
             the whole batch, or raises CouplingError; "per_micro_batch" lets each micro-batch be a
             batch of its own, as gradient accumulation does, which is another gradient.
@@ -81,6 +85,7 @@ class VirtualBatch:
         micro_batch_size: int | None = None,
         retained_micro_batches: int = 0,
         use_tapes: bool = True,
+        static_graph: bool = False,
         batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
         keep_outputs: bool = False,
         on_micro_batch: Callable[[MicroBatch], object] | None = None,
@@ -107,6 +112,7 @@ class VirtualBatch:
             "micro_batch_size": micro_batch_size,
             "retained_micro_batches": retained_micro_batches,
             "use_tapes": use_tapes,
+            "static_graph": static_graph,
             "batch_coupling": batch_coupling,
             "keep_outputs": keep_outputs,
             "on_micro_batch": on_micro_batch,
@@ -120,6 +126,7 @@ class VirtualBatch:
                 "retained_micro_batches", retained_micro_batches, "micro-batches"
             ),
             "use_tapes": bool(use_tapes),
+            "static_graph": bool(static_graph),
             "exact_coupling": batch_coupling == "exact",
             "keep_outputs": bool(keep_outputs),
             "on_micro_batch": _with_micro_batch(on_micro_batch),

@@ -33,17 +33,19 @@ bool CutPass::reads_inputs(Rows rows, int64_t segment) const {
 }
 
 std::vector<at::Tensor> CutPass::frontier(const Part& part, const tape::Segment& segment) const {
-  std::vector<at::Tensor> values(part.tape.value_count);
+  std::vector<at::Tensor> values(part.recorded->tape.value_count);
   for (const tape::Take& take : segment.takes) {
     at::Tensor& value = values[take.from.value];
     if (take.from.giver >= 0) {
       value = part.waiting.at(take.from);
       continue;
     }
-    const auto& externals = part.tape.externals;
-    value = std::find_if(externals.begin(), externals.end(), [&](const tape::External& external) {
-              return external.value == take.from.value;
-            })->before;
+    for (const tape::External& external : part.recorded->tape.externals) {
+      if (external.value != take.from.value) continue;
+      // A tape that is used again finds what the buffer holds in this step.
+      const bool now = job_.static_tapes != nullptr && external.is_buffer;
+      value = now ? external.tensor.detach() : external.before;
+    }
   }
   return values;
 }
@@ -67,8 +69,20 @@ CutPass::Work CutPass::play(Part& part, Rows rows, const Batch& inputs, int64_t 
       return op_before(index).apply(rows, arguments, work.op_leaves);
     };
   }
-  tape::play(part.tape, segment, inputs, work.values, random, first);
+  tape::play(part.recorded->tape, segment, inputs, work.values, random, first);
   return work;
+}
+
+/// Without user code nobody else writes the model's own counters.
+void CutPass::settle_written(const Part& part, int64_t segment, const Work& work) {
+  if (job_.static_tapes == nullptr || &part != &parts_.begin()->second) return;
+  for (const tape::Take& take : segment_of(part, segment).takes) {
+    if (!take.written) continue;
+    for (const tape::External& external : part.recorded->tape.externals) {
+      if (external.value != take.from.value || !external.is_buffer) continue;
+      buffers_.settle(external.tensor, work.values[external.value].detach());
+    }
+  }
 }
 
 void CutPass::keep(Part& part, int64_t segment, const Work& work) {
@@ -84,15 +98,17 @@ Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool ret
   Part& part = parts_.at(rows.begin);
   std::vector<tape::Draw> random = part.random[static_cast<size_t>(segment)];
   Work work = play(part, rows, inputs, segment, random);
+  settle_written(part, segment, work);
   keep(part, segment, work);
   if (segment + 1 < segments()) {
     part.random[static_cast<size_t>(segment) + 1] = std::move(random);
     const tape::Segment& next = segment_of(part, segment + 1);
     std::vector<at::Tensor> values = frontier(part, next);
-    op_before(segment + 1).collect(rows, tape::first_arguments(part.tape, next, inputs, values));
+    op_before(segment + 1)
+        .collect(rows, tape::first_arguments(part.recorded->tape, next, inputs, values));
   }
   Batch outputs;
-  if (segment + 1 == segments()) outputs = tape::result_of(part.tape, work.values);
+  if (segment + 1 == segments()) outputs = tape::result_of(part.recorded->tape, work.values);
   if (retain) part.retained[segment] = std::move(work);
   return outputs;
 }
@@ -100,7 +116,7 @@ Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool ret
 void CutPass::combine(int64_t segment) {
   const Part& part = parts_.begin()->second;
   const tape::ModesGuard modes;
-  part.tape.modes[part.tape.ops[segment_of(part, segment).ops.begin].modes].apply();
+  part.recorded->tape.modes[part.recorded->first_op(segment).modes].apply();
   op_before(segment).combine(settled_);
   for (const coupled::SettledBuffers::Entry& entry : settled_.entries()) {
     buffers_.settle(entry.buffer, entry.value);
@@ -120,9 +136,11 @@ Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
   } else {
     std::vector<tape::Draw> random = part.random[static_cast<size_t>(segment)];
     work_ = play(part, rows, inputs, segment, random);
+    // With a separable loss this is the last segment's only pass.
+    if (segment + 1 == segments()) settle_written(part, segment, work_);
   }
   if (segment + 1 < segments()) return {};
-  Batch outputs = tape::result_of(part.tape, work_.values);
+  Batch outputs = tape::result_of(part.recorded->tape, work_.values);
   work_.values.clear();
   return outputs;
 }
@@ -178,7 +196,7 @@ void CutPass::correct(Part& part, Rows rows, const Batch& inputs, int64_t segmen
   if (op.corrected() == 0) return;
   const tape::Segment& here = segment_of(part, segment);
   std::vector<tape::ValueId> given;
-  tape::for_each_argument(part.tape, part.tape.ops[here.ops.begin],
+  tape::for_each_argument(part.recorded->tape, part.recorded->first_op(segment),
                           [&](tape::ValueId value, const tape::Slot&) { given.push_back(value); });
   for (size_t i = 0; i < op.corrected(); ++i) {
     const auto take =
@@ -198,7 +216,7 @@ void CutPass::correct(Part& part, Rows rows, const Batch& inputs, int64_t segmen
 void CutPass::correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t segment,
                            size_t which, tape::ValueId value) {
   std::vector<at::Tensor> values = frontier(part, segment_of(part, segment));
-  tape::first_arguments(part.tape, segment_of(part, segment), inputs, values);
+  tape::first_arguments(part.recorded->tape, segment_of(part, segment), inputs, values);
   const at::Tensor leaf = values[value];
   if (!leaf.requires_grad()) return;
   at::Tensor gradient;
@@ -210,7 +228,7 @@ void CutPass::correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t s
 
 void CutPass::drop(Part& part, int64_t segment) {
   for (auto value = part.waiting.begin(); value != part.waiting.end();) {
-    const bool last = part.first_user.at(value->first) == segment;
+    const bool last = part.recorded->first_user.at(value->first) == segment;
     value = last ? part.waiting.erase(value) : std::next(value);
   }
 }

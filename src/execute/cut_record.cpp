@@ -66,6 +66,10 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   if (tape.refusal) {
     throw Unsupported(*tape.refusal + ", so micro-batches would not see what the whole batch sees");
   }
+  if (tape.opaque && watch.seen().empty()) {
+    throw Unsupported("forward cannot be used again as a tape, as static_graph asks for: " +
+                      *tape.opaque + "; leave static_graph out");
+  }
   if (tape.opaque) refuse(name_of(watch), "the forward around it cannot be cut: " + *tape.opaque);
   if (outputs != nullptr) *outputs = given;
   return tape;
@@ -77,31 +81,24 @@ void CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wat
   const bool check = job_.check_recordings && !checked_;
   const RngSnapshot before = check ? RngSnapshot::capture(devices_) : RngSnapshot();
   Batch outputs;
-  part.tape = record_tape(inputs, watch, forward, /*disturbed=*/false, &outputs);
-  check_seen(part.tape, watch);
-  if (const auto op = coupled::early_read(part.tape)) {
+  auto recorded = std::make_shared<Recorded>();
+  recorded->tape = record_tape(inputs, watch, forward, /*disturbed=*/false, &outputs);
+  check_seen(recorded->tape, watch);
+  if (const auto op = coupled::early_read(recorded->tape)) {
     refuse(name_of(watch), *op +
                                " reads values that depend on it before the whole batch has been "
                                "there, so what forward does next is not known from "
                                "micro-batches");
   }
-  const tape::Tape whole = check ? part.tape : tape::Tape();
-  tape::trim(part.tape);
-  const std::vector<uint32_t> positions = coupled::whole_batch_ops(part.tape);
-  part.segments = cut_at(part.tape, positions);
-  part.random.resize(part.segments.size());
-  part.random[0] = part.tape.initial;
-  for (int64_t s = 0; s < static_cast<int64_t>(part.segments.size()); ++s) {
-    for (const tape::Take& take : segment_of(part, s).takes) {
-      part.first_user.try_emplace(take.from, s);
+  const tape::Tape whole = check ? recorded->tape : tape::Tape();
+  tape::trim(recorded->tape);
+  recorded->segments = cut_at(recorded->tape, coupled::whole_batch_ops(recorded->tape));
+  for (size_t s = 0; s < recorded->segments.size(); ++s) {
+    for (const tape::Take& take : recorded->segments[s].takes) {
+      recorded->first_user.try_emplace(take.from, static_cast<int64_t>(s));
     }
   }
-  if (parts_.size() == 1 && ops_.empty()) {
-    for (const uint32_t position : positions) {
-      ops_.push_back(coupled::stand_in(part.tape, part.tape.ops[position]));
-    }
-  }
-  agree(part);
+  begin(part, recorded);
   if (check) {
     checked_ = true;
     check_replay(part, inputs, outputs);
@@ -115,14 +112,62 @@ void CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wat
                                  "), so it reads values before the whole batch has been there");
     }
   }
+  if (job_.static_tapes != nullptr) confirm(rows, recorded);
+}
+
+void CutPass::begin(Part& part, std::shared_ptr<const Recorded> recorded) {
+  part.recorded = std::move(recorded);
+  part.random.resize(part.recorded->segments.size());
+  part.random[0] = part.recorded->tape.initial;
+  if (parts_.size() == 1 && ops_.empty()) {
+    for (int64_t s = 1; s < static_cast<int64_t>(part.recorded->segments.size()); ++s) {
+      ops_.push_back(coupled::stand_in(part.recorded->tape, part.recorded->first_op(s)));
+    }
+  }
+  agree(part);
+}
+
+void CutPass::confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded) {
+  StaticTapes::Entry& entry = job_.static_tapes->by_rows[rows.size()];
+  if (!entry.recorded) {
+    const auto kept = std::make_shared<Recorded>(*recorded);
+    for (tape::External& external : kept->tape.externals) {
+      external.version.reset();  // parameters change from step to step
+    }
+    entry.recorded = kept;
+    return;
+  }
+  if (const auto found = tape::difference(entry.recorded->tape, recorded->tape)) {
+    throw Unsupported(
+        "static_graph says that forward is the same program for each micro-batch of " +
+        std::to_string(rows.size()) + " samples, but two of them differ: " + *found +
+        "; leave static_graph out");
+  }
+  // A function of the user's runs in every step, so that it has to be met in every step.
+  const auto& ops = recorded->tape.ops;
+  entry.confirmed = std::none_of(ops.begin(), ops.end(), [](const tape::Op& op) {
+    return op.facts != nullptr && op.facts->name() == "infinitybatch::across_batch";
+  });
+}
+
+bool CutPass::reuse(Rows rows) {
+  if (job_.static_tapes == nullptr) return false;
+  const auto entry = job_.static_tapes->by_rows.find(rows.size());
+  if (entry == job_.static_tapes->by_rows.end() || !entry->second.confirmed) return false;
+  Part& part = parts_[rows.begin];
+  begin(part, entry->second.recorded);
+  for (tape::Draw& draw : part.random[0]) draw.state = tape::fork(draw.generator);
+  return true;
 }
 
 void CutPass::agree(const Part& part) {
   const Part& first = parts_.begin()->second;
-  const size_t count = std::max(part.segments.size(), first.segments.size());
+  const size_t count = std::max(part.recorded->segments.size(), first.recorded->segments.size());
   for (size_t s = 1; s < count; ++s) {
     const auto name = [s](const Part& of) {
-      return s < of.segments.size() ? of.tape.ops[of.segments[s].ops.begin].facts->name() : "none";
+      return s < of.recorded->segments.size()
+                 ? of.recorded->first_op(static_cast<int64_t>(s)).facts->name()
+                 : std::string("none");
     };
     if (name(part) == name(first)) continue;
     refuse(name(first) == "none" ? name(part) : name(first),
@@ -134,12 +179,12 @@ void CutPass::agree(const Part& part) {
 }
 
 void CutPass::check_replay(const Part& part, const Batch& inputs, const Batch& outputs) const {
-  const Batch again = tape::replay(part.tape, inputs);
+  const Batch again = tape::replay(part.recorded->tape, inputs);
   const at::NoGradGuard no_grad;
   at::Tensor differs = at::zeros({}, at::TensorOptions().dtype(at::kBool).device(job_.device));
   note_differences(outputs, again, differs);
   if (differs.item<bool>()) {
-    refuse(coupled::whole_batch_ops(part.tape).empty() ? "forward" : "aten::batch_norm",
+    refuse(ops_.empty() ? "forward" : part.recorded->first_op(1).facts->name(),
            "a replay of forward gave other outputs than its recording");
   }
 }

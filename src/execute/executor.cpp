@@ -141,6 +141,8 @@ bool Executor::is_last(int64_t segment) const {
 }
 
 void Executor::record_for_cuts(Rows rows) {
+  if (job_.interrupt) job_.interrupt();
+  if (cut_pass_->reuse(rows)) return;
   load(rows);
   cut_pass_->record(rows, inputs_, watch_, [&] {
     forward(rows);

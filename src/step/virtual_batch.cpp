@@ -17,6 +17,7 @@
 #include <array>
 #include <chrono>
 #include <exception>
+#include <map>
 #include <set>
 #include <string>
 #include <utility>
@@ -69,6 +70,14 @@ class VirtualBatch::State {
     }
     if (!options_.micro_batch_size && !options_.memory_budget) options_.memory_budget = "auto";
     use_tapes_ = options_.use_tapes;
+    if (options_.static_graph && !options_.use_tapes) {
+      throw InvalidArgument("static_graph uses a tape again, and use_tapes is false");
+    }
+    if (options_.static_graph && options_.batch_coupling != BatchCoupling::exact) {
+      throw InvalidArgument(
+          "static_graph takes all micro-batches through layers that see the whole batch together; "
+          "it has no batch_coupling=\"per_micro_batch\"");
+    }
   }
 
   /// One step. Without `hand_out` it is a rehearsal: everything is as it was afterwards.
@@ -78,6 +87,8 @@ class VirtualBatch::State {
 
  private:
   Job job(const BatchSource& inputs, const BatchSource& targets) const;
+  /// Those of this kind of batch; empty where parameters or buffers are other tensors now.
+  StaticTapes* static_tapes(const Job& job) const;
   StepReport attempt(const Job& job, const std::optional<int64_t>& budget, bool hand_out);
   /// Records, and then follows the plan that the recordings ask for.
   void follow_cuts(Executor& executor, const Job& job, std::vector<int64_t> sizes, bool hand_out);
@@ -105,14 +116,26 @@ class VirtualBatch::State {
   Planner planner_;
   Plan plan_;
   bool use_tapes_ = true;
-  std::array<bool, 2> cut_{};      // in eval, in training: ops of the model see the whole batch
-  bool uncut_ = false;             // this model's tapes cannot be cut
+  std::array<bool, 2> cut_{};  // in eval, in training: ops of the model see the whole batch
+  bool uncut_ = false;         // this model's tapes cannot be cut
+  mutable std::map<std::string, StaticTapes> static_tapes_;  // by kind of batch
   std::set<std::string> checked_;  // kinds of batches whose recordings were checked
   int64_t segments_ = 1;           // of the cut tapes that were recorded last
   bool failed_in_loss_ = false;    // the last attempt, in the loss of all outputs
   bool planning_ = false;          // the planner knows of the attempt at work
   std::exception_ptr coupling_;    // why only the whole batch as one micro-batch is exact
 };
+
+StaticTapes* VirtualBatch::State::static_tapes(const Job& job) const {
+  StaticTapes& tapes = static_tapes_[signature_of(job)];
+  std::vector<const void*> owned;
+  for (const NamedParameter& each : job.parameters) {
+    owned.push_back(each.tensor.unsafeGetTensorImpl());
+  }
+  for (const BufferSlot& slot : job.buffers) owned.push_back(slot.get().unsafeGetTensorImpl());
+  if (tapes.owned != owned) tapes = StaticTapes{{}, std::move(owned)};
+  return &tapes;
+}
 
 Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targets) const {
   Job job;
@@ -129,6 +152,10 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   job.interrupt = options_.interrupt;
   if (options_.loss_scale) job.loss_scale = options_.loss_scale();
   admit(job);
+  if (options_.static_graph) {
+    job.cut = true;
+    job.static_tapes = static_tapes(job);
+  }
   if (job.cut) job.check_recordings = !checked_.contains(kind_of(job));
   return job;
 }
@@ -375,7 +402,7 @@ bool VirtualBatch::State::answer_by_cuts(Job& job) {
     job.cut = cut = true;
     return true;
   }
-  if (!job.cut || options_.micro_batch_size) return false;
+  if (!job.cut || options_.micro_batch_size || options_.static_graph) return false;
   // What forward does between the ops of the whole batch cannot be cut. As one micro-batch it needs
   // not be.
   coupling_ = std::current_exception();

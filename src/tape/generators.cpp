@@ -1,11 +1,16 @@
 #include "generators.hpp"
 
+#include <infinitybatch/tape/segment.hpp>
+
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/item.h>
+#include <ATen/ops/randint.h>
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <mutex>
 
 namespace infinitybatch::tape {
@@ -18,6 +23,15 @@ at::Tensor state_of(at::Generator generator) {
 void set_state(at::Generator generator, const at::Tensor& state) {
   const std::lock_guard<std::mutex> lock(generator.mutex());
   generator.set_state(state);
+}
+
+at::Tensor fork(at::Generator generator) {
+  at::Generator stream = generator.clone();
+  const at::Tensor seed =
+      at::randint(std::numeric_limits<int64_t>::max(), {1}, generator,
+                  at::TensorOptions().dtype(at::kLong).device(generator.device()));
+  stream.set_current_seed(static_cast<uint64_t>(seed.item<int64_t>()));
+  return stream.get_state();
 }
 
 bool Generators::Position::operator==(const Position& other) const {

@@ -34,6 +34,9 @@ void trim(Tape& tape) {
   for (const ValueId value : tape.result_values) {
     if (value != kNoValue) released[value] = true;  // handed to the caller instead
   }
+  for (const External& external : tape.externals) {
+    if (external.before.defined()) released[external.value] = true;  // its end may be asked for
+  }
   std::vector<std::vector<ValueId>> releases(tape.ops.size());
   for (size_t i = tape.ops.size(); i-- > 0;) {
     if (!keep[i]) continue;

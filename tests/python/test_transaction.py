@@ -305,8 +305,10 @@ def test_ctrl_c_between_micro_batches(options):
 def test_ctrl_c_reaches_a_step_that_runs_no_python_at_all():
     """No bytecode runs between micro-batches, so that only the step's own check can see it."""
     weight = torch.randn(5, 6, requires_grad=True)
+    forward = functools.partial(nn.functional.linear, weight=weight)  # all of it is C
     view = types.SimpleNamespace(
-        forward=functools.partial(nn.functional.linear, weight=weight),  # all of it is C
+        forward=forward,
+        one_of_many=forward,
         parameters=lambda: [("weight", weight)],
         buffers=lambda: [],
         is_training=lambda: True,

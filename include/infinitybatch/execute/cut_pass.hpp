@@ -6,6 +6,7 @@
 #include <infinitybatch/coupled/whole_batch_op.hpp>
 #include <infinitybatch/execute/buffer_rule.hpp>
 #include <infinitybatch/execute/job.hpp>
+#include <infinitybatch/execute/recorded.hpp>
 #include <infinitybatch/tape/segment.hpp>
 
 #include <functional>
@@ -30,8 +31,12 @@ class CutPass {
   /// \param watch   has seen what `forward` ran
   /// \param forward runs the user's model; twice with `Job::check_recordings`
   /// \throws CouplingError where the ops of the whole batch cannot be told apart from the recording
+  /// \throws Unsupported with `Job::static_tapes` where forward is not the same program each time
   void record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
               const std::function<Batch()>& forward);
+  /// With `Job::static_tapes`: uses an earlier recording of as many rows instead, where one is
+  /// confirmed. Random numbers come from a stream of these rows' own.
+  bool reuse(Rows rows);
   /// How many segments there are; after the first `record`.
   int64_t segments() const;
 
@@ -67,11 +72,9 @@ class CutPass {
     std::vector<at::Tensor> values;
   };
   struct Part {
-    tape::Tape tape;
-    std::vector<tape::Segment> segments;
+    std::shared_ptr<const Recorded> recorded;
     std::vector<std::vector<tape::Draw>> random;   // in front of each segment
     std::map<tape::Crossing, at::Tensor> waiting;  // detached
-    std::map<tape::Crossing, int64_t> first_user;  // the last segment to need it in backward
     std::set<tape::Crossing> differentiable;
     std::map<tape::Crossing, at::Tensor> gradients;
     std::map<int64_t, Work> retained;
@@ -79,6 +82,9 @@ class CutPass {
 
   tape::Tape record_tape(const Batch& inputs, coupled::CouplingWatch& watch,
                          const std::function<Batch()>& forward, bool disturbed, Batch* outputs);
+  void begin(Part& part, std::shared_ptr<const Recorded> recorded);
+  void confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded);
+  void settle_written(const Part& part, int64_t segment, const Work& work);
   void check_replay(const Part& part, const Batch& inputs, const Batch& outputs) const;
   void agree(const Part& part);
   Work play(Part& part, Rows rows, const Batch& inputs, int64_t segment,
@@ -93,7 +99,7 @@ class CutPass {
   }
   void drop(Part& part, int64_t segment);
   static const tape::Segment& segment_of(const Part& part, int64_t segment) {
-    return part.segments[static_cast<size_t>(segment)];
+    return part.recorded->segments[static_cast<size_t>(segment)];
   }
 
   const Job& job_;

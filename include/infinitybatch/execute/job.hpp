@@ -9,6 +9,8 @@
 
 namespace infinitybatch {
 
+struct StaticTapes;
+
 /// One micro-batch as the user's callback sees it; tensors are detached and on the model's device.
 struct MicroBatch {
   int64_t begin = 0;
@@ -29,9 +31,10 @@ struct Job {
   at::Device device = at::kCPU;
   bool exact_coupling = true;
   bool keep_outputs = false;
-  bool cut = false;              ///< tapes are cut where ops see the whole batch
-  bool check_recordings = true;  ///< with `cut`: whether the first recording is checked
-  bool use_tapes = true;         ///< false: a second forward always runs the user's code
+  bool cut = false;                     ///< tapes are cut where ops see the whole batch
+  StaticTapes* static_tapes = nullptr;  ///< with `cut`: tapes to use again
+  bool check_recordings = true;         ///< with `cut`: whether the first recording is checked
+  bool use_tapes = true;                ///< false: a second forward always runs the user's code
   std::function<void(const MicroBatch&)> on_micro_batch;
   bool nested = false;    ///< may run inside another step of this thread
   at::Tensor loss_scale;  ///< undefined means 1

@@ -41,6 +41,10 @@ struct Options {
   /// With a coupled loss: forwards are recorded, and the second pass replays them. False: it runs
   /// the model again, which gives the same gradient.
   bool use_tapes = true;
+  /// Your word that what forward does depends on shapes only, as in DDP: it is recorded once for
+  /// each number of rows, checked on a second micro-batch, and then its tape is used again, in
+  /// later steps too. User code, hooks on modules and Python's random numbers run no more.
+  bool static_graph = false;
   BatchCoupling batch_coupling = BatchCoupling::exact;
   /// Keep the outputs of all micro-batches and return them, detached, in the report.
   bool keep_outputs = false;
@@ -86,6 +90,7 @@ class VirtualBatch {
 
   /// Adds the gradient of the loss over the whole logical batch to `.grad` of every parameter.
   /// On any failure parameters, `.grad`, buffers and random state are as they were.
+  /// \throws Unsupported       with `static_graph` where two recordings differ; names the op
   /// \throws BatchError        inputs and targets that cannot be split alike
   /// \throws CouplingError     a layer that mixes samples, or a buffer that depends on them
   /// \throws BudgetExceeded    no plan stays inside the budget
