@@ -6,6 +6,7 @@
 #include <infinitybatch/tape/recorder.hpp>
 
 #include <ATen/Functions.h>
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
@@ -82,6 +83,13 @@ void AcrossBatch::collect(Rows rows, const Arguments& arguments) {
     part.sizes.push_back(input.size(0));
     part.inputs.push_back(input.detach());
   }
+  for (const int64_t size : part.sizes) {
+    if (size % rows.size() == 0) continue;
+    throw CouplingError("infinitybatch::across_batch",
+                        "infinitybatch::across_batch was given a tensor with " +
+                            std::to_string(size) + " rows for " + std::to_string(rows.size()) +
+                            " samples: its first dimension does not hold the samples");
+  }
   const Part& first = parts_.begin()->second;
   if (first.inputs.size() != part.inputs.size()) {
     throw CouplingError("infinitybatch::across_batch",
@@ -108,8 +116,17 @@ void AcrossBatch::combine(SettledBuffers& /*buffers*/) {
   for (at::Tensor& input : inputs_) {
     if (input.is_floating_point() || input.is_complex()) input.requires_grad_();
   }
-  // Past the recording that may be at work around it: this is no micro-batch's.
+  const uint64_t begin = at::sequence_number::peek();
   result_ = run(function_, inputs_);
+  autograd::walk_graph({result_}, [&](torch::autograd::Node& node) {
+    const bool leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(&node) != nullptr;
+    if (leaf || node.sequence_nr() >= begin) return;
+    throw CouplingError("infinitybatch::across_batch",
+                        "the function of across_batch uses a tensor of the forward around it (" +
+                            node.name() +
+                            "), which is the first micro-batch's; give it to across_batch as an "
+                            "input");
+  });
 }
 
 at::Tensor AcrossBatch::apply(Rows rows, const Arguments& /*arguments*/,

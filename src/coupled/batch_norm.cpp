@@ -46,7 +46,6 @@ void BatchNorm::collect(Rows rows, const Arguments& arguments) {
     eps_ = arguments[kEps].toDouble();
   }
   // InstanceNorm written as a BatchNorm: samples stand in the channels, and nothing is coupled.
-  const bool named = running_mean_.defined() || tensor_or_none(arguments[kWeight]).defined();
   if (input.size(0) % rows.size() != 0 || (mean_.defined() && mean_.size(0) != channels)) {
     throw CouplingError("aten::batch_norm",
                         "aten::batch_norm in training mode runs on a tensor of shape " +
@@ -54,7 +53,7 @@ void BatchNorm::collect(Rows rows, const Arguments& arguments) {
                             " samples: its first dimension does not hold the samples, so it is "
                             "not known what it mixes; use instance_norm or group_norm");
   }
-  if (rows.size() == 1 && !named) {
+  if (rows.size() == 1 && !named_) {
     throw CouplingError("aten::batch_norm",
                         "aten::batch_norm without weight and running statistics runs on a single "
                         "sample: it cannot be told whether its channels hold samples; use "

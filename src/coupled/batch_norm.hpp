@@ -17,6 +17,9 @@ namespace infinitybatch::coupled {
 /// so that the rest is added once all micro-batches have been there (`correct`).
 class BatchNorm final : public WholeBatchOp {
  public:
+  /// \param named whether it has a weight or running statistics of the model's, so that it is
+  ///              certain that its channels are channels
+  explicit BatchNorm(bool named) : named_(named) {}
   void collect(Rows rows, const Arguments& arguments) override;
   void combine(SettledBuffers& buffers) override;
   at::Tensor apply(Rows rows, const Arguments& arguments, std::vector<at::Tensor>& leaves) override;
@@ -27,6 +30,7 @@ class BatchNorm final : public WholeBatchOp {
                at::Tensor& gradient) const override;
 
  private:
+  bool named_;
   void merge(int64_t count, const at::Tensor& mean, const at::Tensor& variance);
   void update_running(SettledBuffers& buffers, const at::Tensor& buffer, const at::Tensor& value);
 

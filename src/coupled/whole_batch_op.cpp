@@ -10,6 +10,19 @@
 namespace infinitybatch::coupled {
 namespace {
 
+/// An argument that the model found: a parameter, a buffer, a constant. Undefined where it has none
+/// or made it.
+at::Tensor found(const tape::Tape& tape, const tape::Op& op, uint16_t argument) {
+  for (uint32_t s = op.slots.begin; s < op.slots.end; ++s) {
+    const tape::Slot& slot = tape.slots[s];
+    if (slot.argument != argument || slot.kind != tape::Slot::Kind::tensor) continue;
+    for (const tape::External& external : tape.externals) {
+      if (external.value == slot.first && external.input_leaf < 0) return external.tensor;
+    }
+  }
+  return {};
+}
+
 /// An operator that may see the whole batch.
 struct Known {
   std::string_view name;
@@ -20,8 +33,10 @@ struct Known {
 
 constexpr std::array kKnown{
     Known{"aten::batch_norm", /*flag=*/5, /*provisional=*/true,
-          [](const tape::Tape&, const tape::Op&) -> std::unique_ptr<WholeBatchOp> {
-            return std::make_unique<BatchNorm>();
+          [](const tape::Tape& tape, const tape::Op& op) -> std::unique_ptr<WholeBatchOp> {
+            constexpr uint16_t kWeight = 1, kMean = 3;
+            return std::make_unique<BatchNorm>(found(tape, op, kWeight).defined() ||
+                                               found(tape, op, kMean).defined());
           }},
     Known{"aten::embedding", /*flag=*/3, /*provisional=*/false,
           [](const tape::Tape&, const tape::Op&) -> std::unique_ptr<WholeBatchOp> {
@@ -84,6 +99,21 @@ std::vector<uint32_t> whole_batch_ops(const tape::Tape& tape) {
     if (is_whole_batch_op(tape, tape.ops[i])) positions.push_back(i);
   }
   return positions;
+}
+
+bool same_layer(const tape::Tape& a, const tape::Op& x, const tape::Tape& b, const tape::Op& y) {
+  if (x.facts != y.facts) return false;
+  const bool numbers = x.facts->name() != "infinitybatch::across_batch";  // its one is a name
+  const uint32_t count = x.arguments.end - x.arguments.begin;
+  for (uint32_t i = 0; i < count; ++i) {
+    const c10::IValue& left = a.arguments[x.arguments.begin + i];
+    const c10::IValue& right = b.arguments[y.arguments.begin + i];
+    const bool plain = left.isDouble() || left.isBool() || left.isInt();
+    if (numbers && plain && !(left == right)) return false;
+    const auto argument = static_cast<uint16_t>(i);
+    if (!found(a, x, argument).is_same(found(b, y, argument))) return false;
+  }
+  return true;
 }
 
 std::unique_ptr<WholeBatchOp> stand_in(const tape::Tape& tape, const tape::Op& op) {

@@ -176,13 +176,15 @@ void CutPass::collect(Rows rows, int64_t segment) {
   const at::NoGradGuard no_grad;
   for (auto& [crossing, leaf] : work_.leaves) {
     if (!leaf.grad().defined()) continue;
+    at::Tensor gradient = std::move(leaf.mutable_grad());
     at::Tensor& sum = part.gradients[crossing];
     if (sum.defined()) {
-      sum.add_(leaf.grad());
+      sum.add_(gradient);
     } else {
-      sum = leaf.grad();
+      // Gradients of views may lie in memory that they share with another leaf's.
+      const bool alone = gradient.has_storage() && gradient.storage().use_count() == 1;
+      sum = alone ? std::move(gradient) : gradient.clone();
     }
-    leaf.mutable_grad().reset();
   }
   if (segment == 0) drop(part, 0);
 }

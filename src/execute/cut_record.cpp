@@ -90,6 +90,13 @@ void CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wat
                                "there, so what forward does next is not known from "
                                "micro-batches");
   }
+  std::vector<bool> from_samples;
+  for (const Leaf& leaf : inputs.leaves()) from_samples.push_back(leaf.batch_dim != Leaf::kShared);
+  if (const auto op = coupled::given_something_else(recorded->tape, from_samples)) {
+    refuse(*op,
+           "it is given a tensor that does not come from the samples (a parameter, positions, a "
+           "shared leaf), which the whole batch has once");
+  }
   const tape::Tape whole = check ? recorded->tape : tape::Tape();
   tape::trim(recorded->tape);
   recorded->segments = cut_at(recorded->tape, coupled::whole_batch_ops(recorded->tape));
@@ -161,20 +168,22 @@ bool CutPass::reuse(Rows rows) {
 }
 
 void CutPass::agree(const Part& part) {
-  const Part& first = parts_.begin()->second;
-  const size_t count = std::max(part.recorded->segments.size(), first.recorded->segments.size());
-  for (size_t s = 1; s < count; ++s) {
-    const auto name = [s](const Part& of) {
-      return s < of.recorded->segments.size()
-                 ? of.recorded->first_op(static_cast<int64_t>(s)).facts->name()
-                 : std::string("none");
+  const Recorded& first = *parts_.begin()->second.recorded;
+  const Recorded& here = *part.recorded;
+  const auto count = static_cast<int64_t>(std::max(here.segments.size(), first.segments.size()));
+  for (int64_t s = 1; s < count; ++s) {
+    const auto name = [s](const Recorded& of) {
+      return s < static_cast<int64_t>(of.segments.size()) ? of.first_op(s).facts->name()
+                                                          : std::string("none");
     };
-    if (name(part) == name(first)) continue;
-    refuse(name(first) == "none" ? name(part) : name(first),
-           "micro-batches do not run the same ops of the whole batch (" + name(part) +
-               " where the "
-               "first micro-batch has " +
-               name(first) + ")");
+    const bool both = name(here) != "none" && name(first) != "none";
+    if (both && coupled::same_layer(first.tape, first.first_op(s), here.tape, here.first_op(s))) {
+      continue;
+    }
+    refuse(name(first) == "none" ? name(here) : name(first),
+           "micro-batches do not run the same layers that see the whole batch (number " +
+               std::to_string(s) + " is " + name(first) + " in the first and " +
+               (name(here) == name(first) ? "another " : "") + name(here) + " in another)");
   }
 }
 

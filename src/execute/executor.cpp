@@ -21,6 +21,16 @@ Batch load_rows(const BatchSource& source, Rows rows, const at::Device& device) 
   return to_device(batch, device);
 }
 
+/// Of each leaf's memory; writes raise them.
+std::vector<uint32_t> versions_of(const Batch& batch) {
+  std::vector<uint32_t> versions;
+  for (const Leaf& leaf : batch.leaves()) {
+    const bool counted = leaf.tensor.defined() && !leaf.tensor.is_inference();
+    versions.push_back(counted ? static_cast<uint32_t>(leaf.tensor._version()) : 0);
+  }
+  return versions;
+}
+
 Batch detach(const Batch& batch) {
   std::vector<Leaf> leaves = batch.leaves();
   for (Leaf& leaf : leaves) {
@@ -105,7 +115,9 @@ void Executor::load(Rows rows) {
 void Executor::forward(Rows rows) {
   const coupled::OneOfMany one(job_.exact_coupling && rows.size() == 1 && job_.batch_size() > 1);
   const coupled::CouplingWatch::Scope watching(watch_);
+  const std::vector<uint32_t> before = versions_of(inputs_);
   outputs_ = job_.model->forward(inputs_);
+  wrote_inputs_ = wrote_inputs_ || versions_of(inputs_) != before;
 }
 
 Batch Executor::call_model(Rows rows) {
@@ -146,6 +158,12 @@ void Executor::record_for_cuts(Rows rows) {
   load(rows);
   cut_pass_->record(rows, inputs_, watch_, [&] {
     forward(rows);
+    if (wrote_inputs_) {
+      throw Unsupported(
+          "forward changes its inputs in place, and layers that see the whole batch need it to run "
+          "on them again; write that out of place, as in x = x - mean. The rows that it ran on are "
+          "changed");
+    }
     return std::exchange(outputs_, Batch());
   });
   free();

@@ -451,7 +451,7 @@ Plan Planner::make_plan() const {
   const int64_t cap = fastest();
   Plan plan = settled_plan_ ? *settled_plan_
               : request_.two_pass
-                  ? two_pass_plan(split_evenly(request_.batch_size, cap), /*retained=*/0)
+                  ? whole_plan(cap, /*retained=*/0)
                   : stream_plan(split_evenly(request_.batch_size, cap), request_.penalty);
   plan.budget_bytes = request_.budget_bytes;
   plan.baseline_bytes = request_.baseline_bytes;

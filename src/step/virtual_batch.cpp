@@ -104,6 +104,8 @@ class VirtualBatch::State {
   /// Whether cutting the tapes, or giving it up again, may be exact.
   bool answer_by_cuts(Job& job);
   void answer_coupling(const Job& job);
+  /// \throws Unsupported where forward has to run again on inputs that it has changed
+  void check_inputs() const;
 
   Model model_;
   bool has_penalty() const {
@@ -116,8 +118,9 @@ class VirtualBatch::State {
   Planner planner_;
   Plan plan_;
   bool use_tapes_ = true;
-  std::array<bool, 2> cut_{};  // in eval, in training: ops of the model see the whole batch
-  bool uncut_ = false;         // this model's tapes cannot be cut
+  std::array<bool, 2> cut_{};    // in eval, in training: ops of the model see the whole batch
+  bool inputs_written_ = false;  // by forward, in the last attempt
+  bool uncut_ = false;           // this model's tapes cannot be cut
   mutable std::map<std::string, StaticTapes> static_tapes_;  // by kind of batch
   std::set<std::string> checked_;  // kinds of batches whose recordings were checked
   int64_t segments_ = 1;           // of the cut tapes that were recorded last
@@ -174,6 +177,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
                          "state, inputs)");
   }
 
+  int changes = 0;  // of the number of segments
   for (int64_t restarts = 0;; ++restarts) {
     // The CPU's limit is enforced; an accelerator's is kept by the plan alone. One for each
     // attempt, so that it tells what failed in this one.
@@ -187,13 +191,22 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       report.restarts = restarts;
       return report;
     } catch (const tape::Mismatch&) {
+      check_inputs();
       // From now on this model's forward runs again instead.
       use_tapes_ = false;
       job.use_tapes = false;
     } catch (const SegmentsChanged& changed) {
+      check_inputs();
       segments_ = changed.segments();
       --restarts;
+      if (++changes > 3) {
+        throw CouplingError("aten::batch_norm",
+                            "the model does not run its layers that see the whole batch equally "
+                            "often each time; give micro_batch_size, put them into eval mode, or "
+                            "accept another gradient with batch_coupling=\"per_micro_batch\"");
+      }
     } catch (const CouplingError&) {
+      if (!options_.micro_batch_size || !job.cut) check_inputs();
       if (!answer_by_cuts(job)) answer_coupling(job);
       // Nothing has run out of memory: not a restart that the report should count.
       --restarts;
@@ -203,6 +216,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       // smaller one: there even what the system refused comes back as it is.
       if (limit && !limit->allocation_failed()) throw;
       if (options_.micro_batch_size && limit && limit->refused() == 0) throw;
+      check_inputs();
       answer_out_of_memory(limit ? limit->refused() : *budget + 1, *budget);
     }
   }
@@ -215,6 +229,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
   std::optional<Executor> executor;
   try {
     StepReport report;
+    inputs_written_ = false;
     if ((job.coupled != nullptr || job.cut) && !options_.micro_batch_size) {
       rehearse(job, *budget);
       random.restore();
@@ -226,8 +241,10 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
       follow_planner(*executor, job, *budget, hand_out, report);
     }
     if (!hand_out) {
+      inputs_written_ = executor->wrote_inputs();
       executor->roll_back();
       random.restore();
+      check_inputs();
     }
     report.loss = executor->loss();
     report.outputs = executor->take_outputs();
@@ -240,7 +257,10 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
   } catch (...) {
     keep_foreign_exception(std::current_exception());
     failed_in_loss_ = executor && executor->in_whole_loss();
-    if (executor) executor->roll_back();
+    if (executor) {
+      inputs_written_ = inputs_written_ || executor->wrote_inputs();
+      executor->roll_back();
+    }
     random.restore();
     throw;
   }
@@ -335,6 +355,8 @@ void VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
       while (const std::optional<Piece> piece = planner_.next()) {
         planner_.observe(*piece, run_planned(*executor, *piece, row, job.device));
         row += piece->plan.batch_size;
+        inputs_written_ = executor->wrote_inputs();
+        check_inputs();
         if (!job.cut) continue;
         // Each piece stands for a whole batch.
         quiet.check_recordings = false;
@@ -394,6 +416,16 @@ void VirtualBatch::State::answer_out_of_memory(int64_t needed, int64_t budget) {
     if (coupling_) std::rethrow_exception(coupling_);
     throw;
   }
+}
+
+void VirtualBatch::State::check_inputs() const {
+  if (!inputs_written_) return;
+  throw Unsupported(
+      "forward changes its inputs in place, and has to run on them again (to be measured, or "
+      "because "
+      "of a layer that sees the whole batch); write that out of place, as in x = x - mean. The "
+      "rows "
+      "that it ran on are changed");
 }
 
 bool VirtualBatch::State::answer_by_cuts(Job& job) {

@@ -78,8 +78,9 @@ std::unique_ptr<OpFacts> read(const c10::OperatorHandle& handle) {
   facts->leaves_raw = contains(kRaw, facts->name());
   facts->casts = handle.operator_name() == c10::OperatorName("aten::to", "dtype");
   facts->forward_ad = contains(kForwardMode, facts->name());
-  facts->reads_values =
-      contains(kReadsValues, facts->name()) || handle.hasTag(at::Tag::dynamic_output_shape);
+  facts->reads_values = contains(kReadsValues, facts->name()) ||
+                        (handle.hasTag(at::Tag::dynamic_output_shape) &&
+                         facts->name() != "aten::index");  // by masks alone: see Program
   for (const c10::Argument& returned : schema.returns()) {
     facts->reads_values = facts->reads_values || is_number(returned);
   }

@@ -174,6 +174,24 @@ def beside_views() -> nn.Module:
     return Calls(forward, first=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(4), head=nn.Linear(8, 5))
 
 
+def two_streams() -> nn.Module:
+    """Two tensors wait at a cut, and views of both are added behind it: their gradients are one."""
+
+    def forward(self, x):
+        a, b = self.a(x), self.b(x)
+        y = self.norm(a * b.sigmoid())
+        sums = a.flatten(2) + b.flatten(2)
+        return self.head(torch.cat([y.mean((2, 3)), sums.square().mean(2)], 1))
+
+    return Calls(
+        forward,
+        a=nn.Conv2d(3, 4, 3),
+        b=nn.Conv2d(3, 4, 3),
+        norm=nn.BatchNorm2d(4),
+        head=nn.Linear(8, 5),
+    )
+
+
 def one_dimension() -> nn.Module:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5)
@@ -228,6 +246,7 @@ MODELS = {
     "on the input": on_the_input,
     "computed weight": computed_weight,
     "beside views": beside_views,
+    "two streams": two_streams,
     "SyncBatchNorm on one process": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(Residual(2)),
 }
 

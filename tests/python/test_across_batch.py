@@ -194,6 +194,41 @@ def test_misuse():
         ib.across_batch(minibatch_deviation, torch.tensor(1.0))
     with pytest.raises(ZeroDivisionError):
         ib.across_batch(lambda x: 1 / 0, x)
+    inputs, targets = classification(6)
+
+    def refused(forward, match, error=ib.CouplingError, **parts):
+        model = Calls(forward, head=nn.Linear(6, 5), **parts).double()
+        with pytest.raises(error, match=match):
+            ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4).backward(
+                inputs, targets
+            )
+
+    prototypes = nn.Parameter(torch.randn(8, 6))
+    refused(
+        lambda self, x: self.head(
+            x + ib.across_batch(lambda x, p: (x @ p.T).mean(1, keepdim=True), x, self.prototypes)
+        ),
+        "does not come from the samples",
+        prototypes=prototypes,
+    )
+    refused(
+        lambda self, x: self.head(
+            (lambda y: x + ib.across_batch(lambda x: x * y.mean(), x))(self.first(x))
+        ),
+        "uses a tensor of the forward around it",
+        first=nn.Linear(6, 6),
+    )
+    refused(
+        lambda self, x: self.head(
+            x + ib.across_batch(minibatch_deviation, x.T.contiguous()).mean()
+        ),
+        "does not hold the samples",
+    )
+    refused(
+        lambda self, x: self.head(x + self.positions(torch.arange(6))[:1]),
+        "does not come from the samples",
+        positions=nn.Embedding(6, 6, scale_grad_by_freq=True),
+    )
     model = discriminator()
     wrapped = ib.wrap(model, micro_batch_size=2)
     with pytest.raises(ib.CouplingError, match="across_batch"):

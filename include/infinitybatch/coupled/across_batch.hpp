@@ -28,7 +28,9 @@ using AcrossBatchFunction = std::function<at::Tensor(const std::vector<at::Tenso
 ///                 are those of the first micro-batch
 /// \param inputs   (rows, …) each
 /// \returns (rows of the first input, …)
-/// \throws InvalidArgument where the result has another number of rows
+/// \throws InvalidArgument where the result has another number of rows; in a step CouplingError
+/// where
+///         an input does not come from the samples, or `function` uses another tensor of forward
 at::Tensor across_batch(const AcrossBatchFunction& function, const std::vector<at::Tensor>& inputs);
 
 namespace coupled {

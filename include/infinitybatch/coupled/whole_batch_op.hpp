@@ -78,6 +78,16 @@ bool is_whole_batch_op(const tape::Tape& tape, const tape::Op& op);
 /// Whether a micro-batch on its own gives the op another result than the whole batch does.
 bool is_provisional(const tape::Tape& tape, const tape::Op& op);
 
+/// Whether two micro-batches run the same layer: the same operator, numbers, parameters and
+/// buffers.
+bool same_layer(const tape::Tape& a, const tape::Op& x, const tape::Tape& b, const tape::Op& y);
+
+/// The first whole-batch op that is given a tensor which does not come from the samples (a
+/// parameter, positions, a leaf that all micro-batches share): the whole batch has it once.
+/// \param from_samples for each leaf of the inputs, whether it is split
+std::optional<std::string> given_something_else(const tape::Tape& tape,
+                                                const std::vector<bool>& from_samples);
+
 /// Who stands in for the op.
 std::unique_ptr<WholeBatchOp> stand_in(const tape::Tape& tape, const tape::Op& op);
 

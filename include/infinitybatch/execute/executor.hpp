@@ -41,6 +41,8 @@ class Executor {
   /// How long the samples were that were loaded since the last call, each length once; empty where
   /// the sources promise that all are alike.
   std::vector<Dims> take_lengths() { return std::exchange(lengths_, {}); }
+  /// Whether forward has changed its inputs in place.
+  bool wrote_inputs() const noexcept { return wrote_inputs_; }
   /// Whether the loss of all outputs is at work, or failed.
   bool in_whole_loss() const noexcept { return in_whole_loss_; }
   /// How many segments the model's tapes are cut into; with `Job::cut`, after the first `record`.
@@ -77,6 +79,7 @@ class Executor {
   BufferRule buffers_;
   coupled::CouplingWatch watch_;
   std::optional<Denominator> denominator_;  // of a separable loss
+  bool wrote_inputs_ = false;
   bool in_whole_loss_ = false;
   std::optional<TwoPass> two_pass_;            // for a coupled loss
   std::optional<CutPass> cut_pass_;            // with `Job::cut`, for any loss
