@@ -43,9 +43,9 @@ class CpuAccounting {
     /// is a trace or a failure to inject. Kept by `watch`.
     int64_t unwatched_up_to = kNone;
     int64_t limit = kNone;
-    int64_t refused = 0;   ///< what the allocation last refused would have made live
+    int64_t refused = 0;         ///< what the allocation last refused would have made live
     int64_t high_water = kNone;  ///< highest live bytes since it was begun; kNone: nobody asks
-    int64_t failures = 0;  ///< allocations of this thread that failed, for whatever reason
+    int64_t failures = 0;        ///< allocations of this thread that failed, for whatever reason
     EventSink* trace = nullptr;
     FailAllocation* failure = nullptr;
     PeakScope* scope = nullptr;
