@@ -175,20 +175,22 @@ def beside_views() -> nn.Module:
 
 
 def two_streams() -> nn.Module:
-    """Two tensors wait at a cut, and views of both are added behind it: their gradients are one."""
+    """Two tensors wait at two cuts, and views of both are added behind the second: both get one
+    gradient, to which only the first one's layer adds."""
 
     def forward(self, x):
         a, b = self.a(x), self.b(x)
-        y = self.norm(a * b.sigmoid())
-        sums = a.flatten(2) + b.flatten(2)
-        return self.head(torch.cat([y.mean((2, 3)), sums.square().mean(2)], 1))
+        y = self.last(self.c(self.norm(a)))
+        return self.head((y.flatten(2) + (a.flatten(2) + b.flatten(2))).mean(2))
 
     return Calls(
         forward,
         a=nn.Conv2d(3, 4, 3),
         b=nn.Conv2d(3, 4, 3),
+        c=nn.Conv2d(4, 4, 1),
         norm=nn.BatchNorm2d(4),
-        head=nn.Linear(8, 5),
+        last=nn.BatchNorm2d(4),
+        head=nn.Linear(4, 5),
     )
 
 

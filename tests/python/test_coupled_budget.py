@@ -6,8 +6,8 @@ import infinitybatch as ib
 import pytest
 import torch
 from coupled_support import InfoNCE
+from fault_support import State
 from support import Calls
-from test_transaction import State
 from torch import nn
 
 

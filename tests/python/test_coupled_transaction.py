@@ -9,8 +9,20 @@ import numpy as np
 import pytest
 import torch
 from coupled_support import Headed, InfoNCE, mlp_body
-from test_transaction import LONG, MyError, State, after
+from fault_support import (
+    LONG,
+    MyError,
+    Watched,
+    after,
+    assert_same,
+    fail_in_allocations,
+    fail_in_user_code,
+    look_at_new_objects_only,
+    step_bits,
+)
 from torch import nn
+
+__all__ = ["look_at_new_objects_only"]  # a fixture
 
 WAYS = {  # four micro-batches of 3
     "replay": {"opaque": False, "retained_micro_batches": 0},
@@ -19,16 +31,6 @@ WAYS = {  # four micro-batches of 3
     "rerun, some retained": {"opaque": True, "retained_micro_batches": 2},
     "all retained": {"opaque": False, "retained_micro_batches": 4},
 }
-
-
-@pytest.fixture(autouse=True)
-def look_at_new_objects_only():
-    """Every check collects garbage first. What stood before the test (a million objects of torch
-    and of pytest) is looked at once, not a thousand times."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Tripwire(torch.autograd.Function):
@@ -109,47 +111,6 @@ def set_up(way, with_grads, buffer=False):
     return model, loss, inputs, batch
 
 
-class Watched:
-    """Model, its loss's parameters and the bytes that are alive."""
-
-    def __init__(self, model, loss):
-        self.states = State(model), State(loss)
-        gc.collect()  # what earlier tests left in cycles may go at any time
-        self.live = ib.memory.stats().live
-
-    def check(self):
-        for state in self.states:
-            state.check()
-        assert ib.memory.stats().live == self.live, "bytes were left behind"
-
-
-def step_bits(model, loss, batch, inputs):
-    """The bits that a step gives from a fixed random state; everything is put back."""
-    held = (torch.get_rng_state(), random.getstate(), np.random.get_state())
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)
-    owners = [*model.parameters(), *loss.parameters()]
-    grads = [p.grad for p in owners]
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    for parameter in owners:
-        parameter.grad = None
-    report = batch.backward(inputs)
-    bits = [report.loss.clone(), *(p.grad for p in owners), *(b.clone() for b, _ in buffers)]
-    for parameter, grad in zip(owners, grads, strict=True):
-        parameter.grad = grad
-    for buffer, value in buffers:
-        buffer.copy_(value)
-    torch.set_rng_state(held[0])
-    random.setstate(held[1])
-    np.random.set_state(held[2])
-    return bits
-
-
-def assert_same(found, wanted, where):
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), where
-
-
 @pytest.mark.parametrize("kind", [MyError, KeyboardInterrupt])
 @pytest.mark.parametrize("buffer", [False, True])
 @pytest.mark.parametrize("way", WAYS)
@@ -163,24 +124,7 @@ def test_an_exception_wherever_user_code_runs(way, buffer, kind):
     kept = 0 if buffer else batch_kept(way)
     assert forwards == (4 + 4 - kept if WAYS[way]["opaque"] else 4)
     assert places.count("backward") == 2 + (4 if WAYS[way]["opaque"] else 0)
-    for place, name in enumerate(places, 1):
-        watched = Watched(model, loss)
-        model.places.clear()
-        model.fatal, model.error = place, kind(name)
-        with pytest.raises(kind) as raised:
-            batch.backward(inputs)
-        assert raised.value is model.error
-        where = f"{place} of {len(places)}: {name}"
-        model.fatal, error, model.error = None, model.error, None
-        error.__traceback__ = None
-        del raised, error
-        try:
-            watched.check()
-        except AssertionError as failure:
-            raise AssertionError(f"{where}: {failure}") from None
-        del watched
-        if place % 5 == 1 or LONG:
-            assert_same(step_bits(model, loss, batch, inputs), wanted, where)
+    fail_in_user_code(model, loss, inputs, batch, wanted, places, kind)
 
 
 def batch_kept(way):
@@ -201,22 +145,7 @@ def test_a_failed_allocation_anywhere(way, with_grads):
     places = range(1, count + 1)
     if not LONG:
         places = sorted(random.Random(1).sample(places, 30))
-    for place in places:
-        watched = Watched(model, loss)
-        with ib.memory.fail_allocation(place) as failure:
-            with pytest.raises(torch.OutOfMemoryError) as raised:
-                batch.backward(inputs)
-        raised.value.__traceback__ = None
-        del raised
-        where = f"allocation {place} of {count}"
-        assert failure.failed, where
-        try:
-            watched.check()
-        except AssertionError as problem:
-            raise AssertionError(f"{where}: {problem}") from None
-        del watched
-        if place % 3 == 0 or LONG:
-            assert_same(step_bits(model, loss, batch, inputs), wanted, where)
+    fail_in_allocations(model, loss, inputs, batch, wanted, places)
 
 
 def test_a_failed_allocation_in_a_planned_step_is_answered():

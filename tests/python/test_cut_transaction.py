@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_coupled_transaction import Watched, assert_same, look_at_new_objects_only, step_bits
-from test_transaction import LONG, MyError, after
+from fault_support import (
+    LONG,
+    MyError,
+    Watched,
+    after,
+    assert_same,
+    fail_in_allocations,
+    fail_in_user_code,
+    look_at_new_objects_only,
+    step_bits,
+)
 from torch import nn
 
 __all__ = ["look_at_new_objects_only"]  # a fixture
@@ -114,24 +123,7 @@ def test_an_exception_wherever_user_code_runs(way, kind):
     step_bits(model, loss, batch, inputs)
     places = list(model.places)
     assert places.count("begin") == 4 and places.count("function") == 5
-    for place, name in enumerate(places, 1):
-        watched = Watched(model, loss)
-        model.places.clear()
-        model.fatal, model.error = place, kind(name)
-        with pytest.raises(kind) as raised:
-            batch.backward(inputs)
-        assert raised.value is model.error
-        where = f"{place} of {len(places)}: {name}"
-        model.fatal, error, model.error = None, model.error, None
-        error.__traceback__ = None
-        del raised, error
-        try:
-            watched.check()
-        except AssertionError as failure:
-            raise AssertionError(f"{where}: {failure}") from None
-        del watched
-        if place % 5 == 1 or LONG:
-            assert_same(step_bits(model, loss, batch, inputs), wanted, where)
+    fail_in_user_code(model, loss, inputs, batch, wanted, places, kind)
 
 
 @pytest.mark.parametrize("with_grads", [False, True])
@@ -148,22 +140,7 @@ def test_a_failed_allocation_anywhere(way, with_grads):
     places = range(1, count + 1)
     if not LONG:
         places = sorted(random.Random(1).sample(places, 40))
-    for place in places:
-        watched = Watched(model, loss)
-        with ib.memory.fail_allocation(place) as failure:
-            with pytest.raises(torch.OutOfMemoryError) as raised:
-                batch.backward(inputs)
-        raised.value.__traceback__ = None
-        del raised
-        where = f"allocation {place} of {count}"
-        assert failure.failed, where
-        try:
-            watched.check()
-        except AssertionError as problem:
-            raise AssertionError(f"{where}: {problem}") from None
-        del watched
-        if place % 3 == 0 or LONG:
-            assert_same(step_bits(model, loss, batch, inputs), wanted, where)
+    fail_in_allocations(model, loss, inputs, batch, wanted, places)
 
 
 def test_an_exception_in_hooks_of_the_hand_out():

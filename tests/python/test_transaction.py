@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import os
 import random
 import signal
 import threading
@@ -14,40 +13,10 @@ import infinitybatch as ib
 import numpy as np
 import pytest
 import torch
+from fault_support import LONG, MyError, State, after
 from support import Calls, classification, mlp
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-
-LONG = os.environ.get("INFINITYBATCH_LONG_TESTS") == "1"
-
-
-class State:
-    """Everything that a step could change, as bits."""
-
-    def __init__(self, model):
-        self.model = model
-        self.values = {n: t.detach().clone() for n, t in self.tensors(model)}
-        self.grads = {n: p.grad for n, p in model.named_parameters()}
-        self.grad_values = {n: g.clone() for n, g in self.grads.items() if g is not None}
-        self.random = (torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False))
-
-    @staticmethod
-    def tensors(model):
-        yield from model.named_parameters()
-        yield from model.named_buffers()
-
-    def check(self):
-        for name, tensor in self.tensors(self.model):
-            assert torch.equal(tensor, self.values[name]), f"{name} changed"
-        for name, parameter in self.model.named_parameters():
-            assert parameter.grad is self.grads[name], f"{name}.grad is another tensor"
-            if parameter.grad is not None:
-                assert torch.equal(parameter.grad, self.grad_values[name]), f"{name}.grad changed"
-        assert torch.equal(torch.get_rng_state(), self.random[0]), "torch's random state changed"
-        assert random.getstate() == self.random[1], "Python's random state changed"
-        before, now = self.random[2], np.random.get_state(legacy=False)
-        assert now["state"]["pos"] == before["state"]["pos"]
-        assert (now["state"]["key"] == before["state"]["key"]).all()
 
 
 class Fussy(nn.Module):
@@ -79,23 +48,6 @@ class Failing(torch.autograd.Function):
         if Failing.error is not None:
             raise Failing.error
         return gradient
-
-
-class MyError(Exception):
-    pass
-
-
-def after(calls, raise_this):
-    """A function that raises at its `calls`-th call."""
-    count = 0
-
-    def function(*_):
-        nonlocal count
-        count += 1
-        if count == calls:
-            raise raise_this
-
-    return function
 
 
 OPTIONS = [{"micro_batch_size": 3}, {"memory_budget": "64MiB"}]

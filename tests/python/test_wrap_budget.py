@@ -7,8 +7,8 @@ import gc
 import infinitybatch as ib
 import pytest
 import torch
+from fault_support import State
 from support import Calls, mlp
-from test_transaction import State
 from torch import nn
 from torch.nn import functional as F
 from wrap_support import X, close, contrastive, grads, opaque

@@ -1,0 +1,151 @@
+"""Steps that fail on purpose, and what has to be as before afterwards."""
+
+import gc
+import os
+import random
+
+import infinitybatch as ib
+import numpy as np
+import pytest
+import torch
+
+LONG = os.environ.get("INFINITYBATCH_LONG_TESTS") == "1"
+
+
+class MyError(Exception):
+    pass
+
+
+class State:
+    """Everything that a step could change, as bits."""
+
+    def __init__(self, model):
+        self.model = model
+        self.values = {n: t.detach().clone() for n, t in self.tensors(model)}
+        self.grads = {n: p.grad for n, p in model.named_parameters()}
+        self.grad_values = {n: g.clone() for n, g in self.grads.items() if g is not None}
+        self.random = (torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False))
+
+    @staticmethod
+    def tensors(model):
+        yield from model.named_parameters()
+        yield from model.named_buffers()
+
+    def check(self):
+        for name, tensor in self.tensors(self.model):
+            assert torch.equal(tensor, self.values[name]), f"{name} changed"
+        for name, parameter in self.model.named_parameters():
+            assert parameter.grad is self.grads[name], f"{name}.grad is another tensor"
+            if parameter.grad is not None:
+                assert torch.equal(parameter.grad, self.grad_values[name]), f"{name}.grad changed"
+        assert torch.equal(torch.get_rng_state(), self.random[0]), "torch's random state changed"
+        assert random.getstate() == self.random[1], "Python's random state changed"
+        before, now = self.random[2], np.random.get_state(legacy=False)
+        assert now["state"]["pos"] == before["state"]["pos"]
+        assert (now["state"]["key"] == before["state"]["key"]).all()
+
+
+def after(calls, raise_this):
+    """A function that raises at its `calls`-th call."""
+    count = 0
+
+    def function(*_):
+        nonlocal count
+        count += 1
+        if count == calls:
+            raise raise_this
+
+    return function
+
+
+@pytest.fixture(autouse=True)
+def look_at_new_objects_only():
+    """Every check collects garbage first. What stood before the test (a million objects of torch
+    and of pytest) is looked at once, not a thousand times."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Watched:
+    """Model, its loss's parameters and the bytes that are alive."""
+
+    def __init__(self, model, loss):
+        self.states = State(model), State(loss)
+        gc.collect()  # what earlier tests left in cycles may go at any time
+        self.live = ib.memory.stats().live
+
+    def check(self):
+        for state in self.states:
+            state.check()
+        assert ib.memory.stats().live == self.live, "bytes were left behind"
+
+
+def step_bits(model, loss, batch, inputs):
+    """The bits that a step gives from a fixed random state; everything is put back."""
+    held = (torch.get_rng_state(), random.getstate(), np.random.get_state())
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    owners = [*model.parameters(), *loss.parameters()]
+    grads = [p.grad for p in owners]
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    for parameter in owners:
+        parameter.grad = None
+    report = batch.backward(inputs)
+    bits = [report.loss.clone(), *(p.grad for p in owners), *(b.clone() for b, _ in buffers)]
+    for parameter, grad in zip(owners, grads, strict=True):
+        parameter.grad = grad
+    for buffer, value in buffers:
+        buffer.copy_(value)
+    torch.set_rng_state(held[0])
+    random.setstate(held[1])
+    np.random.set_state(held[2])
+    return bits
+
+
+def assert_same(found, wanted, where):
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), where
+
+
+def fail_in_user_code(model, loss, inputs, batch, wanted, places, kind):
+    """An error of `kind` at each of the places where the model's tripwires are met."""
+    for place, name in enumerate(places, 1):
+        watched = Watched(model, loss)
+        model.places.clear()
+        model.fatal, model.error = place, kind(name)
+        with pytest.raises(kind) as raised:
+            batch.backward(inputs)
+        assert raised.value is model.error
+        where = f"{place} of {len(places)}: {name}"
+        model.fatal, error, model.error = None, model.error, None
+        error.__traceback__ = None
+        del raised, error
+        try:
+            watched.check()
+        except AssertionError as failure:
+            raise AssertionError(f"{where}: {failure}") from None
+        del watched
+        if place % 5 == 1 or LONG:
+            assert_same(step_bits(model, loss, batch, inputs), wanted, where)
+
+
+def fail_in_allocations(model, loss, inputs, batch, wanted, places):
+    """A refused allocation at each of the places."""
+    for place in places:
+        watched = Watched(model, loss)
+        with ib.memory.fail_allocation(place) as failure:
+            with pytest.raises(torch.OutOfMemoryError) as raised:
+                batch.backward(inputs)
+        raised.value.__traceback__ = None
+        del raised
+        where = f"allocation {place}"
+        assert failure.failed, where
+        try:
+            watched.check()
+        except AssertionError as problem:
+            raise AssertionError(f"{where}: {problem}") from None
+        del watched
+        if place % 3 == 0 or LONG:
+            assert_same(step_bits(model, loss, batch, inputs), wanted, where)
