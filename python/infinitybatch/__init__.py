@@ -39,6 +39,7 @@ from .errors import (
     Error,
     InvalidArgument,
     InvalidType,
+    ParkingError,
     StateError,
     Unsupported,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "InvalidArgument",
     "InvalidType",
     "MicroBatch",
+    "ParkingError",
     "Plan",
     "StateError",
     "StepReport",

@@ -14,6 +14,7 @@ __all__ = [
     "Error",
     "InvalidArgument",
     "InvalidType",
+    "ParkingError",
     "StateError",
     "Unsupported",
 ]
@@ -75,6 +76,20 @@ class BudgetExceeded(Error, torch.OutOfMemoryError):
         self.needed = needed
         self.limit = limit
         self.smallest_feasible = smallest_feasible
+
+
+class ParkingError(Error):
+    """Host memory and disk cannot hold what has to wait there, or the disk failed."""
+
+    #: Bytes that had to be parked.
+    needed: int
+    #: Bytes that there was room for, as far as that is known.
+    available: int
+
+    def __init__(self, message: str, needed: int = 0, available: int = 0) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
 
 
 class CoupledLossNotice(UserWarning):
