@@ -1,0 +1,64 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+namespace infinitybatch::park {
+
+/// Something that runs once, here or in a thread of its own.
+class Task {
+ public:
+  explicit Task(std::function<void()> work) : work_(std::move(work)) {}
+
+  void run() noexcept;
+  /// In the thread that will wait for it.
+  void run_here() noexcept {
+    ran_here_ = true;
+    run();
+  }
+  bool ran_here() const noexcept { return ran_here_; }
+  /// Until it has run. \returns seconds that this took
+  double wait();
+  /// Throws what the work threw. Only after `wait`.
+  void rethrow() const;
+  /// How long it ran. Only after `wait`.
+  double seconds() const noexcept { return seconds_; }
+
+ private:
+  std::function<void()> work_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false;
+  bool ran_here_ = false;
+  std::exception_ptr error_;
+  double seconds_ = 0;
+};
+
+/// Runs tasks one after another in a thread that is started with the first.
+class CopyThread {
+ public:
+  CopyThread() = default;
+  /// Waits for the tasks that were given.
+  ~CopyThread();
+  CopyThread(const CopyThread&) = delete;
+  CopyThread& operator=(const CopyThread&) = delete;
+
+  void start(std::shared_ptr<Task> task);
+  bool started() const noexcept { return thread_.joinable(); }
+
+ private:
+  void work();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<Task>> tasks_;
+  bool ends_ = false;
+  std::thread thread_;
+};
+
+}  // namespace infinitybatch::park

@@ -1,0 +1,196 @@
+#include "store_state.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StorageImpl.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+namespace infinitybatch::park::detail {
+namespace {
+
+constexpr const char* kAwayMessage =
+    "infinitybatch: this tensor's memory is parked on the host or on disk; it can be read once it "
+    "was brought back";
+
+std::byte* address(const c10::Storage& storage) {
+  return static_cast<std::byte*>(
+      storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get());
+}
+
+}  // namespace
+
+StoreState::StoreState(c10::Device on, StoreOptions with)
+    : device(on), options(std::move(with)), link(on, options.bandwidth), places(on, options) {}
+
+std::shared_ptr<Task> StoreState::run(std::function<void()> work, bool in_background) {
+  auto task = std::make_shared<Task>(std::move(work));
+  if (in_background || thread_.started() || !device.is_cpu()) {
+    thread_.start(task);
+  } else {
+    task->run_here();
+  }
+  return task;
+}
+
+void StoreState::finish(Task& task) {
+  const double waited = task.wait();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    statistics_.seconds_copying += task.seconds();
+    statistics_.seconds_waited +=
+        task.ran_here() ? task.seconds() : std::min(waited, task.seconds());
+    statistics_.seconds_hidden = statistics_.seconds_copying - statistics_.seconds_waited;
+  }
+  task.rethrow();
+}
+
+StoreStatistics StoreState::statistics() const {
+  StoreStatistics result;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    result = statistics_;
+  }
+  places.tell(result);
+  return result;
+}
+
+void StoreState::note_moved(int64_t out, int64_t back) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  statistics_.moved_out += out;
+  statistics_.moved_back += back;
+}
+
+ParkedState::ParkedState(std::shared_ptr<StoreState> store, std::vector<c10::Storage> storages)
+    : store_(std::move(store)) {
+  items_.reserve(storages.size());
+  int64_t row = 0;
+  for (c10::Storage& storage : storages) {
+    const auto bytes = static_cast<int64_t>(storage.nbytes());
+    items_.push_back({std::move(storage), bytes, row, {}});
+    row += Places::row(bytes);
+  }
+  place_ = store_->places.take(row);
+}
+
+ParkedState::~ParkedState() {
+  if (task_) task_->wait();
+  store_->places.give_back(place_);
+}
+
+void ParkedState::start_leaving(bool in_background) {
+  std::vector<Piece> pieces;
+  pieces.reserve(items_.size());
+  for (const Item& item : items_) pieces.push_back({address(item.storage), item.bytes, item.at});
+  auto mark = std::make_shared<std::optional<c10::Event>>(store_->link.mark());
+  task_ = store_->run(
+      [this, pieces = std::move(pieces), mark = std::move(mark)] {
+        DeviceLink::Copies copies(store_->link, *mark);
+        store_->places.copy_out(place_, pieces, copies);
+      },
+      in_background);
+  phase_ = Phase::leaving;
+}
+
+/// Takes all memory that `finish_leaving` needs: nothing can fail after it.
+void ParkedState::announce_away() const {
+  size_t announced = 0;
+  try {
+    for (; announced < items_.size(); ++announced) {
+      items_[announced]
+          .storage.unsafeGetStorageImpl()
+          ->release_data_and_set_meta_custom_data_ptr_error_msg_(kAwayMessage);
+    }
+  } catch (...) {
+    for (size_t i = 0; i <= announced; ++i) {
+      items_[i].storage.unsafeGetStorageImpl()->clear_data_ptr_access_error_msg_();
+    }
+    throw;
+  }
+}
+
+void ParkedState::finish_leaving() {
+  if (phase_ != Phase::leaving) return;
+  phase_ = Phase::at_home;
+  store_->finish(*std::exchange(task_, nullptr));
+  announce_away();
+  int64_t moved = 0;
+  for (const Item& item : items_) {
+    c10::StorageImpl& storage = *item.storage.unsafeGetStorageImpl();
+    storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
+    moved += item.bytes;
+  }
+  phase_ = Phase::away;
+  store_->note_moved(moved, 0);
+}
+
+void ParkedState::require_unchanged() const {
+  for (const Item& item : items_) {
+    const bool has_memory = address(item.storage) != nullptr;
+    const auto bytes = static_cast<int64_t>(item.storage.nbytes());
+    if (!has_memory && bytes == item.bytes) continue;
+    throw StateError("a parked storage of " + std::to_string(item.bytes) + " bytes " +
+                     (has_memory ? "was given other memory"
+                                 : "was resized to " + std::to_string(bytes) + " bytes") +
+                     " while it was away; bring tensors back before they are resized");
+  }
+}
+
+void ParkedState::start_returning(bool in_background) {
+  if (phase_ != Phase::away) return;
+  require_unchanged();
+  std::vector<Piece> pieces;
+  pieces.reserve(items_.size());
+  try {
+    std::optional<c10::DeviceGuard> guard;
+    if (!store_->device.is_cpu()) guard.emplace(store_->device);
+    c10::Allocator* allocator = c10::GetAllocator(store_->device.type());
+    for (Item& item : items_) {
+      if (item.storage.use_count() == 1) continue;  // nobody but us
+      item.block = allocator->allocate(static_cast<size_t>(item.bytes));
+      pieces.push_back({static_cast<std::byte*>(item.block.get()), item.bytes, item.at});
+    }
+    auto mark = std::make_shared<std::optional<c10::Event>>(store_->link.mark());
+    task_ = store_->run(
+        [this, pieces = std::move(pieces), mark = std::move(mark)] {
+          DeviceLink::Copies copies(store_->link, *mark);
+          store_->places.copy_back(place_, pieces, copies);
+        },
+        in_background);
+  } catch (...) {
+    drop_blocks();
+    throw;
+  }
+  phase_ = Phase::returning;
+}
+
+void ParkedState::finish_returning() {
+  if (phase_ != Phase::returning) return;
+  phase_ = Phase::away;
+  try {
+    store_->finish(*std::exchange(task_, nullptr));
+    require_unchanged();
+  } catch (...) {
+    drop_blocks();
+    throw;
+  }
+  int64_t moved = 0;
+  for (Item& item : items_) {
+    if (!item.block) continue;
+    c10::StorageImpl& storage = *item.storage.unsafeGetStorageImpl();
+    storage.clear_data_ptr_access_error_msg_();
+    storage.set_data_ptr_noswap(std::move(item.block));
+    moved += item.bytes;
+  }
+  phase_ = Phase::at_home;
+  store_->note_moved(0, moved);
+}
+
+void ParkedState::drop_blocks() noexcept {
+  for (Item& item : items_) item.block.clear();
+}
+
+}  // namespace infinitybatch::park::detail
