@@ -129,6 +129,11 @@ void check_given(const Batch& batch, Side side, const char* name) {
     if (tensor.is_nested()) {
       refuse(" is a nested tensor, which has no rows to slice; pad it, or pass a BatchSource");
     }
+    if (tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
+      refuse(
+          " is a tensor subclass that answers ops itself (DTensor, a wrapper): its rows may be "
+          "another rank's; pass plain tensors, say those of to_local()");
+    }
     if (tensor.layout() != at::kStrided) {
       refuse(
           " is a sparse tensor, whose rows are no views; pass a BatchSource that makes the rows");

@@ -1,15 +1,14 @@
 """Wrapped modules inside DistributedDataParallel, on two ranks of gloo."""
 
-import socket
-from collections.abc import Callable
 from typing import Any
 
 import infinitybatch as ib
 import pytest
 import torch
 import torch.distributed as dist
+from ranks_support import on_two_ranks
 from support import Calls, mlp
-from torch import multiprocessing, nn
+from torch import nn
 from wrap_support import Square, close, contrastive, grads
 
 DDP = nn.parallel.DistributedDataParallel
@@ -19,35 +18,6 @@ def batches() -> torch.Tensor:
     """One for each rank; the second rank's is smaller than a micro-batch where a test says so."""
     torch.manual_seed(5)
     return torch.randn(2, 13, 6, dtype=torch.float64)
-
-
-def rank_main(body: Callable[..., Any], rank: int, port: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    results.put((rank, body(rank)))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def on_two_ranks(body: Callable[[int], Any]) -> list[Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=rank_main, args=(body, r, port, results)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    try:
-        found = dict(results.get(timeout=90) for _ in ranks)
-        for process in ranks:
-            process.join(timeout=60)
-            assert process.exitcode == 0
-    finally:
-        for process in ranks:
-            process.kill()
-    return [found[rank] for rank in range(2)]
 
 
 def numbers(module: nn.Module) -> dict[str, Any]:
