@@ -28,8 +28,17 @@ MODULES = {
     "coupled": "coupled",
     "tape": "tape",
     "batchnorm": "whole_batch",
+    "mnist": "data_set",
 }
-ROUNDS = {"time": 15, "loop": 100, "budget": 12, "coupled": 15, "tape": 200, "batchnorm": 15}
+ROUNDS = {
+    "time": 15,
+    "loop": 100,
+    "budget": 12,
+    "coupled": 15,
+    "tape": 200,
+    "batchnorm": 15,
+    "mnist": 7,
+}
 UNTUNED = {
     "time": 3,
     "loop": 0,
@@ -37,6 +46,7 @@ UNTUNED = {
     "coupled": 0,
     "tape": 0,
     "batchnorm": 0,
+    "mnist": 0,
 }  # rounds with malloc as it is by default
 WITH_PEERS = ("loop", "coupled")
 TOY_ROUNDS = 4

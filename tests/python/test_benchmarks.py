@@ -95,7 +95,9 @@ def test_sizes_of_the_sweep_are_all_that_there_are():
     assert grid_sizes(10) == [1, 2, 3, 4, 5, 7, 9]
 
 
-@pytest.mark.parametrize("suite", ["time", "loop", "budget", "coupled", "tape", "batchnorm"])
+@pytest.mark.parametrize(
+    "suite", ["time", "loop", "budget", "coupled", "tape", "batchnorm", "mnist"]
+)
 def test_every_suite_runs_and_its_results_are_complete(suite, tmp_path):
     command = [sys.executable, str(BENCHMARKS / "run.py"), suite]
     command += ["--toy", "--no-peers", "--threads", "1", "--output", str(tmp_path)]
@@ -122,5 +124,6 @@ def test_no_such_suite_is_said_in_one_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert (
-        "no such suite: tiem; there are time, loop, budget, coupled, tape, batchnorm" in done.stderr
+        "no such suite: tiem; there are time, loop, budget, coupled, tape, batchnorm, mnist"
+        in done.stderr
     )
