@@ -62,6 +62,10 @@ class VirtualBatch:
             recorded once for each number of rows, checked on a second micro-batch, and then the
             recording is used again, in later steps too. User code, hooks on modules and Python's
             random numbers run no more.
+        checkpoint_segments: with a fixed `micro_batch_size` and a separable loss: the graph of a
+            micro-batch is never there as a whole; its recording is cut into about as many segments
+            (2 or more), which are played again one after the other, last first. A plan for a
+            `memory_budget` does so by itself where one sample does not fit.
         batch_coupling: "exact" gives layers that mix the samples of a batch (BatchNorm in training)
             the whole batch, or raises CouplingError; "per_micro_batch" lets each micro-batch be a
             batch of its own, as gradient accumulation does, which is another gradient.
@@ -86,6 +90,7 @@ class VirtualBatch:
         retained_micro_batches: int = 0,
         use_tapes: bool = True,
         static_graph: bool = False,
+        checkpoint_segments: int | None = None,
         batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
         keep_outputs: bool = False,
         on_micro_batch: Callable[[MicroBatch], object] | None = None,
@@ -113,6 +118,7 @@ class VirtualBatch:
             "retained_micro_batches": retained_micro_batches,
             "use_tapes": use_tapes,
             "static_graph": static_graph,
+            "checkpoint_segments": checkpoint_segments,
             "batch_coupling": batch_coupling,
             "keep_outputs": keep_outputs,
             "on_micro_batch": on_micro_batch,
@@ -127,6 +133,9 @@ class VirtualBatch:
             ),
             "use_tapes": bool(use_tapes),
             "static_graph": bool(static_graph),
+            "checkpoint_segments": _whole_number(
+                "checkpoint_segments", checkpoint_segments, "segments"
+            ),
             "exact_coupling": batch_coupling == "exact",
             "keep_outputs": bool(keep_outputs),
             "on_micro_batch": _with_micro_batch(on_micro_batch),

@@ -41,13 +41,15 @@ class PyVirtualBatch {
   PyVirtualBatch(const py::object& model, const py::object& loss, const py::object& budget,
                  std::optional<int64_t> micro_batch_size, int64_t retained_micro_batches,
                  bool exact_coupling, bool keep_outputs, const py::object& on_micro_batch,
-                 const py::object& loss_scale, bool use_tapes, bool static_graph) {
+                 const py::object& loss_scale, bool use_tapes, bool static_graph,
+                 std::optional<int64_t> checkpoint_segments) {
     Options options;
     if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
     options.micro_batch_size = micro_batch_size;
     options.retained_micro_batches = retained_micro_batches;
     options.use_tapes = use_tapes;
     options.static_graph = static_graph;
+    options.checkpoint_segments = checkpoint_segments;
     options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
     options.keep_outputs = keep_outputs;
     options.interrupt = &check_signals;
@@ -238,11 +240,13 @@ void bind_virtual_batch(py::module_& module) {
                                type->tp_clear = &clear;
                              }))
       .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,
-                    int64_t, bool, bool, const py::object&, const py::object&, bool, bool>(),
+                    int64_t, bool, bool, const py::object&, const py::object&, bool, bool,
+                    std::optional<int64_t>>(),
            py::kw_only(), py::arg("model"), py::arg("loss"), py::arg("memory_budget"),
            py::arg("micro_batch_size"), py::arg("retained_micro_batches"),
            py::arg("exact_coupling"), py::arg("keep_outputs"), py::arg("on_micro_batch"),
-           py::arg("loss_scale"), py::arg("use_tapes") = true, py::arg("static_graph") = false)
+           py::arg("loss_scale"), py::arg("use_tapes") = true, py::arg("static_graph") = false,
+           py::arg("checkpoint_segments") = py::none())
       .def("backward", &PyVirtualBatch::backward, py::arg("inputs"), py::arg("targets"))
       .def("verify", &PyVirtualBatch::verify, py::arg("inputs"), py::arg("targets"),
            py::arg("native"))

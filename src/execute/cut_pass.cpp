@@ -22,12 +22,19 @@ CutPass::CutPass(const Job& job, autograd::GradientSinks& sinks, BufferRule& buf
 }
 
 int64_t CutPass::segments() const {
+  if (job_.checkpoints != nullptr && !parts_.empty()) {
+    return static_cast<int64_t>(parts_.begin()->second.recorded->segments.size());
+  }
   return static_cast<int64_t>(ops_.size()) + 1;
+}
+
+int64_t CutPass::segments(Rows rows) const {
+  return static_cast<int64_t>(parts_.at(rows.begin).recorded->segments.size());
 }
 
 bool CutPass::reads_inputs(Rows rows, int64_t segment) const {
   const Part& part = parts_.at(rows.begin);
-  const bool next_op = segment + 1 < segments();
+  const bool next_op = segment + 1 < segments() && has_op_before(segment + 1);
   return segment_of(part, segment).reads_inputs ||
          (next_op && segment_of(part, segment + 1).reads_inputs);
 }
@@ -64,7 +71,7 @@ CutPass::Work CutPass::play(Part& part, Rows rows, const Batch& inputs, int64_t 
     if (take.written) value = value.clone();
   }
   tape::StandIn first;
-  if (index > 0) {
+  if (has_op_before(index)) {
     first = [&](std::vector<c10::IValue>& arguments) {
       return op_before(index).apply(rows, arguments, work.op_leaves);
     };
@@ -100,15 +107,16 @@ Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool ret
   Work work = play(part, rows, inputs, segment, random);
   settle_written(part, segment, work);
   keep(part, segment, work);
-  if (segment + 1 < segments()) {
-    part.random[static_cast<size_t>(segment) + 1] = std::move(random);
+  const bool last = segment + 1 == segments(rows);
+  if (!last) part.random[static_cast<size_t>(segment) + 1] = std::move(random);
+  if (has_op_before(segment + 1) && !last) {
     const tape::Segment& next = segment_of(part, segment + 1);
     std::vector<at::Tensor> values = frontier(part, next);
     op_before(segment + 1)
         .collect(rows, tape::first_arguments(part.recorded->tape, next, inputs, values));
   }
   Batch outputs;
-  if (segment + 1 == segments()) outputs = tape::result_of(part.recorded->tape, work.values);
+  if (last) outputs = tape::result_of(part.recorded->tape, work.values);
   if (retain) part.retained[segment] = std::move(work);
   return outputs;
 }
@@ -125,8 +133,9 @@ void CutPass::combine(int64_t segment) {
 
 Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
   Part& part = parts_.at(rows.begin);
-  if (segment + 1 < segments()) {
-    correct(part, rows, inputs, segment + 1);
+  const bool last = segment + 1 == segments(rows);
+  if (!last) {
+    if (has_op_before(segment + 1)) correct(part, rows, inputs, segment + 1);
     drop(part, segment + 1);
   }
   const auto retained = part.retained.find(segment);
@@ -137,11 +146,12 @@ Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
     std::vector<tape::Draw> random = part.random[static_cast<size_t>(segment)];
     work_ = play(part, rows, inputs, segment, random);
     // With a separable loss this is the last segment's only pass.
-    if (segment + 1 == segments()) settle_written(part, segment, work_);
+    if (last) settle_written(part, segment, work_);
   }
-  if (segment + 1 < segments()) return {};
+  if (!last) return {};
   Batch outputs = tape::result_of(part.recorded->tape, work_.values);
   work_.values.clear();
+  if (job_.checkpoints != nullptr) compare(rows, outputs);
   return outputs;
 }
 
@@ -172,7 +182,7 @@ void CutPass::backward(Rows rows, int64_t segment, std::vector<at::Tensor> roots
 
 void CutPass::collect(Rows rows, int64_t segment) {
   Part& part = parts_.at(rows.begin);
-  if (segment > 0) op_before(segment).collect_gradient(rows, work_.op_leaves);
+  if (has_op_before(segment)) op_before(segment).collect_gradient(rows, work_.op_leaves);
   const at::NoGradGuard no_grad;
   for (auto& [crossing, leaf] : work_.leaves) {
     if (!leaf.grad().defined()) continue;
@@ -186,7 +196,9 @@ void CutPass::collect(Rows rows, int64_t segment) {
       sum = alone ? std::move(gradient) : gradient.clone();
     }
   }
-  if (segment == 0) drop(part, 0);
+  if (segment > 0) return;
+  drop(part, 0);
+  if (job_.checkpoints != nullptr) parts_.erase(rows.begin);  // nothing of it is used again
 }
 
 void CutPass::combine_gradients(int64_t segment) {

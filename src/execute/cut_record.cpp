@@ -100,11 +100,7 @@ void CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wat
   const tape::Tape whole = check ? recorded->tape : tape::Tape();
   tape::trim(recorded->tape);
   recorded->segments = cut_at(recorded->tape, coupled::whole_batch_ops(recorded->tape));
-  for (size_t s = 0; s < recorded->segments.size(); ++s) {
-    for (const tape::Take& take : recorded->segments[s].takes) {
-      recorded->first_user.try_emplace(take.from, static_cast<int64_t>(s));
-    }
-  }
+  recorded->note_users();
   begin(part, recorded);
   if (check) {
     checked_ = true;
@@ -126,6 +122,7 @@ void CutPass::begin(Part& part, std::shared_ptr<const Recorded> recorded) {
   part.recorded = std::move(recorded);
   part.random.resize(part.recorded->segments.size());
   part.random[0] = part.recorded->tape.initial;
+  if (job_.checkpoints != nullptr) return;
   if (parts_.size() == 1 && ops_.empty()) {
     for (int64_t s = 1; s < static_cast<int64_t>(part.recorded->segments.size()); ++s) {
       ops_.push_back(coupled::stand_in(part.recorded->tape, part.recorded->first_op(s)));

@@ -148,24 +148,31 @@ void Executor::replay(Rows rows) {
   two_pass_->again(rows, inputs_, [&] { return call_model(rows); });
 }
 
-bool Executor::is_last(int64_t segment) const {
-  return segment + 1 == segments();
+bool Executor::is_last(Rows rows, int64_t segment) const {
+  return segment + 1 == (job_.checkpoints != nullptr ? segments(rows) : segments());
 }
 
 void Executor::record_for_cuts(Rows rows) {
   if (job_.interrupt) job_.interrupt();
-  if (cut_pass_->reuse(rows)) return;
+  if (job_.checkpoints == nullptr && cut_pass_->reuse(rows)) return;
   load(rows);
-  cut_pass_->record(rows, inputs_, watch_, [&] {
+  const auto call = [&] {
     forward(rows);
     if (wrote_inputs_) {
       throw Unsupported(
-          "forward changes its inputs in place, and layers that see the whole batch need it to run "
-          "on them again; write that out of place, as in x = x - mean. The rows that it ran on are "
-          "changed");
+          "forward changes its inputs in place, and has to run on them again (for a layer that "
+          "sees "
+          "the whole batch, or because one sample's activations do not fit into the budget); write "
+          "that out of place, as in x = x - mean. The rows that it ran on are changed");
     }
+    if (job_.checkpoints != nullptr) check_coupling(rows);
     return std::exchange(outputs_, Batch());
-  });
+  };
+  if (job_.checkpoints != nullptr) {
+    const Batch outputs = cut_pass_->checkpoint(rows, inputs_, call);
+  } else {
+    cut_pass_->record(rows, inputs_, watch_, call);
+  }
   free();
 }
 
@@ -177,7 +184,7 @@ void Executor::load_for(Rows rows, int64_t segment) {
 void Executor::advance(Rows rows, int64_t segment, bool retain) {
   load_for(rows, segment);
   const Batch outputs = cut_pass_->advance(rows, inputs_, segment, retain);
-  if (is_last(segment)) {
+  if (is_last(rows, segment)) {
     const Batch& seen = whole_outputs_->add(rows, outputs);
     if (job_.on_micro_batch) {
       targets_ = load_rows(*job_.targets, rows, job_.device);
@@ -190,7 +197,7 @@ void Executor::advance(Rows rows, int64_t segment, bool retain) {
 void Executor::resume(Rows rows, int64_t segment) {
   load_for(rows, segment);
   outputs_ = cut_pass_->resume(rows, inputs_, segment);
-  if (!is_last(segment)) return;
+  if (!is_last(rows, segment)) return;
   if (whole_outputs_) {
     whole_outputs_->compare(rows, outputs_);
   } else {
@@ -234,7 +241,7 @@ void Executor::differentiate(const at::Tensor& share, const std::vector<at::Tens
 void Executor::backward(Rows rows, int64_t segment) {
   if (two_pass_) return two_pass_->backward(rows);
   if (!cut_pass_) return differentiate(share_);
-  if (!is_last(segment)) return cut_pass_->backward(rows, segment, {}, {});
+  if (!is_last(rows, segment)) return cut_pass_->backward(rows, segment, {}, {});
   if (whole_outputs_) {
     std::vector<at::Tensor> roots;
     std::vector<at::Tensor> gradients;

@@ -168,6 +168,29 @@ Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t 
   return plan;
 }
 
+Plan checkpoint_plan(std::vector<int64_t> micro_batch_sizes, const std::vector<int64_t>& segments,
+                     bool penalty) {
+  Plan plan;
+  plan.strategy = "checkpoint";
+  plan.batch_size = std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
+  auto& instructions = plan.instructions;
+  for (size_t k = 0; k < micro_batch_sizes.size(); ++k) {
+    const auto i = static_cast<int64_t>(k);
+    plan.segments = std::max(plan.segments, segments[k]);
+    instructions.push_back({Operation::record, i});
+    for (int64_t segment = segments[k] - 1; segment >= 0; --segment) {
+      instructions.push_back({Operation::resume, i, segment});
+      if (segment + 1 == segments[k]) instructions.push_back({Operation::loss, i});
+      instructions.push_back({Operation::backward, i, segment});
+      instructions.push_back({Operation::free, i, segment});
+    }
+  }
+  if (penalty) instructions.push_back({Operation::penalty, -1});
+  instructions.push_back({Operation::hand_out, -1});
+  plan.micro_batch_sizes = std::move(micro_batch_sizes);
+  return plan;
+}
+
 Plan cut_rehearsal_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, bool coupled) {
   Plan plan =
       cut_plan(std::move(micro_batch_sizes), segments, /*retained=*/0, coupled, /*penalty=*/false);
@@ -246,6 +269,10 @@ std::string Plan::explain() const {
             " ops see the whole batch: at each, all micro-batches advance to it, then combine; " +
             "backward in the same way, last segment first (" + std::to_string(retained) + " of " +
             std::to_string(micro_batch_sizes.size()) + " keep their graph); then hand out once\n";
+  } else if (strategy == "checkpoint") {
+    text += "instructions for each micro-batch: record; its tape is cut into " +
+            std::to_string(segments) +
+            " segments; then, last segment first: resume, backward, free; hand out once\n";
   } else {
     text += "instructions: record each micro-batch (" + std::to_string(retained) + " of " +
             std::to_string(micro_batch_sizes.size()) +

@@ -9,6 +9,7 @@
 #include <infinitybatch/memory/foreign_storage.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
+#include <infinitybatch/plan/checkpoint_planner.hpp>
 #include <infinitybatch/plan/planner.hpp>
 #include <infinitybatch/step/admission.hpp>
 #include <infinitybatch/tape/mismatch.hpp>
@@ -17,6 +18,7 @@
 #include <array>
 #include <chrono>
 #include <exception>
+#include <limits>
 #include <map>
 #include <set>
 #include <string>
@@ -68,6 +70,7 @@ class VirtualBatch::State {
                             std::to_string(options_.retained_micro_batches) +
                             "; it is a number of micro-batches, 0 or more");
     }
+    check_checkpoint_options();
     if (!options_.micro_batch_size && !options_.memory_budget) options_.memory_budget = "auto";
     use_tapes_ = options_.use_tapes;
     if (options_.static_graph && !options_.use_tapes) {
@@ -86,6 +89,7 @@ class VirtualBatch::State {
   Plan plan() const { return plan_; }
 
  private:
+  void check_checkpoint_options() const;
   Job job(const BatchSource& inputs, const BatchSource& targets) const;
   /// Those of this kind of batch; empty where parameters or buffers are other tensors now.
   StaticTapes* static_tapes(const Job& job) const;
@@ -101,6 +105,11 @@ class VirtualBatch::State {
                       StepReport& report);
   /// Makes the planner plan smaller, or throws what the user should see.
   void answer_out_of_memory(int64_t needed, int64_t budget);
+  /// Micro-batch by micro-batch, each of them segment by segment.
+  void follow_checkpoints(Executor& executor, const Job& job, const std::optional<int64_t>& budget,
+                          bool hand_out, StepReport& report);
+  /// From now on batches of this kind are computed so; false where they cannot be.
+  bool begin_checkpoints(Job& job);
   /// Whether cutting the tapes, or giving it up again, may be exact.
   bool answer_by_cuts(Job& job);
   void answer_coupling(const Job& job);
@@ -122,6 +131,8 @@ class VirtualBatch::State {
   bool inputs_written_ = false;  // by forward, in the last attempt
   bool uncut_ = false;           // this model's tapes cannot be cut
   mutable std::map<std::string, StaticTapes> static_tapes_;  // by kind of batch
+  /// Kinds of batches one sample of which does not fit.
+  mutable std::map<std::string, CheckpointPlanner> checkpoints_;
   std::set<std::string> checked_;  // kinds of batches whose recordings were checked
   int64_t segments_ = 1;           // of the cut tapes that were recorded last
   bool failed_in_loss_ = false;    // the last attempt, in the loss of all outputs
@@ -158,6 +169,11 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   if (options_.static_graph) {
     job.cut = true;
     job.static_tapes = static_tapes(job);
+  }
+  const bool checkpointed = checkpoints_.contains(signature_of(job));
+  if (!job.cut && (options_.checkpoint_segments || checkpointed)) {
+    job.cut = true;
+    job.checkpoints = &checkpoints_[signature_of(job)];
   }
   if (job.cut) job.check_recordings = !checked_.contains(kind_of(job));
   return job;
@@ -207,9 +223,12 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       }
     } catch (const CouplingError&) {
       if (!options_.micro_batch_size || !job.cut) check_inputs();
+      if (job.checkpoints != nullptr) throw;
       if (!answer_by_cuts(job)) answer_coupling(job);
       // Nothing has run out of memory: not a restart that the report should count.
       --restarts;
+    } catch (const BudgetExceeded&) {
+      if (!begin_checkpoints(job)) throw;
     } catch (...) {
       if (!budget || !is_out_of_memory(std::current_exception())) throw;
       // The user's own error says nothing of our sizes. A fixed size cannot be answered by a
@@ -217,7 +236,20 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       if (limit && !limit->allocation_failed()) throw;
       if (options_.micro_batch_size && limit && limit->refused() == 0) throw;
       check_inputs();
-      answer_out_of_memory(limit ? limit->refused() : *budget + 1, *budget);
+      const int64_t needed = limit ? limit->refused() : *budget + 1;
+      if (job.checkpoints != nullptr) {
+        if (!checkpoints_[signature_of(job)].ran_out_of_memory()) {
+          throw BudgetExceeded(std::max(needed, *budget + 1), *budget, std::nullopt,
+                               "the smallest segment of a single sample, beside what waits for it "
+                               "and the gradients of the parameters");
+        }
+        continue;
+      }
+      try {
+        answer_out_of_memory(needed, *budget);
+      } catch (const BudgetExceeded&) {
+        if (!begin_checkpoints(job)) throw;
+      }
     }
   }
 }
@@ -230,12 +262,15 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
   try {
     StepReport report;
     inputs_written_ = false;
-    if ((job.coupled != nullptr || job.cut) && !options_.micro_batch_size) {
+    const bool rehearsed = job.coupled != nullptr || (job.cut && job.checkpoints == nullptr);
+    if (rehearsed && !options_.micro_batch_size) {
       rehearse(job, *budget);
       random.restore();
     }
     executor.emplace(job);
-    if (options_.micro_batch_size) {
+    if (job.checkpoints != nullptr) {
+      follow_checkpoints(*executor, job, budget, hand_out, report);
+    } else if (options_.micro_batch_size) {
       follow_fixed_size(*executor, job, hand_out, report);
     } else {
       follow_planner(*executor, job, *budget, hand_out, report);
@@ -322,6 +357,81 @@ void VirtualBatch::State::follow_cuts(Executor& executor, const Job& job,
   instructions.erase(instructions.begin(), instructions.begin() + count);
   run(executor, prepare(std::move(piece), hand_out), 0, job.device);
   checked_.insert(kind_of(job));
+}
+
+void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
+                                             const std::optional<int64_t>& budget, bool hand_out,
+                                             StepReport& report) {
+  CheckpointPlanner& planner = checkpoints_[signature_of(job)];
+  const int64_t baseline = memory::stats(job.device).live;
+  int64_t gradients = 0;  // their sums, which the first micro-batch leaves behind
+  for (const NamedParameter& each : job.parameters) {
+    if (each.tensor.requires_grad()) gradients += static_cast<int64_t>(each.tensor.nbytes());
+  }
+  constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max() / 4;
+  planner.begin(budget ? *budget - baseline - gradients : kUnlimited, options_.checkpoint_segments);
+  std::vector<int64_t> sizes = split_by(job.batch_size(), options_.micro_batch_size.value_or(1));
+  std::vector<int64_t> segments;
+  const memory::PeakScope peak(job.device);
+  int64_t row = 0;
+  const auto follow = [&](Plan plan, size_t from, size_t left_out) {
+    Piece piece;
+    piece.settled = true;
+    auto& instructions = plan.instructions;
+    instructions.erase(instructions.begin(), instructions.begin() + static_cast<int64_t>(from));
+    instructions.resize(instructions.size() - left_out);
+    piece.plan = std::move(plan);
+    run(executor, piece, row, job.device);
+  };
+  for (const int64_t size : sizes) {
+    Plan recording = checkpoint_plan({size}, {0}, /*penalty=*/false);
+    follow(std::move(recording), 0, 1);
+    segments.push_back(executor.segments(Rows{row, row + size}));
+    const bool last = segments.size() == sizes.size();
+    Plan rest = checkpoint_plan({size}, {segments.back()}, last && has_penalty());
+    follow(std::move(rest), 1, last && hand_out ? 0 : 1);
+    row += size;
+  }
+  planner.measured(peak.peak() - baseline - gradients);
+  plan_ = checkpoint_plan(sizes, segments, has_penalty());
+  plan_.baseline_bytes = baseline;
+  plan_.budget_bytes = budget;
+  plan_.predicted_peak_bytes = baseline + gradients + planner.estimate();
+  plan_.reason =
+      options_.checkpoint_segments
+          ? "checkpoint_segments=" + std::to_string(*options_.checkpoint_segments) + " was given"
+          : "the graph of a single sample does not fit";
+  report.predicted_peak_bytes = plan_.predicted_peak_bytes;
+  report.micro_batch_sizes = std::move(sizes);
+}
+
+void VirtualBatch::State::check_checkpoint_options() const {
+  if (!options_.checkpoint_segments) return;
+  const std::string given =
+      "checkpoint_segments is " + std::to_string(*options_.checkpoint_segments);
+  if (*options_.checkpoint_segments < 2) {
+    throw InvalidArgument(given + "; it is a number of segments, 2 or more");
+  }
+  if (!options_.micro_batch_size) {
+    throw InvalidArgument(given +
+                          " without micro_batch_size; a plan for a memory_budget chooses "
+                          "the segments itself");
+  }
+  if (std::holds_alternative<CoupledLoss>(loss_)) {
+    throw InvalidArgument(given + " with a coupled loss; it is offered for separable losses");
+  }
+  if (options_.static_graph || !options_.use_tapes) {
+    throw InvalidArgument(given + " together with static_graph or use_tapes=false");
+  }
+}
+
+bool VirtualBatch::State::begin_checkpoints(Job& job) {
+  const bool possible = !options_.micro_batch_size && job.coupled == nullptr && !job.cut &&
+                        options_.use_tapes && job.exact_coupling && !coupling_;
+  if (!possible || job.checkpoints != nullptr) return false;
+  job.cut = true;
+  job.checkpoints = &checkpoints_[signature_of(job)];
+  return true;
 }
 
 Request VirtualBatch::State::request(const Job& job, int64_t budget) const {

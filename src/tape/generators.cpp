@@ -82,6 +82,12 @@ void Generators::after_draw() {
   for (size_t i = 0; i < initial_.size(); ++i) expected_[i] = position_of(initial_[i].generator);
 }
 
+std::vector<Draw> Generators::now() const {
+  std::vector<Draw> draws = initial_;
+  for (Draw& draw : draws) draw.state = state_of(draw.generator);
+  return draws;
+}
+
 bool Generators::watches(const at::Generator& generator) const {
   return std::any_of(initial_.begin(), initial_.end(),
                      [&](const Draw& draw) { return draw.generator == generator; });

@@ -25,6 +25,8 @@ class Generators {
   /// Whether anything was drawn, or seeded, since the beginning.
   bool touched() const;
   const std::vector<Draw>& initial() const noexcept { return initial_; }
+  /// As `initial`, with the states of this moment.
+  std::vector<Draw> now() const;
 
  private:
   /// Where a generator stands. The state of the CPU's is 5 kB in a tensor; its engine can be

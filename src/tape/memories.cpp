@@ -19,6 +19,7 @@ Memory* Memories::add(const at::Tensor& tensor) {
   if (!memory) {
     memory = std::make_unique<Memory>(tensor.storage().getWeakStorageImpl());
     memory->resizable = storage->resizable();
+    memory->bytes = static_cast<int64_t>(storage->nbytes());
   }
   return memory.get();
 }
@@ -37,10 +38,11 @@ bool Memories::inside_another(const at::Tensor& tensor) const {
   return false;
 }
 
-void Memories::number(std::vector<uint32_t>& numbers) const {
+void Memories::number(std::vector<uint32_t>& numbers, std::vector<int64_t>& bytes) const {
   uint32_t next = 0;
   for (const auto& [storage, memory] : memories_) {
     for (const ValueId value : memory->values) numbers[value] = next;
+    bytes.push_back(memory->bytes);
     ++next;
   }
 }

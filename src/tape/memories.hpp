@@ -23,6 +23,7 @@ struct Memory {
   bool raw = false;                                   ///< and no op has written it yet
   int64_t restored = -1;   ///< index into Tape::restores of what it was found to hold last
   bool resizable = false;  ///< when it was made; `numpy()` takes that away
+  int64_t bytes = 0;       ///< when it was met
 };
 
 /// Which memory the ops of a recording made, and which tensors lie in it.
@@ -35,7 +36,8 @@ class Memories {
   /// Whether an unknown storage lies in memory that was made here (NumPy, DLPack).
   bool inside_another(const at::Tensor& tensor) const;
   /// Gives all values that lie in the same memory the same number.
-  void number(std::vector<uint32_t>& numbers) const;
+  /// \param bytes of each number
+  void number(std::vector<uint32_t>& numbers, std::vector<int64_t>& bytes) const;
   /// Whether NumPy has got hold of memory that was made here.
   static bool exported(const Memory& memory, const at::Tensor& tensor);
 

@@ -144,6 +144,7 @@ void Program::end(const at::RecordFunction& op) noexcept {
     give_up("the recording failed");
   }
   recording_ = false;
+  rise_.reset();
   written_.clear();
   viewed_.clear();
 }
@@ -162,6 +163,7 @@ void Program::begin_op(const at::RecordFunction& op) {
       return give_up("forward changes the stream");
     }
   }
+  keep_frontier();
   op_ = Op();
   op_.facts = &facts;
   op_.modes = modes_index();
@@ -183,6 +185,7 @@ void Program::begin_op(const at::RecordFunction& op) {
   op_.draws.end = position(tape_.draws);
   if (facts.reads_values && !tape_.host_read) tape_.host_read = facts.name();
   op_.reads_values = facts.reads_values || selects_by_mask(facts, inputs);
+  if (light) begin_cost();
 }
 
 void Program::take_argument(const c10::IValue& argument, size_t position_in_op) {
@@ -282,6 +285,7 @@ void Program::end_op(const at::RecordFunction& op) {
   }
   op_.outputs.end = position(tape_.outputs);
   if (facts_->draws) generators_.after_draw();
+  if (light) end_cost(outputs);
   tape_.ops.push_back(op_);
 }
 
@@ -365,7 +369,7 @@ Tape Program::finish(const Batch& outputs) {
   tape_.result = Batch(std::move(leaves), outputs.structure());
   tape_.value_count = values_.size();
   tape_.memories.assign(values_.size(), kNoMemory);
-  memories_.number(tape_.memories);
+  memories_.number(tape_.memories, tape_.memory_bytes);
   if (generators_.touched()) tape_.initial = generators_.initial();
   return std::move(tape_);
 }

@@ -4,6 +4,8 @@
 #include "memories.hpp"
 #include "provenance.hpp"
 
+#include <infinitybatch/memory/statistics.hpp>
+#include <infinitybatch/tape/frontiers.hpp>
 #include <infinitybatch/tape/tape.hpp>
 
 #include <ATen/record_function.h>
@@ -31,6 +33,10 @@ class Program {
   Program* outer = nullptr;  ///< the recording that this one runs inside of
   /// See Recorder::disturb.
   std::function<bool(const Tape&, const Op&)> disturb;
+  /// See Recorder::lighten and Recorder::keep.
+  std::optional<at::Device> light;
+  FrontierGuide guide;
+  Frontiers frontiers;
 
  private:
   struct Value {
@@ -52,6 +58,10 @@ class Program {
   void disturb_outputs(c10::ArrayRef<c10::IValue> outputs) const;
   void note_cast(const at::RecordFunction& op);
   uint32_t modes_index();
+  // Light recordings (light.cpp).
+  void begin_cost();
+  void end_cost(c10::ArrayRef<c10::IValue> outputs);
+  void keep_frontier();
   bool threw() const;
 
   // Values (values.cpp).
@@ -94,6 +104,9 @@ class Program {
   /// Tensors of unknown origin that were written: harmless if they are gone in the end.
   std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, std::string>> leftovers_;
   bool input_written_ = false;
+  std::optional<memory::PeakScope> rise_;  // of the op at work, in a light recording
+  int64_t live_ = 0;                       // when it began
+  uint64_t first_node_ = 0;                // the sequence number of its first graph node
   std::exception_ptr failure_;
 };
 

@@ -54,6 +54,18 @@ void Recorder::disturb(std::function<bool(const Tape&, const Op&)> which) {
   program_->disturb = std::move(which);
 }
 
+void Recorder::lighten(at::Device device) {
+  program_->light = device;
+}
+
+void Recorder::keep(FrontierGuide guide) {
+  program_->guide = std::move(guide);
+}
+
+Frontiers Recorder::take_frontiers() {
+  return std::move(program_->frontiers);
+}
+
 Tape Recorder::finish(const Batch& outputs, bool trimmed) {
   Tape tape = program_->finish(outputs);
   if (trimmed && !tape.opaque) trim(tape);

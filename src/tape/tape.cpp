@@ -58,8 +58,11 @@ void trim(Tape& tape) {
     }
     for_each_argument(tape, op, [&](ValueId value, const Slot&) { last_use(value); });
   }
+  std::vector<OpCost> costs;
   for (size_t i = 0; i < tape.ops.size(); ++i) {
     if (!keep[i]) continue;
+    tape.origins.push_back(static_cast<uint32_t>(i));
+    if (!tape.costs.empty()) costs.push_back(tape.costs[i]);
     Op op = tape.ops[i];
     op.releases.begin = static_cast<uint32_t>(tape.releases.size());
     tape.releases.insert(tape.releases.end(), releases[i].begin(), releases[i].end());
@@ -67,6 +70,7 @@ void trim(Tape& tape) {
     ops.push_back(op);
   }
   tape.ops = std::move(ops);
+  tape.costs = std::move(costs);
   // What only dropped ops read need not be held.
   std::erase_if(tape.externals, [&](const External& external) { return !needed[external.value]; });
 }

@@ -5,6 +5,7 @@
 #include <infinitybatch/coupled/coupling_watch.hpp>
 #include <infinitybatch/coupled/whole_batch_op.hpp>
 #include <infinitybatch/execute/buffer_rule.hpp>
+#include <infinitybatch/execute/checkpoints.hpp>
 #include <infinitybatch/execute/job.hpp>
 #include <infinitybatch/execute/recorded.hpp>
 #include <infinitybatch/tape/segment.hpp>
@@ -34,11 +35,20 @@ class CutPass {
   /// \throws Unsupported with `Job::static_tapes` where forward is not the same program each time
   void record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
               const std::function<Batch()>& forward);
+  /// With `Job::checkpoints`, in place of `record`: records a micro-batch and cuts its tape where
+  /// they say. Afterwards it stands at its last cut, or, with `to_the_end`, behind it. Returns the
+  /// model's outputs.
+  /// \throws Unsupported where forward cannot be cut
+  Batch checkpoint(Rows rows, const Batch& inputs, const std::function<Batch()>& forward);
+  /// Takes these rows from the inputs to their last cut.
+  void advance_to_last_cut(Rows rows, const Batch& inputs);
   /// With `Job::static_tapes`: uses an earlier recording of as many rows instead, where one is
   /// confirmed. Random numbers come from a stream of these rows' own.
   bool reuse(Rows rows);
   /// How many segments there are; after the first `record`.
   int64_t segments() const;
+  /// Of one micro-batch's tape, once it is recorded.
+  int64_t segments(Rows rows) const;
 
   /// Whether `advance` or `resume` need the rows of the inputs.
   bool reads_inputs(Rows rows, int64_t segment) const;
@@ -86,6 +96,7 @@ class CutPass {
   void confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded);
   void settle_written(const Part& part, int64_t segment, const Work& work);
   void check_replay(const Part& part, const Batch& inputs, const Batch& outputs) const;
+  void compare(Rows rows, const Batch& outputs);
   void agree(const Part& part);
   Work play(Part& part, Rows rows, const Batch& inputs, int64_t segment,
             std::vector<tape::Draw>& random);
@@ -97,6 +108,7 @@ class CutPass {
   coupled::WholeBatchOp& op_before(int64_t segment) const {
     return *ops_[static_cast<size_t>(segment) - 1];
   }
+  bool has_op_before(int64_t segment) const { return segment > 0 && job_.checkpoints == nullptr; }
   void drop(Part& part, int64_t segment);
   static const tape::Segment& segment_of(const Part& part, int64_t segment) {
     return part.recorded->segments[static_cast<size_t>(segment)];
@@ -111,6 +123,7 @@ class CutPass {
   std::vector<std::unique_ptr<coupled::WholeBatchOp>> ops_;  // in front of segments 1, 2, …
   coupled::SettledBuffers settled_;
   bool checked_ = false;
+  std::map<int64_t, Batch> to_compare_;  // outputs of recordings that no replay confirmed yet
   Work work_;
 };
 

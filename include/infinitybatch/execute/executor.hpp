@@ -47,6 +47,8 @@ class Executor {
   bool in_whole_loss() const noexcept { return in_whole_loss_; }
   /// How many segments the model's tapes are cut into; with `Job::cut`, after the first `record`.
   int64_t segments() const { return cut_pass_ ? cut_pass_->segments() : 1; }
+  /// Of one micro-batch, with `Job::checkpoints`, between its `record` and its last `backward`.
+  int64_t segments(Rows rows) const { return cut_pass_->segments(rows); }
   /// Why the user's forward ran twice for some rows; nothing where it did not.
   std::optional<std::string> opaque() const;
 
@@ -64,7 +66,7 @@ class Executor {
   void load_for(Rows rows, int64_t segment);
   void seed();
   void release();
-  bool is_last(int64_t segment) const;
+  bool is_last(Rows rows, int64_t segment) const;
   Batch call_model(Rows rows);
   void free();
   void penalty();

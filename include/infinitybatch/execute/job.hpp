@@ -10,6 +10,7 @@
 namespace infinitybatch {
 
 struct StaticTapes;
+class Checkpoints;
 
 /// One micro-batch as the user's callback sees it; tensors are detached and on the model's device.
 struct MicroBatch {
@@ -33,6 +34,7 @@ struct Job {
   bool keep_outputs = false;
   bool cut = false;                     ///< tapes are cut where ops see the whole batch
   StaticTapes* static_tapes = nullptr;  ///< with `cut`: tapes to use again
+  Checkpoints* checkpoints = nullptr;   ///< with `cut`: tapes are cut for memory instead
   bool check_recordings = true;         ///< with `cut`: whether the first recording is checked
   bool use_tapes = true;                ///< false: a second forward always runs the user's code
   std::function<void(const MicroBatch&)> on_micro_batch;

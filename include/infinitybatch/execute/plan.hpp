@@ -50,7 +50,7 @@ struct Candidate {
 /// How a logical batch is computed, as data: the executor runs the instructions, the simulator
 /// predicts from the same ones, `explain` prints them.
 struct Plan {
-  std::string strategy;  ///< "stream", "replay" or "cut"
+  std::string strategy;  ///< "stream", "replay", "cut" or "checkpoint"
   int64_t batch_size = 0;
   std::vector<int64_t> micro_batch_sizes;
   std::vector<Instruction> instructions;
@@ -64,7 +64,7 @@ struct Plan {
   std::string reason;  ///< what decided the size
 
   int64_t retained = 0;  ///< micro-batches that keep their graph
-  int64_t segments = 1;  ///< one more than ops that see the whole batch
+  int64_t segments = 1;  ///< one more than ops that see the whole batch, or than cuts for memory
 
   bool computes_whole_loss() const;  ///< on the outputs of all micro-batches
   /// The size of the largest micro-batch.
@@ -95,6 +95,12 @@ Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t 
 
 /// One micro-batch that goes through its cut tape alone: a rehearsal, as `rehearsal_plan`.
 Plan cut_rehearsal_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, bool coupled);
+
+/// Micro-batches whose graph does not fit: each is recorded, and then played again segment by
+/// segment, last first. How many segments it has, its recording tells.
+/// \param segments of each micro-batch's tape
+Plan checkpoint_plan(std::vector<int64_t> micro_batch_sizes, const std::vector<int64_t>& segments,
+                     bool penalty);
 
 /// Micro-batches that do both passes one after the other, with a stand-in for the gradient of their
 /// outputs: a rehearsal, in which they are measured.

@@ -15,6 +15,15 @@ struct Recorded {
   std::vector<tape::Segment> segments;
   std::map<tape::Crossing, int64_t> first_user;  ///< the last segment to need a value in backward
 
+  /// Fills `first_user` once the tape is cut.
+  void note_users() {
+    for (size_t s = 0; s < segments.size(); ++s) {
+      for (const tape::Take& take : segments[s].takes) {
+        first_user.try_emplace(take.from, static_cast<int64_t>(s));
+      }
+    }
+  }
+
   const tape::Op& first_op(int64_t segment) const {
     return tape.ops[segments[static_cast<size_t>(segment)].ops.begin];
   }

@@ -45,6 +45,11 @@ struct Options {
   /// each number of rows, checked on a second micro-batch, and then its tape is used again, in
   /// later steps too. User code, hooks on modules and Python's random numbers run no more.
   bool static_graph = false;
+  /// With `micro_batch_size` and a separable loss: the graph of a micro-batch is never there as a
+  /// whole. Its tape is cut into about as many segments (at least 2), which are played again one
+  /// after the other, last first. Without `micro_batch_size` the plan does so by itself where one
+  /// sample does not fit into the budget.
+  std::optional<int64_t> checkpoint_segments;
   BatchCoupling batch_coupling = BatchCoupling::exact;
   /// Keep the outputs of all micro-batches and return them, detached, in the report.
   bool keep_outputs = false;
@@ -68,8 +73,8 @@ struct StepReport {
   double seconds = 0;
   int64_t restarts = 0;  ///< begun again with a smaller plan after running out of memory
   /// "stream", "replay" (a coupled loss, each forward of the user's ran once), "rerun" (some
-  /// forwards ran twice; `strategy_reason` says why), or "cut" (ops of the model see the whole
-  /// batch).
+  /// forwards ran twice; `strategy_reason` says why), "cut" (ops of the model see the whole batch),
+  /// or "checkpoint" (the graph of one micro-batch was never there as a whole).
   std::string strategy;
   std::string strategy_reason;
 };

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <infinitybatch/tape/frontiers.hpp>
 #include <infinitybatch/tape/tape.hpp>
 
 #include <ATen/record_function.h>
@@ -56,6 +57,17 @@ class Recorder {
   /// Changes the results of ops that `which` picks, as soon as they are there: what forward does
   /// next must not depend on their values. Call it before `run`.
   void disturb(std::function<bool(const Tape&, const Op&)> which);
+
+  /// For a forward whose graph would not fit: graph nodes let go of what they save as soon as their
+  /// op has run, and what each op costs is noted (`Tape::costs`). Outputs carry the graph that they
+  /// carry natively, hooks included, but it cannot run backward. Call it before `run`.
+  void lighten(at::Device device);
+
+  /// Keeps what waits at the cuts of an earlier recording of the same program. Call it before
+  /// `run`.
+  void keep(FrontierGuide guide);
+  /// What was kept, after `finish`. Another program than the guide's leaves it incomplete.
+  Frontiers take_frontiers();
 
   /// Call it once, outside of the scope, while `outputs` still carry their graph.
   /// \param trimmed without it the tape keeps ops whose results nothing needs; see `trim`

@@ -48,6 +48,12 @@ struct Op {
                                    ///< reach the host, or decide the shape of the result
 };
 
+/// What an op did to the device's memory while it was recorded; see `Recorder::lighten`.
+struct OpCost {
+  int64_t kept = 0;  ///< bytes: its results, and what its graph nodes save beside them
+  int64_t rise = 0;  ///< bytes: the most that it held at once
+};
+
 /// A tensor that the model found: parameter, buffer, constant, or a leaf of the inputs.
 struct External {
   ValueId value = kNoValue;
@@ -75,6 +81,7 @@ struct Tape {
   size_t value_count = 0;
   /// For each value: a number of the memory that it lies in; values with the same one are aliases.
   std::vector<uint32_t> memories;
+  std::vector<int64_t> memory_bytes;  ///< of each memory, when it was met
   std::vector<External> externals;
 
   std::vector<c10::IValue> arguments;
@@ -86,6 +93,9 @@ struct Tape {
   std::vector<Modes> modes;
   /// For ops without facts, in order: the bytes of all of the memory that the value lies in.
   std::vector<std::pair<ValueId, at::Tensor>> restores;
+
+  std::vector<uint32_t> origins;  ///< for each op: its position before `trim`
+  std::vector<OpCost> costs;      ///< for each op; empty where the recording was not a light one
 
   std::vector<Draw> initial;  ///< the default generators when the recording began; empty where
                               ///< nothing was drawn

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <infinitybatch/tape/frontiers.hpp>
+#include <infinitybatch/tape/tape.hpp>
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+namespace infinitybatch {
+
+/// Where the tape of a micro-batch is cut so that its graph never exists as a whole (activation
+/// checkpointing): it is played again segment by segment, last first.
+class Checkpoints {
+ public:
+  virtual ~Checkpoints() = default;
+  /// Positions of the ops in front of which `tape` is cut, rising; none leaves it whole.
+  /// \param tape trimmed, of a light recording
+  virtual std::vector<uint32_t> choose(const tape::Tape& tape) = 0;
+
+  /// Where recordings of so many rows keep what waits at the cuts; empty before the first one.
+  std::map<int64_t, tape::FrontierGuide> guides;
+  /// Forget the guides where other places are chosen from now on.
+  void changed() { guides.clear(); }
+};
+
+}  // namespace infinitybatch

@@ -1,0 +1,176 @@
+#include "narrow_places.hpp"
+
+#include <infinitybatch/tape/arguments.hpp>
+
+#include <algorithm>
+#include <map>
+
+namespace infinitybatch::plan {
+namespace {
+
+constexpr uint32_t kNever = UINT32_MAX;
+
+/// From the op that makes a value to the last that uses it.
+struct ValueLife {
+  uint32_t from = kNever;
+  uint32_t to = 0;
+};
+
+std::vector<ValueLife> value_lives(const tape::Tape& tape) {
+  std::vector<ValueLife> lives(tape.value_count);
+  const auto count = static_cast<uint32_t>(tape.ops.size());
+  size_t restore = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    const tape::Op& op = tape.ops[i];
+    if (op.facts == nullptr) {
+      lives[tape.restores[restore++].first].to = i;
+      continue;
+    }
+    tape::for_each_argument(tape, op,
+                            [&](tape::ValueId value, const tape::Slot&) { lives[value].to = i; });
+    for (uint32_t o = op.outputs.begin; o < op.outputs.end; ++o) {
+      const tape::ValueId value = tape.outputs[o];
+      if (value != tape::kNoValue && lives[value].from == kNever) lives[value].from = i;
+    }
+  }
+  for (const tape::ValueId value : tape.result_values) {
+    if (value != tape::kNoValue) lives[value].to = count;
+  }
+  // What the model found waits nowhere.
+  for (const tape::External& external : tape.externals) lives[external.value].from = kNever;
+  return lives;
+}
+
+}  // namespace
+
+NarrowPlaces::NarrowPlaces(const tape::Tape& tape, size_t most) {
+  kept_.assign(1, 0);
+  for (size_t i = 0; i < tape.ops.size(); ++i) {
+    const tape::OpCost cost = i < tape.costs.size() ? tape.costs[i] : tape::OpCost();
+    kept_.push_back(kept_.back() + cost.kept);
+    rise_.push_back(cost.rise);
+  }
+  find_lives(tape);
+  forbid(tape);
+  pick(most);
+}
+
+void NarrowPlaces::find_lives(const tape::Tape& tape) {
+  const std::vector<ValueLife> values = value_lives(tape);
+  std::map<uint32_t, Life> memories;
+  std::map<uint32_t, bool> found;
+  for (const tape::External& external : tape.externals) {
+    found[tape.memories[external.value]] = true;
+  }
+  for (tape::ValueId value = 0; value < values.size(); ++value) {
+    const uint32_t memory = tape.memories[value];
+    if (values[value].from == kNever || memory == tape::kNoMemory || found.contains(memory)) {
+      continue;
+    }
+    const auto [life, is_new] = memories.try_emplace(memory, Life{values[value].from, 0, 0});
+    life->second.from = std::min(life->second.from, values[value].from);
+    life->second.to = std::max(life->second.to, values[value].to);
+    life->second.bytes = tape.memory_bytes[memory];
+  }
+  // What lives for a quarter of the tape waits at whatever is chosen.
+  const size_t count = tape.ops.size();
+  std::vector<int64_t> steps(count + 2, 0);
+  for (const auto& [memory, life] : memories) {
+    if (life.to <= life.from) continue;
+    lives_.push_back(life);
+    if (life.to - life.from > std::max<size_t>(count / 4, 8)) continue;
+    steps[life.from + 1] += life.bytes;
+    steps[life.to + 1] -= life.bytes;
+  }
+  waits_.assign(count + 1, 0);
+  int64_t waiting = 0;
+  for (size_t i = 0; i <= count; ++i) waits_[i] = waiting += steps[i];
+}
+
+/// A tensor and a view of it must not wait together where one of them is written afterwards.
+void NarrowPlaces::forbid(const tape::Tape& tape) {
+  const std::vector<ValueLife> values = value_lives(tape);
+  std::map<uint32_t, uint32_t> last_write;
+  size_t restore = 0;
+  for (uint32_t i = 0; i < tape.ops.size(); ++i) {
+    const tape::Op& op = tape.ops[i];
+    if (op.facts == nullptr) {
+      last_write[tape.memories[tape.restores[restore++].first]] = i;
+    } else if (op.facts->writes) {
+      tape::for_each_argument(tape, op, [&](tape::ValueId value, const tape::Slot& slot) {
+        if (op.facts->written[slot.argument]) last_write[tape.memories[value]] = i;
+      });
+    }
+  }
+  last_write.erase(tape::kNoMemory);
+  std::map<uint32_t, std::vector<tape::ValueId>> aliases;
+  for (tape::ValueId value = 0; value < values.size(); ++value) {
+    if (last_write.contains(tape.memories[value])) aliases[tape.memories[value]].push_back(value);
+  }
+  forbidden_.assign(tape.ops.size() + 1, false);
+  for (const auto& [memory, ids] : aliases) {
+    if (ids.size() < 2) continue;
+    std::map<uint32_t, int> steps;
+    for (const tape::ValueId value : ids) {
+      const ValueLife life = values[value];
+      // A tensor that the model found waits from the beginning.
+      const uint32_t from = life.from == kNever ? 0 : life.from + 1;
+      if (life.to < from) continue;
+      ++steps[from];
+      --steps[life.to + 1];
+    }
+    int waiting = 0;
+    for (auto step = steps.begin(); step != steps.end(); ++step) {
+      waiting += step->second;
+      const auto next = std::next(step);
+      if (waiting < 2 || next == steps.end()) continue;
+      for (uint32_t p = step->first; p < next->first && p <= last_write.at(memory); ++p) {
+        forbidden_[p] = true;
+      }
+    }
+  }
+}
+
+/// Of each stretch of equal bytes the place where the least waits.
+void NarrowPlaces::pick(size_t most) {
+  const auto count = static_cast<uint32_t>(rise_.size());
+  positions_.push_back(0);
+  const int64_t stretch = std::max<int64_t>(1, kept_[count] / static_cast<int64_t>(most));
+  std::optional<uint32_t> narrowest;
+  int64_t end = stretch;
+  for (uint32_t p = 1; p < count; ++p) {
+    if (kept_[p] > end && narrowest) {
+      positions_.push_back(*narrowest);
+      narrowest.reset();
+      end = kept_[p] + stretch;
+    }
+    if (forbidden_[p]) continue;
+    if (!narrowest || waits_[p] <= waits_[*narrowest]) narrowest = p;
+  }
+  if (narrowest) positions_.push_back(*narrowest);
+  positions_.push_back(count);
+}
+
+int64_t NarrowPlaces::largest(uint32_t begin, uint32_t end) const {
+  return begin < end ? *std::max_element(rise_.begin() + begin, rise_.begin() + end) : 0;
+}
+
+std::vector<int64_t> NarrowPlaces::waiting(const std::vector<uint32_t>& cuts) const {
+  std::vector<int64_t> bytes(cuts.size(), 0);
+  for (const Life& life : lives_) {
+    const auto first = std::upper_bound(cuts.begin(), cuts.end(), life.from);
+    if (first == cuts.end() || *first > life.to) continue;
+    bytes[static_cast<size_t>(first - cuts.begin())] += life.bytes;
+  }
+  return bytes;
+}
+
+int64_t NarrowPlaces::smallest_step() const {
+  int64_t step = 1;
+  for (size_t i = 1; i < positions_.size(); ++i) {
+    step = std::max(step, kept(positions_[i - 1], positions_[i]));
+  }
+  return step;
+}
+
+}  // namespace infinitybatch::plan

@@ -1,0 +1,76 @@
+// The part of Program that records a forward whose graph would not fit: what an op saves is let go
+// of when it has run, and what waits at known cuts is kept.
+#include "program.hpp"
+
+#include <ATen/Functions.h>
+#include <ATen/SequenceNumber.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include <algorithm>
+
+namespace infinitybatch::tape {
+namespace {
+
+/// Lets go of what the graph nodes that were made since `first` have saved.
+void release_saved(const at::Tensor& tensor, uint64_t first) {
+  std::vector<torch::autograd::Node*> open;
+  const auto visit = [&](torch::autograd::Node* node) {
+    // Accumulators are no op's.
+    if (node == nullptr || node->sequence_nr() < first) return;
+    if (dynamic_cast<torch::autograd::AccumulateGrad*>(node) != nullptr) return;
+    open.push_back(node);
+  };
+  visit(tensor.grad_fn().get());
+  while (!open.empty()) {
+    torch::autograd::Node* node = open.back();
+    open.pop_back();
+    node->release_variables();
+    for (const torch::autograd::Edge& edge : node->next_edges()) visit(edge.function.get());
+  }
+}
+
+}  // namespace
+
+void Program::begin_cost() {
+  first_node_ = at::sequence_number::peek();
+  live_ = memory::stats(*light).live;
+  rise_.emplace(*light);
+}
+
+void Program::end_cost(c10::ArrayRef<c10::IValue> outputs) {
+  OpCost cost;
+  cost.kept = std::max<int64_t>(0, memory::stats(*light).live - live_);
+  cost.rise = std::max<int64_t>(cost.kept, rise_->peak() - live_);
+  rise_.reset();
+  tape_.costs.resize(tape_.ops.size());  // restores cost nothing
+  tape_.costs.push_back(cost);
+  const auto release = [&](const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.requires_grad()) release_saved(tensor, first_node_);
+  };
+  for (const c10::IValue& output : outputs) {
+    if (output.isTensor()) release(output.toTensor());
+    if (!output.isTensorList()) continue;
+    for (const c10::IValue& element : output.toListRef()) release(element.toTensor());
+  }
+}
+
+void Program::keep_frontier() {
+  const size_t cut = frontiers.random.size();
+  if (cut >= guide.places.size() || tape_.ops.size() != guide.places[cut].op) return;
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unseen(false);
+  for (const FrontierGuide::Given& given : guide.places[cut].gives) {
+    if (given.value >= values_.size()) continue;
+    const at::Tensor tensor(values_[given.value].impl.lock());
+    if (!tensor.defined()) continue;
+    const Crossing crossing{given.value, static_cast<int32_t>(cut)};
+    frontiers.waiting[crossing] = given.changed ? tensor.detach().clone() : tensor.detach();
+    if (tensor.requires_grad()) frontiers.differentiable.insert(crossing);
+  }
+  frontiers.random.emplace_back();
+  if (guide.places[cut].draws) frontiers.random.back() = generators_.now();
+}
+
+}  // namespace infinitybatch::tape

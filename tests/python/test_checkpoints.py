@@ -1,0 +1,276 @@
+"""A single sample whose graph does not fit: its tape is cut for memory and played segment by segment."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import infinitybatch as ib
+
+TOLERANCE = 1e-12
+
+
+class Chain(nn.Module):
+    """Equal layers, one after the other, on a sequence."""
+
+    def __init__(self, layers: int, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.dropout(torch.tanh(layer(x)))
+        return self.head(x).mean(1)
+
+
+class Recurrent(nn.Module):
+    """A loop over time steps in Python."""
+
+    def __init__(self, hidden: int = 24) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, hidden)
+        self.out = nn.Linear(hidden, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x.new_zeros(x.shape[0], self.cell.hidden_size)
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state)
+        return self.out(state)
+
+
+class Residual(nn.Module):
+    """In-place everywhere, and a value from the beginning that the end needs."""
+
+    def __init__(self, blocks: int = 8, channels: int = 6) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, channels, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            [
+                nn.Sequential(
+                    nn.Conv2d(channels, channels, 3, padding=1),
+                    nn.GroupNorm(2, channels),
+                    nn.ReLU(inplace=True),
+                    nn.Conv2d(channels, channels, 3, padding=1),
+                )
+                for _ in range(blocks)
+            ]
+        )
+        self.head = nn.Linear(channels, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.stem(x)
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = torch.relu_(y)
+        return self.head((x + first).mean((2, 3)))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x)).mean(1)
+
+
+MODELS = {
+    "chain": (lambda: Chain(24, 12), (6, 20, 12)),
+    "recurrent": (Recurrent, (6, 30, 4)),
+    "residual": (Residual, (6, 2, 8, 8)),
+    "transformer": (Transformer, (6, 9, 16)),
+}
+
+
+def make(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    return (
+        build().double(),
+        torch.randn(shape, dtype=torch.float64),
+        torch.randn(shape[0], 1, dtype=torch.float64),
+    )
+
+
+def native(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+    whole = copy.deepcopy(model)
+    nn.MSELoss()(whole(inputs), targets).backward()
+    return [parameter.grad for parameter in whole.parameters()]
+
+
+def error(model: nn.Module, wanted: list[torch.Tensor]) -> float:
+    largest = max(gradient.norm() for gradient in wanted)
+    return max(
+        float((parameter.grad - gradient).norm() / max(gradient.norm(), 1e-3 * largest))
+        for parameter, gradient in zip(model.parameters(), wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("segments", [2, 3, 7, 50])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_whole_batch(name: str, size: int, segments: int) -> None:
+    model, inputs, targets = make(name)
+    wanted = native(model, inputs, targets)
+    batch = ib.VirtualBatch(
+        model, nn.MSELoss(), micro_batch_size=size, checkpoint_segments=segments
+    )
+    for step in range(3):  # replayed, then kept while user code runs
+        model.zero_grad()
+        report = batch.backward(inputs, targets)
+        assert report.strategy == "checkpoint"
+        assert error(model, wanted) <= TOLERANCE, step
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_user_code_runs_once_for_each_micro_batch(name: str) -> None:
+    model, inputs, targets = make(name)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=2, checkpoint_segments=4)
+    for _ in range(2):
+        calls.clear()
+        batch.backward(inputs, targets)
+        assert len(calls) == 3
+
+
+def test_masks_of_replayed_segments_are_those_of_the_recording() -> None:
+    torch.manual_seed(0)
+    model = Chain(12, 8, dropout=0.4).double()
+    inputs = torch.randn(4, 10, 8, dtype=torch.float64)
+    targets = torch.randn(4, 1, dtype=torch.float64)
+    whole = copy.deepcopy(model)
+    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=4, checkpoint_segments=5)
+    for step in range(3):
+        torch.manual_seed(step)
+        whole.zero_grad()
+        loss = nn.MSELoss()(whole(inputs), targets)
+        loss.backward()
+        after = torch.get_rng_state()
+        torch.manual_seed(step)
+        model.zero_grad()
+        report = batch.backward(inputs, targets)
+        assert torch.equal(report.loss, loss.detach())
+        assert torch.equal(torch.get_rng_state(), after)
+        assert error(model, [parameter.grad for parameter in whole.parameters()]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("make_model", "shape", "above"),
+    [
+        (lambda: Chain(1000, 8), (2, 128, 8), 2.5),
+        (lambda: Recurrent(32), (2, 1000, 4), 0.5),
+    ],
+    ids=["1,000 layers", "1,000 time steps"],
+)
+def test_one_sample_beyond_the_device(make_model, shape, above) -> None:
+    torch.manual_seed(0)
+    model = make_model().double()
+    inputs = torch.randn(shape, dtype=torch.float64)
+    targets = torch.randn(shape[0], 1, dtype=torch.float64)
+    wanted = native(model, inputs, targets)
+    for parameter in model.parameters():
+        parameter.grad = None
+    budget = ib.memory.stats("cpu").live + int(above * 2**20)
+    with pytest.raises(ib.BudgetExceeded):  # without cuts
+        ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=1, memory_budget=budget).backward(
+            inputs, targets
+        )
+    batch = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=budget)
+    for step in range(4):
+        for parameter in model.parameters():
+            parameter.grad = None
+        report = batch.backward(inputs, targets)
+        assert report.strategy == "checkpoint"
+        assert report.peak_bytes <= budget
+        assert step <= 1 or report.restarts == 0
+        assert error(model, wanted) <= TOLERANCE
+    assert "segments" in batch.plan(inputs, targets).explain()
+
+
+def test_a_budget_below_the_smallest_segment_says_so() -> None:
+    model, inputs, targets = make("chain")
+    before = [parameter.clone() for parameter in model.parameters()]
+    budget = ib.memory.stats("cpu").live + sum(p.nbytes for p in model.parameters()) + 2000
+    batch = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=budget)
+    with pytest.raises(ib.BudgetExceeded, match="segment of a single sample"):
+        batch.backward(inputs, targets)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_what_cannot_be_cut_is_refused_by_name() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            context.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(context, gradient):
+            return 2 * context.saved_tensors[0] * gradient
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return Square.apply(self.line(x))
+
+    model = Model()
+    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=2, checkpoint_segments=2)
+    with pytest.raises(ib.Unsupported, match="Square.*larger memory_budget"):
+        batch.backward(torch.randn(4, 3), torch.randn(4, 1))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"micro_batch_size": 2, "checkpoint_segments": 1}, "2 or more"),
+        ({"checkpoint_segments": 3}, "without micro_batch_size"),
+        ({"micro_batch_size": 2, "checkpoint_segments": 3, "static_graph": True}, "static_graph"),
+        ({"micro_batch_size": 2, "checkpoint_segments": 3.5}, "whole number"),
+    ],
+)
+def test_misuse(options: dict, message: str) -> None:
+    with pytest.raises((ib.InvalidArgument, ib.InvalidType), match=message):
+        ib.VirtualBatch(nn.Linear(2, 1), nn.MSELoss(), **options)
+
+
+def test_coupled_losses_are_refused() -> None:
+    with pytest.raises(ib.InvalidArgument, match="coupled loss"):
+        ib.VirtualBatch(
+            nn.Linear(2, 1),
+            ib.losses.coupled(lambda out, _: out.var()),
+            micro_batch_size=2,
+            checkpoint_segments=3,
+        )
+
+
+def test_a_failing_step_leaves_everything_as_it_was() -> None:
+    model, inputs, targets = make("chain")
+    wanted = native(model, inputs, targets)
+    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=2, checkpoint_segments=4)
+    batch.backward(inputs, targets)
+    model.zero_grad()
+    failing = model.head.register_full_backward_pre_hook(lambda *_: 1 / 0)
+    state = torch.get_rng_state()
+    live = ib.memory.stats("cpu").live
+    with pytest.raises((ZeroDivisionError, ib.Unsupported)):
+        batch.backward(inputs, targets)
+    failing.remove()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert ib.memory.stats("cpu").live == live
+    batch.backward(inputs, targets)
+    assert error(model, wanted) <= TOLERANCE
