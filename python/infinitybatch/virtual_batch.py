@@ -66,6 +66,17 @@ class VirtualBatch:
             micro-batch is never there as a whole; its recording is cut into about as many segments
             (2 or more), which are played again one after the other, last first. A plan for a
             `memory_budget` does so by itself where one sample does not fit.
+        park: where recordings are cut (BatchNorm and its like, or one sample that does not fit) what
+            waits at the cuts leaves the device "needed" (where no plan fits otherwise), "always" or
+            "never" (BudgetExceeded instead).
+        host_budget: what parked tensors may take of the host's memory, as `memory_budget`; beyond it
+            they go to disk. By default half of what is available, and on the CPU, where the host is
+            the device, nothing.
+        park_on_disk: whether parked tensors may go to disk: into a file without a name, which is
+            gone with the process however that ends.
+        park_directory: where that file lies; $TMPDIR, else /var/tmp, by default.
+        host_bandwidth: on the CPU, to find out what a link to a device would cost: copies to and
+            from the host's arena take at least their bytes divided by this, in bytes per second.
         batch_coupling: "exact" gives layers that mix the samples of a batch (BatchNorm in training)
             the whole batch, or raises CouplingError; "per_micro_batch" lets each micro-batch be a
             batch of its own, as gradient accumulation does, which is another gradient.
@@ -91,6 +102,11 @@ class VirtualBatch:
         use_tapes: bool = True,
         static_graph: bool = False,
         checkpoint_segments: int | None = None,
+        park: Literal["needed", "always", "never"] = "needed",
+        host_budget: int | float | str | None = None,
+        park_on_disk: bool = True,
+        park_directory: str = "",
+        host_bandwidth: float = 0.0,
         batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
         keep_outputs: bool = False,
         on_micro_batch: Callable[[MicroBatch], object] | None = None,
@@ -100,6 +116,8 @@ class VirtualBatch:
             raise InvalidArgument(
                 f'batch_coupling is {batch_coupling!r}; it is "exact" or "per_micro_batch"'
             )
+        if park not in ("needed", "always", "never"):
+            raise InvalidArgument(f'park is {park!r}; it is "needed", "always" or "never"')
         if on_micro_batch is not None and not callable(on_micro_batch):
             raise InvalidType(
                 f"on_micro_batch must be callable with a MicroBatch, not "
@@ -119,6 +137,11 @@ class VirtualBatch:
             "use_tapes": use_tapes,
             "static_graph": static_graph,
             "checkpoint_segments": checkpoint_segments,
+            "park": park,
+            "host_budget": host_budget,
+            "park_on_disk": park_on_disk,
+            "park_directory": park_directory,
+            "host_bandwidth": host_bandwidth,
             "batch_coupling": batch_coupling,
             "keep_outputs": keep_outputs,
             "on_micro_batch": on_micro_batch,
@@ -136,6 +159,11 @@ class VirtualBatch:
             "checkpoint_segments": _whole_number(
                 "checkpoint_segments", checkpoint_segments, "segments"
             ),
+            "park": park,
+            "host_budget": host_budget,
+            "park_on_disk": bool(park_on_disk),
+            "park_directory": str(park_directory),
+            "host_bandwidth": float(host_bandwidth),
             "exact_coupling": batch_coupling == "exact",
             "keep_outputs": bool(keep_outputs),
             "on_micro_batch": _with_micro_batch(on_micro_batch),

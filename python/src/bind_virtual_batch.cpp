@@ -42,7 +42,9 @@ class PyVirtualBatch {
                  std::optional<int64_t> micro_batch_size, int64_t retained_micro_batches,
                  bool exact_coupling, bool keep_outputs, const py::object& on_micro_batch,
                  const py::object& loss_scale, bool use_tapes, bool static_graph,
-                 std::optional<int64_t> checkpoint_segments) {
+                 std::optional<int64_t> checkpoint_segments, const std::string& park,
+                 const py::object& host_budget, bool park_on_disk,
+                 const std::string& park_directory, double host_bandwidth) {
     Options options;
     if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
     options.micro_batch_size = micro_batch_size;
@@ -50,6 +52,15 @@ class PyVirtualBatch {
     options.use_tapes = use_tapes;
     options.static_graph = static_graph;
     options.checkpoint_segments = checkpoint_segments;
+    options.parking.when = park == "always"  ? Parking::When::always
+                           : park == "never" ? Parking::When::never
+                                             : Parking::When::needed;
+    if (!host_budget.is_none()) {
+      options.parking.host_budget = to_budget(host_budget, "host_budget");
+    }
+    options.parking.disk = park_on_disk;
+    options.parking.directory = park_directory;
+    options.parking.host_bandwidth = host_bandwidth;
     options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
     options.keep_outputs = keep_outputs;
     options.interrupt = &check_signals;
@@ -217,6 +228,8 @@ void bind_report(py::module_& module) {
       .def_readonly("predicted_peak_bytes", &StepReport::predicted_peak_bytes, "In bytes, or None.")
       .def_readonly("micro_batch_sizes", &StepReport::micro_batch_sizes, "In the order they ran.")
       .def_readonly("seconds", &StepReport::seconds, "Wall clock time.")
+      .def_readonly("parked_bytes", &StepReport::parked_bytes,
+                    "Bytes that left the device for host or disk, each time counted.")
       .def_readonly("restarts", &StepReport::restarts,
                     "How often the step began again with a smaller plan.")
       .def_readonly(
@@ -241,12 +254,15 @@ void bind_virtual_batch(py::module_& module) {
                              }))
       .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,
                     int64_t, bool, bool, const py::object&, const py::object&, bool, bool,
-                    std::optional<int64_t>>(),
+                    std::optional<int64_t>, const std::string&, const py::object&, bool,
+                    const std::string&, double>(),
            py::kw_only(), py::arg("model"), py::arg("loss"), py::arg("memory_budget"),
            py::arg("micro_batch_size"), py::arg("retained_micro_batches"),
            py::arg("exact_coupling"), py::arg("keep_outputs"), py::arg("on_micro_batch"),
            py::arg("loss_scale"), py::arg("use_tapes") = true, py::arg("static_graph") = false,
-           py::arg("checkpoint_segments") = py::none())
+           py::arg("checkpoint_segments") = py::none(), py::arg("park") = "needed",
+           py::arg("host_budget") = py::none(), py::arg("park_on_disk") = true,
+           py::arg("park_directory") = "", py::arg("host_bandwidth") = 0.0)
       .def("backward", &PyVirtualBatch::backward, py::arg("inputs"), py::arg("targets"))
       .def("verify", &PyVirtualBatch::verify, py::arg("inputs"), py::arg("targets"),
            py::arg("native"))

@@ -24,11 +24,18 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
   tape::FrontierGuide& guide = job_.checkpoints->guides[rows.size()];
   auto recorded = std::make_shared<Recorded>();
   tape::Frontiers frontiers;
+  WaitingRoom kept;
   Batch outputs;
   {
     tape::Recorder recorder(inputs, held_buffers_, devices_);
     recorder.lighten(job_.device);
-    recorder.keep(guide);
+    recorder.keep(guide, [&](const tape::Frontiers& so_far, int32_t cut) {
+      // What waited before is read no more, as a rule: it can leave while forward goes on.
+      if (job_.store != nullptr) kept.park(*job_.store);
+      for (const auto& [crossing, tensor] : so_far.waiting) {
+        if (crossing.giver == cut) kept[crossing] = tensor;
+      }
+    });
     const Batch given = recorder.run(forward);
     recorded->tape = recorder.finish(given);
     frontiers = recorder.take_frontiers();
@@ -41,11 +48,12 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
   recorded->segments = tape::cut(recorded->tape, cuts);
   recorded->note_users();
   Part& part = parts_[rows.begin];
+  part_ = &part;
   begin(part, recorded);
   const bool known = !guide.places.empty();
   guide = tape::guide_of(recorded->tape, recorded->segments);
   if (known && frontiers.complete(recorded->segments)) {
-    part.waiting = std::move(frontiers.waiting);
+    part.waiting = std::move(kept);
     part.differentiable = std::move(frontiers.differentiable);
     for (size_t s = 0; s < frontiers.random.size(); ++s) {
       part.random[s + 1] = std::move(frontiers.random[s]);
@@ -69,7 +77,10 @@ void CutPass::compare(Rows rows, const Batch& outputs) {
 }
 
 void CutPass::advance_to_last_cut(Rows rows, const Batch& inputs) {
-  for (int64_t s = 0; s + 1 < segments(rows); ++s) advance(rows, inputs, s, /*retain=*/false);
+  for (int64_t s = 0; s + 1 < segments(rows); ++s) {
+    advance(rows, inputs, s, /*retain=*/false);
+    free();
+  }
 }
 
 }  // namespace infinitybatch

@@ -39,7 +39,7 @@ bool CutPass::reads_inputs(Rows rows, int64_t segment) const {
          (next_op && segment_of(part, segment + 1).reads_inputs);
 }
 
-std::vector<at::Tensor> CutPass::frontier(const Part& part, const tape::Segment& segment) const {
+std::vector<at::Tensor> CutPass::frontier(Part& part, const tape::Segment& segment) const {
   std::vector<at::Tensor> values(part.recorded->tape.value_count);
   for (const tape::Take& take : segment.takes) {
     at::Tensor& value = values[take.from.value];
@@ -103,6 +103,7 @@ void CutPass::keep(Part& part, int64_t segment, const Work& work) {
 
 Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool retain) {
   Part& part = parts_.at(rows.begin);
+  part_ = &part;
   std::vector<tape::Draw> random = part.random[static_cast<size_t>(segment)];
   Work work = play(part, rows, inputs, segment, random);
   settle_written(part, segment, work);
@@ -133,6 +134,7 @@ void CutPass::combine(int64_t segment) {
 
 Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
   Part& part = parts_.at(rows.begin);
+  part_ = &part;
   const bool last = segment + 1 == segments(rows);
   if (!last) {
     if (has_op_before(segment + 1)) correct(part, rows, inputs, segment + 1);
@@ -165,11 +167,11 @@ void CutPass::backward(Rows rows, int64_t segment, std::vector<at::Tensor> roots
                        std::vector<at::Tensor> gradients) {
   Part& part = parts_.at(rows.begin);
   for (const tape::ValueId value : segment_of(part, segment).gives) {
-    const auto gradient = part.gradients.find({value, static_cast<int32_t>(segment)});
-    if (gradient == part.gradients.end()) continue;
+    const tape::Crossing crossing{value, static_cast<int32_t>(segment)};
+    if (!part.gradients.contains(crossing)) continue;
     roots.push_back(work_.values[value]);
-    gradients.push_back(std::move(gradient->second));
-    part.gradients.erase(gradient);
+    gradients.push_back(std::move(part.gradients.at(crossing)));
+    part.gradients.erase(crossing);
   }
   // The graph keeps what it needs of them.
   work_.values.clear();
@@ -198,7 +200,16 @@ void CutPass::collect(Rows rows, int64_t segment) {
   }
   if (segment > 0) return;
   drop(part, 0);
-  if (job_.checkpoints != nullptr) parts_.erase(rows.begin);  // nothing of it is used again
+  if (job_.checkpoints == nullptr) return;
+  part_ = nullptr;
+  parts_.erase(rows.begin);  // nothing of it is used again
+}
+
+void CutPass::free() {
+  work_ = Work();
+  if (job_.store == nullptr || part_ == nullptr) return;
+  part_->waiting.park(*job_.store);
+  part_->gradients.park(*job_.store);
 }
 
 void CutPass::combine_gradients(int64_t segment) {
@@ -223,7 +234,7 @@ void CutPass::correct(Part& part, Rows rows, const Batch& inputs, int64_t segmen
     }
   }
   // An op may leave a gradient alone.
-  std::erase_if(part.gradients, [](const auto& entry) { return !entry.second.defined(); });
+  part.gradients.erase_if([](tape::Crossing, bool defined) { return !defined; });
 }
 
 /// Of the inputs, or a parameter.
@@ -241,10 +252,9 @@ void CutPass::correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t s
 }
 
 void CutPass::drop(Part& part, int64_t segment) {
-  for (auto value = part.waiting.begin(); value != part.waiting.end();) {
-    const bool last = part.recorded->first_user.at(value->first) == segment;
-    value = last ? part.waiting.erase(value) : std::next(value);
-  }
+  part.waiting.erase_if([&](tape::Crossing crossing, bool) {
+    return part.recorded->first_user.at(crossing) == segment;
+  });
 }
 
 }  // namespace infinitybatch

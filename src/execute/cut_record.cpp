@@ -40,6 +40,17 @@ void check_seen(const tape::Tape& tape, const coupled::CouplingWatch& watch) {
   }
 }
 
+/// A number that the program holds as a tensor.
+bool same_number(const tape::External& a, const tape::External& b) {
+  const auto is_number = [](const tape::External& external) {
+    return external.input_leaf < 0 && !external.is_buffer && !external.before.defined() &&
+           external.tensor.defined() && external.tensor.is_cpu() && external.tensor.dim() == 0 &&
+           !external.tensor.requires_grad();
+  };
+  return a.value == b.value && is_number(a) && is_number(b) && a.version == b.version &&
+         same_form(a.tensor, b.tensor) && !any_bit_differs(a.tensor, b.tensor).item<bool>();
+}
+
 std::vector<tape::Segment> cut_at(const tape::Tape& tape, const std::vector<uint32_t>& positions) {
   std::vector<tape::Cut> cuts;
   for (const uint32_t position : positions) cuts.push_back({position, /*stood_in=*/true});
@@ -58,6 +69,7 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   watch.forget();
   tape::Recorder recorder(inputs, held_buffers_, devices_);
   if (disturbed) recorder.disturb(coupled::is_provisional);
+  if (job_.store != nullptr) recorder.lighten(job_.device);
   const Batch given = recorder.run(forward);
   tape::Tape tape = recorder.finish(given, /*trimmed=*/false);
   for (const coupled::CoupledOp& op : watch.seen()) {
@@ -101,6 +113,7 @@ void CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wat
   tape::trim(recorded->tape);
   recorded->segments = cut_at(recorded->tape, coupled::whole_batch_ops(recorded->tape));
   recorded->note_users();
+  share_found(recorded->tape);
   begin(part, recorded);
   if (check) {
     checked_ = true;
@@ -116,6 +129,23 @@ void CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wat
     }
   }
   if (job_.static_tapes != nullptr) confirm(rows, recorded);
+}
+
+/// Every micro-batch finds the step's own buffers, and mostly the same numbers in its program: one
+/// copy of them will do.
+void CutPass::share_found(tape::Tape& tape) {
+  const auto* first = parts_.begin()->second.recorded.get();
+  for (size_t i = 0; i < tape.externals.size(); ++i) {
+    tape::External& external = tape.externals[i];
+    if (first != nullptr && i < first->tape.externals.size() &&
+        same_number(external, first->tape.externals[i])) {
+      external = first->tape.externals[i];
+    }
+    if (!external.is_buffer || !external.before.defined() || !external.tensor.defined()) continue;
+    at::Tensor& known = found_buffers_[external.tensor.unsafeGetTensorImpl()];
+    if (!known.defined()) known = external.before;
+    external.before = known;
+  }
 }
 
 void CutPass::begin(Part& part, std::shared_ptr<const Recorded> recorded) {

@@ -183,9 +183,10 @@ void Executor::load_for(Rows rows, int64_t segment) {
 
 void Executor::advance(Rows rows, int64_t segment, bool retain) {
   load_for(rows, segment);
-  const Batch outputs = cut_pass_->advance(rows, inputs_, segment, retain);
+  Batch outputs = cut_pass_->advance(rows, inputs_, segment, retain);
   if (is_last(rows, segment)) {
     const Batch& seen = whole_outputs_->add(rows, outputs);
+    outputs = Batch();  // its graph holds what may leave the device now
     if (job_.on_micro_batch) {
       targets_ = load_rows(*job_.targets, rows, job_.device);
       job_.on_micro_batch({rows.begin, rows.end, seen, targets_});

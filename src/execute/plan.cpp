@@ -284,6 +284,11 @@ std::string Plan::explain() const {
   if (predicted_peak_bytes) text += "; predicted peak " + format_bytes(*predicted_peak_bytes);
   if (predicted_seconds) text += "; predicted time " + seconds(*predicted_seconds);
   text += "\n";
+  if (parks) {
+    text += "what waits is parked on host or disk: " + format_bytes(parked_bytes) +
+            " left the device, and came back, in the last step; " + seconds(parked_seconds) +
+            " of it were spent on that, none hidden behind compute\n";
+  }
   if (!reason.empty()) text += "why: " + reason + "\n";
   if (!candidates.empty()) text += "  micro-batch          peak    per sample\n";
   const int64_t chosen = micro_batch_size();

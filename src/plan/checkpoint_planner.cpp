@@ -24,7 +24,8 @@ struct Choice {
 
 class Search {
  public:
-  explicit Search(const plan::NarrowPlaces& places) : places_(places), ends_(places.positions()) {}
+  Search(const plan::NarrowPlaces& places, bool parked)
+      : places_(places), ends_(places.positions()), parked_(parked) {}
 
   int64_t whole() const { return graph(0, ends_.size() - 1); }
 
@@ -71,7 +72,7 @@ class Search {
     for (size_t s = 0; s <= cuts.size(); ++s) {
       const size_t begin = s == 0 ? 0 : cuts[s - 1];
       const size_t end = s == cuts.size() ? ends_.size() - 1 : cuts[s];
-      if (s > 0) waiting += arrives[s - 1];
+      if (s > 0) waiting = (parked_ ? 0 : waiting) + arrives[s - 1];
       const int64_t handed = s < cuts.size() ? places_.short_waits(ends_[end]) : 0;
       const int64_t inside = 2 * places_.largest(ends_[begin], ends_[end]);
       most = std::max(most, waiting + handed + graph(begin, end) + inside);
@@ -87,22 +88,25 @@ class Search {
 
   const plan::NarrowPlaces& places_;
   const std::vector<uint32_t>& ends_;
+  bool parked_;
 };
 
 }  // namespace
 
-void CheckpointPlanner::begin(int64_t available, std::optional<int64_t> fixed) {
-  if (available_ != available || fixed_ != fixed) {
+void CheckpointPlanner::begin(int64_t available, bool parked, std::optional<int64_t> fixed) {
+  if (available_ != available || parked_ != parked || fixed_ != fixed) {
     changed();
     correction_ = 1.0;
+    smallest_ = false;
   }
   available_ = available;
+  parked_ = parked;
   fixed_ = fixed;
 }
 
 std::vector<uint32_t> CheckpointPlanner::choose(const tape::Tape& tape) {
   const plan::NarrowPlaces places(tape, kPlaces);
-  const Search search(places);
+  const Search search(places, parked_);
   const auto whole = static_cast<double>(search.whole());
   Choice best;
   smallest_ = true;

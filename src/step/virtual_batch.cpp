@@ -7,8 +7,10 @@
 #include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/memory/foreign_storage.hpp>
+#include <infinitybatch/memory/host_memory.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
+#include <infinitybatch/park/store.hpp>
 #include <infinitybatch/plan/checkpoint_planner.hpp>
 #include <infinitybatch/plan/planner.hpp>
 #include <infinitybatch/step/admission.hpp>
@@ -99,7 +101,8 @@ class VirtualBatch::State {
   void follow_fixed_size(Executor& executor, const Job& job, bool hand_out, StepReport& report);
   /// Measures what the planner still wants to know of a coupled loss's micro-batches, and undoes
   /// it.
-  void rehearse(const Job& job, int64_t budget);
+  /// Whether the first recording was checked on the way.
+  bool rehearse(const Job& job, int64_t budget);
   Request request(const Job& job, int64_t budget) const;
   void follow_planner(Executor& executor, const Job& job, int64_t budget, bool hand_out,
                       StepReport& report);
@@ -110,6 +113,10 @@ class VirtualBatch::State {
                           bool hand_out, StepReport& report);
   /// From now on batches of this kind are computed so; false where they cannot be.
   bool begin_checkpoints(Job& job);
+  /// From now on what waits of batches of this kind leaves the device; false where it cannot.
+  bool begin_parking(Job& job);
+  bool plan_smaller(Job& job) { return begin_checkpoints(job) || begin_parking(job); }
+  park::Store* store(at::Device device) const;
   /// Whether cutting the tapes, or giving it up again, may be exact.
   bool answer_by_cuts(Job& job);
   void answer_coupling(const Job& job);
@@ -133,6 +140,8 @@ class VirtualBatch::State {
   mutable std::map<std::string, StaticTapes> static_tapes_;  // by kind of batch
   /// Kinds of batches one sample of which does not fit.
   mutable std::map<std::string, CheckpointPlanner> checkpoints_;
+  std::set<std::string> parked_;  // kinds of batches what waits of which does not fit
+  mutable std::unique_ptr<park::Store> store_;
   std::set<std::string> checked_;  // kinds of batches whose recordings were checked
   int64_t segments_ = 1;           // of the cut tapes that were recorded last
   bool failed_in_loss_ = false;    // the last attempt, in the loss of all outputs
@@ -175,6 +184,9 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
     job.cut = true;
     job.checkpoints = &checkpoints_[signature_of(job)];
   }
+  const bool parks = options_.parking.when == Parking::When::always ||
+                     (job.cut && parked_.contains(signature_of(job)));
+  if (job.cut && parks) job.store = store(job.device);
   if (job.cut) job.check_recordings = !checked_.contains(kind_of(job));
   return job;
 }
@@ -198,10 +210,18 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
     // The CPU's limit is enforced; an accelerator's is kept by the plan alone. One for each
     // attempt, so that it tells what failed in this one.
     std::optional<memory::Limit> limit;
+    const auto parked_before =
+        job.store != nullptr ? job.store->statistics() : park::StoreStatistics();
     if (budget && job.device.is_cpu()) limit.emplace(*budget);
     try {
       StepReport report = attempt(job, budget, hand_out);
       report.peak_bytes = peak.peak();
+      if (job.store != nullptr) {
+        const park::StoreStatistics now = job.store->statistics();
+        plan_.parks = true;
+        plan_.parked_bytes = report.parked_bytes = now.moved_out - parked_before.moved_out;
+        plan_.parked_seconds = now.seconds_waited - parked_before.seconds_waited;
+      }
       report.memory_budget = budget;
       report.seconds = std::chrono::duration<double>(Clock::now() - start).count();
       report.restarts = restarts;
@@ -228,7 +248,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       // Nothing has run out of memory: not a restart that the report should count.
       --restarts;
     } catch (const BudgetExceeded&) {
-      if (!begin_checkpoints(job)) throw;
+      if (!plan_smaller(job)) throw;
     } catch (...) {
       if (!budget || !is_out_of_memory(std::current_exception())) throw;
       // The user's own error says nothing of our sizes. A fixed size cannot be answered by a
@@ -238,7 +258,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       check_inputs();
       const int64_t needed = limit ? limit->refused() : *budget + 1;
       if (job.checkpoints != nullptr) {
-        if (!checkpoints_[signature_of(job)].ran_out_of_memory()) {
+        if (!checkpoints_[signature_of(job)].ran_out_of_memory() && !begin_parking(job)) {
           throw BudgetExceeded(std::max(needed, *budget + 1), *budget, std::nullopt,
                                "the smallest segment of a single sample, beside what waits for it "
                                "and the gradients of the parameters");
@@ -248,7 +268,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       try {
         answer_out_of_memory(needed, *budget);
       } catch (const BudgetExceeded&) {
-        if (!begin_checkpoints(job)) throw;
+        if (!plan_smaller(job)) throw;
       }
     }
   }
@@ -258,16 +278,18 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
                                         bool hand_out) {
   planning_ = false;
   const RngSnapshot random = RngSnapshot::capture(devices_of(job));
+  Job checked;
   std::optional<Executor> executor;
   try {
     StepReport report;
     inputs_written_ = false;
+    checked = job;
     const bool rehearsed = job.coupled != nullptr || (job.cut && job.checkpoints == nullptr);
     if (rehearsed && !options_.micro_batch_size) {
-      rehearse(job, *budget);
+      if (rehearse(job, *budget)) checked.check_recordings = false;
       random.restore();
     }
-    executor.emplace(job);
+    executor.emplace(checked);
     if (job.checkpoints != nullptr) {
       follow_checkpoints(*executor, job, budget, hand_out, report);
     } else if (options_.micro_batch_size) {
@@ -369,7 +391,8 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
     if (each.tensor.requires_grad()) gradients += static_cast<int64_t>(each.tensor.nbytes());
   }
   constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max() / 4;
-  planner.begin(budget ? *budget - baseline - gradients : kUnlimited, options_.checkpoint_segments);
+  planner.begin(budget ? *budget - baseline - gradients : kUnlimited, job.store != nullptr,
+                options_.checkpoint_segments);
   std::vector<int64_t> sizes = split_by(job.batch_size(), options_.micro_batch_size.value_or(1));
   std::vector<int64_t> segments;
   const memory::PeakScope peak(job.device);
@@ -431,13 +454,40 @@ bool VirtualBatch::State::begin_checkpoints(Job& job) {
   if (!possible || job.checkpoints != nullptr) return false;
   job.cut = true;
   job.checkpoints = &checkpoints_[signature_of(job)];
+  if (options_.parking.when == Parking::When::always) job.store = store(job.device);
   return true;
+}
+
+bool VirtualBatch::State::begin_parking(Job& job) {
+  const bool possible = job.cut && options_.parking.when != Parking::When::never;
+  if (!possible || job.store != nullptr) return false;
+  parked_.insert(signature_of(job));
+  job.store = store(job.device);
+  return true;
+}
+
+park::Store* VirtualBatch::State::store(at::Device device) const {
+  if (!store_ || store_->device() != device) {
+    const Parking& parking = options_.parking;
+    park::StoreOptions options;
+    if (parking.host_budget) {
+      options.host_bytes = parking.host_budget->resolve(at::kCPU);
+    } else if (!device.is_cpu()) {
+      options.host_bytes = memory::host_memory().available / 2;
+    }
+    options.disk = parking.disk;
+    options.file.directory = parking.directory;
+    options.bandwidth = parking.host_bandwidth;
+    store_ = std::make_unique<park::Store>(device, std::move(options));
+  }
+  return store_.get();
 }
 
 Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   Request request;
   request.signature = kind_of(job);
   if (job.cut) request.signature += "|cut into " + std::to_string(segments_);
+  if (job.store != nullptr) request.signature += "|parked";
   request.dims = lengths_of(job);
   request.batch_size = job.batch_size();
   request.baseline_bytes = memory::stats(job.device).live;
@@ -449,7 +499,7 @@ Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   return request;
 }
 
-void VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
+bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
   Job quiet = job;
   quiet.on_micro_batch = nullptr;
   quiet.keep_outputs = false;
@@ -477,6 +527,7 @@ void VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
       executor.reset();
       if (planner_.settled()) break;
     }
+    return job.check_recordings && !quiet.check_recordings;
   } catch (...) {
     keep_foreign_exception(std::current_exception());
     if (executor) executor->roll_back();
@@ -542,6 +593,7 @@ bool VirtualBatch::State::answer_by_cuts(Job& job) {
   bool& cut = cut_[model_.is_training()];
   if (!job.cut && job.exact_coupling && !uncut_) {
     job.cut = cut = true;
+    if (options_.parking.when == Parking::When::always) job.store = store(job.device);
     return true;
   }
   if (!job.cut || options_.micro_batch_size || options_.static_graph) return false;

@@ -71,6 +71,7 @@ void Program::keep_frontier() {
   }
   frontiers.random.emplace_back();
   if (guide.places[cut].draws) frontiers.random.back() = generators_.now();
+  if (reached) reached(frontiers, static_cast<int32_t>(cut));
 }
 
 }  // namespace infinitybatch::tape

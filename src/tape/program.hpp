@@ -37,6 +37,7 @@ class Program {
   std::optional<at::Device> light;
   FrontierGuide guide;
   Frontiers frontiers;
+  std::function<void(const Frontiers&, int32_t)> reached;
 
  private:
   struct Value {

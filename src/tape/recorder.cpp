@@ -58,8 +58,10 @@ void Recorder::lighten(at::Device device) {
   program_->light = device;
 }
 
-void Recorder::keep(FrontierGuide guide) {
+void Recorder::keep(FrontierGuide guide,
+                    std::function<void(const Frontiers&, int32_t cut)> reached) {
   program_->guide = std::move(guide);
+  program_->reached = std::move(reached);
 }
 
 Frontiers Recorder::take_frontiers() {

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 
+import infinitybatch as ib
 import pytest
 import torch
 from torch import nn
-
-import infinitybatch as ib
 
 TOLERANCE = 1e-12
 

@@ -8,6 +8,7 @@
 #include <infinitybatch/execute/checkpoints.hpp>
 #include <infinitybatch/execute/job.hpp>
 #include <infinitybatch/execute/recorded.hpp>
+#include <infinitybatch/execute/waiting_room.hpp>
 #include <infinitybatch/tape/segment.hpp>
 
 #include <functional>
@@ -23,8 +24,9 @@ namespace infinitybatch {
 /// the whole batch. Then all micro-batches go from cut to cut together (`advance`, `combine`), and
 /// backward in the same way, last segment first (`resume`, `backward`, `combine_gradients`).
 ///
-/// Segments are numbered from 0; all but the first begin with an op of the whole batch. What waits
-/// at the cuts, detached, and the gradients of it, lie on the model's device.
+/// Segments are numbered from 0; all but the first begin with an op of the whole batch, or, with
+/// `Job::checkpoints`, where little waits. What waits at the cuts, detached, and the gradients of
+/// it, lie on the model's device or, with `Job::store`, there.
 class CutPass {
  public:
   CutPass(const Job& job, autograd::GradientSinks& sinks, BufferRule& buffers);
@@ -72,7 +74,9 @@ class CutPass {
   void collect(Rows rows, int64_t segment);
   /// The op in front of `segment` has seen the gradients of all rows.
   void combine_gradients(int64_t segment);
-  void free() { work_ = Work(); }
+  /// Lets go of the graph at work. With `Job::store`, what waits of its micro-batch leaves the
+  /// device.
+  void free();
 
  private:
   /// A segment that was played, with its graph.
@@ -83,10 +87,10 @@ class CutPass {
   };
   struct Part {
     std::shared_ptr<const Recorded> recorded;
-    std::vector<std::vector<tape::Draw>> random;   // in front of each segment
-    std::map<tape::Crossing, at::Tensor> waiting;  // detached
+    std::vector<std::vector<tape::Draw>> random;  // in front of each segment
+    WaitingRoom waiting;                          // detached
     std::set<tape::Crossing> differentiable;
-    std::map<tape::Crossing, at::Tensor> gradients;
+    WaitingRoom gradients;
     std::map<int64_t, Work> retained;
   };
 
@@ -97,10 +101,11 @@ class CutPass {
   void settle_written(const Part& part, int64_t segment, const Work& work);
   void check_replay(const Part& part, const Batch& inputs, const Batch& outputs) const;
   void compare(Rows rows, const Batch& outputs);
+  void share_found(tape::Tape& tape);
   void agree(const Part& part);
   Work play(Part& part, Rows rows, const Batch& inputs, int64_t segment,
             std::vector<tape::Draw>& random);
-  std::vector<at::Tensor> frontier(const Part& part, const tape::Segment& segment) const;
+  std::vector<at::Tensor> frontier(Part& part, const tape::Segment& segment) const;
   void keep(Part& part, int64_t segment, const Work& work);
   void correct(Part& part, Rows rows, const Batch& inputs, int64_t segment);
   void correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t segment, size_t which,
@@ -125,6 +130,8 @@ class CutPass {
   bool checked_ = false;
   std::map<int64_t, Batch> to_compare_;  // outputs of recordings that no replay confirmed yet
   Work work_;
+  std::map<const void*, at::Tensor> found_buffers_;  // their values, by tensor
+  Part* part_ = nullptr;                             // at work
 };
 
 }  // namespace infinitybatch

@@ -11,6 +11,9 @@ namespace infinitybatch {
 
 struct StaticTapes;
 class Checkpoints;
+namespace park {
+class Store;
+}
 
 /// One micro-batch as the user's callback sees it; tensors are detached and on the model's device.
 struct MicroBatch {
@@ -35,6 +38,7 @@ struct Job {
   bool cut = false;                     ///< tapes are cut where ops see the whole batch
   StaticTapes* static_tapes = nullptr;  ///< with `cut`: tapes to use again
   Checkpoints* checkpoints = nullptr;   ///< with `cut`: tapes are cut for memory instead
+  park::Store* store = nullptr;         ///< with `cut`: where what waits at the cuts goes
   bool check_recordings = true;         ///< with `cut`: whether the first recording is checked
   bool use_tapes = true;                ///< false: a second forward always runs the user's code
   std::function<void(const MicroBatch&)> on_micro_batch;

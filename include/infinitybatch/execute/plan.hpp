@@ -66,6 +66,10 @@ struct Plan {
   int64_t retained = 0;  ///< micro-batches that keep their graph
   int64_t segments = 1;  ///< one more than ops that see the whole batch, or than cuts for memory
 
+  bool parks = false;         ///< what waits at cuts leaves the device
+  int64_t parked_bytes = 0;   ///< in the last step that followed it; each time counted
+  double parked_seconds = 0;  ///< of the same step: waiting for copies; nothing of it is hidden
+
   bool computes_whole_loss() const;  ///< on the outputs of all micro-batches
   /// The size of the largest micro-batch.
   int64_t micro_batch_size() const;

@@ -20,8 +20,9 @@ namespace infinitybatch {
 class CheckpointPlanner : public Checkpoints {
  public:
   /// \param available bytes for everything but what is live before the micro-batch
+  /// \param parked    what waits leaves the device
   /// \param fixed     number of segments wished for; nothing: chosen by `available`
-  void begin(int64_t available, std::optional<int64_t> fixed = std::nullopt);
+  void begin(int64_t available, bool parked, std::optional<int64_t> fixed = std::nullopt);
 
   std::vector<uint32_t> choose(const tape::Tape& tape) override;
 
@@ -36,6 +37,7 @@ class CheckpointPlanner : public Checkpoints {
 
  private:
   int64_t available_ = 0;
+  bool parked_ = false;
   std::optional<int64_t> fixed_;
   double correction_ = 1.0;  // needed ÷ estimated
   bool smallest_ = false;    // the last choice was the smallest there is

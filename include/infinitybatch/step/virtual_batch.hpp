@@ -28,6 +28,25 @@ enum class BatchCoupling {
 /// the outputs of the whole batch and takes two.
 using Loss = std::variant<SeparableLoss, CoupledLoss>;
 
+/// Where what waits at the cuts of tapes goes: an arena on the host, and beyond it an anonymous
+/// file on disk, which is gone with the process however that ends.
+struct Parking {
+  enum class When : uint8_t {
+    needed,  ///< where no plan fits otherwise
+    always,  ///< wherever tapes are cut
+    never,   ///< BudgetExceeded instead
+  };
+  When when = When::needed;
+  /// What the arena may take of the host's memory. Nothing: half of what is available, and on the
+  /// CPU, where the host is the device, none.
+  std::optional<memory::Budget> host_budget;
+  bool disk = true;
+  std::string directory;  ///< of the file; empty: $TMPDIR, else /var/tmp
+  /// On the CPU, to find out what a link to a device would cost: the arena's copies take at least
+  /// their bytes divided by this, in bytes per second. 0: as fast as they go.
+  double host_bandwidth = 0;
+};
+
 /// How to run a step. Without a budget and without a size the budget is "auto".
 struct Options {
   /// Bytes that tensors may occupy on the device during `backward`; see `memory::Budget`.
@@ -51,6 +70,8 @@ struct Options {
   /// sample does not fit into the budget.
   std::optional<int64_t> checkpoint_segments;
   BatchCoupling batch_coupling = BatchCoupling::exact;
+  /// Where what waits at the cuts of tapes goes when the device is full.
+  Parking parking;
   /// Keep the outputs of all micro-batches and return them, detached, in the report.
   bool keep_outputs = false;
   /// Called after each micro-batch's loss, for metrics that need outputs.
@@ -71,7 +92,8 @@ struct StepReport {
   std::optional<int64_t> predicted_peak_bytes;
   std::vector<int64_t> micro_batch_sizes;  ///< in the order they ran
   double seconds = 0;
-  int64_t restarts = 0;  ///< begun again with a smaller plan after running out of memory
+  int64_t parked_bytes = 0;  ///< that left the device for host or disk, each time counted
+  int64_t restarts = 0;      ///< begun again with a smaller plan after running out of memory
   /// "stream", "replay" (a coupled loss, each forward of the user's ran once), "rerun" (some
   /// forwards ran twice; `strategy_reason` says why), "cut" (ops of the model see the whole batch),
   /// or "checkpoint" (the graph of one micro-batch was never there as a whole).

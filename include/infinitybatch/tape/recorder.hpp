@@ -65,7 +65,8 @@ class Recorder {
 
   /// Keeps what waits at the cuts of an earlier recording of the same program. Call it before
   /// `run`.
-  void keep(FrontierGuide guide);
+  /// \param reached called at each cut, in the middle of forward, with its number
+  void keep(FrontierGuide guide, std::function<void(const Frontiers&, int32_t cut)> reached);
   /// What was kept, after `finish`. Another program than the guide's leaves it incomplete.
   Frontiers take_frontiers();
 

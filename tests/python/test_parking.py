@@ -1,0 +1,265 @@
+"""What waits at the cuts leaves the device: the peak stays flat, and gradients are what they were."""
+
+from __future__ import annotations
+
+import copy
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+
+import infinitybatch as ib
+import pytest
+import torch
+from torch import nn
+
+TOLERANCE = 1e-11  # of a network of several BatchNorm layers; see test_batch_norm.py
+SIMULATED_HOST = {"host_budget": "1GiB", "park_on_disk": False}
+
+
+def network(channels: int = 8, layers: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    stack: list[nn.Module] = [nn.Conv2d(3, channels, 3, padding=1)]
+    for _ in range(layers):
+        stack += [
+            nn.BatchNorm2d(channels),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, channels, 3, padding=1),
+        ]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10)]
+    return nn.Sequential(*stack, *head).double()
+
+
+def samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(count, 3, 12, 12, dtype=torch.float64), torch.randint(0, 10, (count,))
+
+
+def native(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+    whole = copy.deepcopy(model)
+    nn.CrossEntropyLoss()(whole(images), labels).backward()
+    return [parameter.grad for parameter in whole.parameters()]
+
+
+def error(model: nn.Module, wanted: list[torch.Tensor]) -> float:
+    largest = max(gradient.norm() for gradient in wanted)
+    return max(
+        float((parameter.grad - gradient).norm() / max(gradient.norm(), 1e-3 * largest))
+        for parameter, gradient in zip(model.parameters(), wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "where",
+    [SIMULATED_HOST, {"host_budget": "100KiB"}, {}],
+    ids=["host", "host and disk", "disk"],
+)
+@pytest.mark.parametrize("coupled", [False, True], ids=["separable", "coupled"])
+@pytest.mark.parametrize("retained", [0, 3])
+def test_parked_steps_are_bit_equal_to_others(where: dict, coupled: bool, retained: int) -> None:
+    images, labels = samples(26)
+    loss = nn.CrossEntropyLoss()
+    if coupled:
+        loss = ib.losses.coupled(lambda out, target: nn.functional.cross_entropy(out, target))
+    gradients = []
+    for park in ("never", "always"):
+        model = network()
+        batch = ib.VirtualBatch(
+            model,
+            loss,
+            micro_batch_size=4,
+            retained_micro_batches=retained,
+            park=park,
+            **(where if park == "always" else {}),
+        )
+        report = batch.backward(images, labels)
+        assert (report.parked_bytes > 0) == (park == "always")
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        gradients[-1] += list(model.buffers())
+    assert all(map(torch.equal, *gradients))
+    assert error(model, native(network(), images, labels)) <= TOLERANCE
+
+
+def test_the_peak_is_flat_in_the_number_of_micro_batches() -> None:
+    above = []
+    for micro_batches in (4, 16, 64, 256):
+        model = network(channels=4, layers=3)
+        images, labels = samples(4 * micro_batches)
+        batch = ib.VirtualBatch(
+            model, nn.CrossEntropyLoss(), micro_batch_size=4, park="always", **SIMULATED_HOST
+        )
+        batch.backward(images, labels)
+        model.zero_grad()
+        live = ib.memory.stats("cpu").live
+        above.append(batch.backward(images, labels).peak_bytes - live)
+    assert len(set(above)) == 1, above
+
+
+@pytest.mark.parametrize("divisor", [3, 10, 40])
+def test_a_budget_that_frontiers_do_not_fit_into_is_kept_by_parking(divisor: int) -> None:
+    images, labels = samples(256)
+    model = network()
+    wanted = native(model, images, labels)
+    live = ib.memory.stats("cpu").live
+    whole = 256 * 8 * 144 * 8 * 4  # of the frontiers alone, about
+    budget = live + whole // divisor + 2**20
+    with pytest.raises(ib.BudgetExceeded):
+        ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget=budget, park="never").backward(
+            images, labels
+        )
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget=budget)
+    for _ in range(20):
+        model.zero_grad()
+        report = batch.backward(images, labels)
+        assert report.peak_bytes <= budget
+        if report.predicted_peak_bytes is not None:  # settled
+            break
+    assert report.restarts == 0
+    assert report.parked_bytes > whole // 2
+    assert report.predicted_peak_bytes == pytest.approx(report.peak_bytes, rel=0.05)
+    assert error(model, wanted) <= TOLERANCE
+    assert "parked on host or disk" in batch.plan(images, labels).explain()
+
+
+def test_one_sample_beyond_the_device_parks_its_frontiers() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(300) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(8, 1)).double()
+    inputs = torch.randn(2, 512, 8, dtype=torch.float64)
+    targets = torch.randn(2, 512, 1, dtype=torch.float64)
+    whole = copy.deepcopy(model)
+    nn.MSELoss()(whole(inputs), targets).backward()
+    wanted = [parameter.grad for parameter in whole.parameters()]
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    # A layer's output is 32 KiB; the least without parking is about 2 × √300 of them.
+    budget = ib.memory.stats("cpu").live + gradients + 640 * 2**10
+    with pytest.raises(ib.BudgetExceeded):
+        ib.VirtualBatch(model, nn.MSELoss(), memory_budget=budget, park="never").backward(
+            inputs, targets
+        )
+    batch = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=budget)
+    for _ in range(3):
+        model.zero_grad()
+        report = batch.backward(inputs, targets)
+        assert report.peak_bytes <= budget
+        assert report.parked_bytes > 0
+        assert error(model, wanted) <= TOLERANCE
+
+
+def test_bandwidth_of_the_simulated_device_costs_time() -> None:
+    model = network()
+    images, labels = samples(32)
+    seconds = {}
+    for bandwidth in (0.0, 20e6):
+        batch = ib.VirtualBatch(
+            model,
+            nn.CrossEntropyLoss(),
+            micro_batch_size=8,
+            park="always",
+            host_bandwidth=bandwidth,
+            **SIMULATED_HOST,
+        )
+        batch.backward(images, labels)
+        report = batch.backward(images, labels)
+        seconds[bandwidth] = report.seconds
+    assert seconds[20e6] > report.parked_bytes / 20e6
+
+
+def everything(model: nn.Module) -> list[torch.Tensor]:
+    kept = [tensor.clone() for tensor in model.state_dict().values()]
+    kept += [torch.zeros(0) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [*kept, torch.get_rng_state()]
+
+
+def test_a_full_disk_is_a_typed_error_and_leaves_everything_as_it_was() -> None:
+    model = network()
+    images, labels = samples(64)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4, park="always")
+    batch.backward(images, labels)
+    before = everything(model)
+    live = ib.memory.stats("cpu").live
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+        fresh = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4, park="always")
+        with pytest.raises(ib.ParkingError, match=r"needs|room|disk"):
+            fresh.backward(images, labels)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    del fresh
+    assert ib.memory.stats("cpu").live == live
+    assert all(map(torch.equal, before, everything(model)))
+    wanted = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    for module in model:
+        if isinstance(module, nn.BatchNorm2d):
+            module.reset_running_stats()
+    batch.backward(images, labels)
+    assert all(map(torch.equal, wanted, (p.grad for p in model.parameters())))
+
+
+def test_without_disk_a_host_that_is_full_is_a_typed_error() -> None:
+    model = network()
+    images, labels = samples(64)
+    batch = ib.VirtualBatch(
+        model,
+        nn.CrossEntropyLoss(),
+        micro_batch_size=4,
+        park="always",
+        host_budget="200KiB",
+        park_on_disk=False,
+    )
+    with pytest.raises(ib.ParkingError):
+        batch.backward(images, labels)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(int(m.num_batches_tracked) == 0 for m in model if isinstance(m, nn.BatchNorm2d))
+
+
+def test_nothing_is_left_behind_after_a_kill(tmp_path) -> None:
+    script = textwrap.dedent("""
+        import os, signal, sys
+        import torch
+        from torch import nn
+        import infinitybatch as ib
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8),
+            nn.Flatten(), nn.LazyLinear(10))
+        images, labels = torch.randn(64, 3, 12, 12), torch.randint(0, 10, (64,))
+        model(images)
+        # While the last segment is at work the frontiers of all are away.
+        batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4, park="always",
+                                park_directory=sys.argv[1],
+                                on_micro_batch=lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        batch.backward(images, labels)
+        """)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"park": "sometimes"}, "needed"),
+        ({"host_budget": "lots"}, "no budget"),
+        ({"park": "always", "park_directory": "/nowhere/at/all"}, "nowhere"),
+        ({"park": "always", "host_bandwidth": -1}, "bandwidth"),
+    ],
+)
+def test_misuse(options: dict, message: str) -> None:
+    images, labels = samples(8)
+    with pytest.raises(ib.Error, match=message):
+        ib.VirtualBatch(network(), nn.CrossEntropyLoss(), micro_batch_size=4, **options).backward(
+            images, labels
+        )
