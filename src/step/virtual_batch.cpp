@@ -487,7 +487,8 @@ Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   Request request;
   request.signature = kind_of(job);
   if (job.cut) request.signature += "|cut into " + std::to_string(segments_);
-  if (job.store != nullptr) request.signature += "|parked";
+  request.parked = job.store != nullptr;
+  if (request.parked) request.signature += "|parked";
   request.dims = lengths_of(job);
   request.batch_size = job.batch_size();
   request.baseline_bytes = memory::stats(job.device).live;

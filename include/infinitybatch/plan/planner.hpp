@@ -24,6 +24,7 @@ struct Request {
   bool penalty = false;
   bool two_pass = false;   ///< measured in a rehearsal: a coupled loss, or tapes that are cut
   int64_t segments = 0;    ///< where above 0: of cut tapes
+  bool parked = false;     ///< what waits at cuts leaves the device, so no graph is kept there
   bool whole_loss = true;  ///< with `two_pass`: the loss is computed on the outputs of all
 };
 
