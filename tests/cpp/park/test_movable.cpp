@@ -60,6 +60,8 @@ TEST_F(MovableTest, AHandleThatIsGivenTwiceIsNotElsewhere) {
   std::vector<at::Tensor> twice = handles(at::ones({100}));
   twice.push_back(twice[0]);
   expect(twice, Others::none, 400, 0);
+  const at::Tensor view = twice[0].view({10, 10});
+  expect(twice, Others::handles, 0, 400);
 }
 
 TEST_F(MovableTest, AnotherTensorHoldsAStorage) {
