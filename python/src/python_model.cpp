@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -64,9 +65,13 @@ Model model_of(const Held& view, const Held& forward, bool keep_outputs) {
     if (keep_outputs) check_can_be_kept(outputs);
     return outputs;
   };
-  model.parameters = [view, forward] {
+  // What is found beside the parameters, for which C++ asks first, until it asks for that too.
+  const auto beside = std::make_shared<std::optional<std::vector<BufferSlot>>>();
+  model.parameters = [view, forward, beside] {
     const py::gil_scoped_acquire gil;
+    beside->reset();
     if (std::optional<Owned> owned = walk_ordinary(forward.handle())) {
+      *beside = std::move(owned->buffers);
       return std::move(owned->parameters);
     }
     std::vector<NamedParameter> parameters;
@@ -76,13 +81,14 @@ Model model_of(const Held& view, const Held& forward, bool keep_outputs) {
     }
     return parameters;
   };
-  model.buffers = [view, forward] {
+  model.buffers = [view, beside] {
     const py::gil_scoped_acquire gil;
-    if (std::optional<Owned> owned = walk_ordinary(forward.handle())) {
-      return std::move(owned->buffers);
-    }
-    // Python found them beside the parameters, for which it was asked first.
     std::vector<BufferSlot> slots;
+    if (beside->has_value()) {
+      slots = std::move(**beside);
+      beside->reset();
+      return slots;
+    }
     for (const py::handle item : view.handle().attr("buffers")()) {
       const auto triple = item.cast<py::tuple>();
       const Held owner(triple[1].cast<py::object>());

@@ -4,6 +4,8 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <algorithm>
+
 namespace infinitybatch {
 namespace {
 
@@ -39,6 +41,15 @@ std::optional<double> host_number(const at::Tensor& tensor) {
     default:
       return std::nullopt;
   }
+}
+
+std::optional<int64_t> host_count_without(const at::Tensor& tensor, int64_t value) {
+  if (!tensor.defined() || tensor.scalar_type() != at::kLong || !is_plain(tensor) ||
+      !tensor.is_contiguous()) {
+    return std::nullopt;
+  }
+  const int64_t* const numbers = tensor.const_data_ptr<int64_t>();
+  return tensor.numel() - std::count(numbers, numbers + tensor.numel(), value);
 }
 
 }  // namespace infinitybatch

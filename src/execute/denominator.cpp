@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 
@@ -15,8 +16,14 @@ constexpr int64_t kElements = int64_t{1} << 14;
 
 int64_t rows_per_piece(const Job& job) {
   int64_t widest = 1;
-  for (const at::Tensor& tensor : job.targets->rows(0, 1).tensors()) {
-    widest = std::max(widest, tensor.numel());
+  if (job.targets->uniform) {
+    for (const std::vector<int64_t>& sizes : job.targets->dims) {
+      widest = std::max(widest, c10::multiply_integers(sizes));
+    }
+  } else {
+    for (const at::Tensor& tensor : job.targets->rows(0, 1).tensors()) {
+      widest = std::max(widest, tensor.numel());
+    }
   }
   return std::clamp<int64_t>(kElements / widest, 1, job.batch_size());
 }

@@ -36,11 +36,11 @@ def on_two_ranks(body: Callable[[int], Any]) -> list[Any]:
     try:
         found = {}
         for _ in ranks:
-            rank, result = results.get(timeout=90)
+            rank, result = results.get(timeout=300)
             assert rank is not None, result  # the other may wait for this one for ever
             found[rank] = result
         for process in ranks:
-            process.join(timeout=60)
+            process.join(timeout=120)
             assert process.exitcode == 0
     finally:
         for process in ranks:

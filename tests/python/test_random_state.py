@@ -105,3 +105,25 @@ def test_another_generator_in_the_place_of_pythons_own(monkeypatch, kind):
     with pytest.raises(KeyError, match="mine"):
         step(draw_and_fail)
     assert mine.getstate() == before
+
+
+def test_torchs_own_state_comes_back_with_a_normal_number_that_waits():
+    made = 0
+
+    def draw():
+        nonlocal made
+        made += 1
+        torch.randn(3)
+        if made == 3:
+            raise RuntimeError("late")
+
+    batch = ib.VirtualBatch(Drawing(draw), nn.CrossEntropyLoss(), micro_batch_size=2)
+    torch.manual_seed(3)
+    torch.randn(1)  # made two, the second waits to be drawn
+    before = torch.get_rng_state()
+    expected = torch.randn(3)
+    torch.set_rng_state(before)
+    with pytest.raises(RuntimeError, match="late"):
+        batch.backward(torch.ones(6, 3), torch.tensor([0, 1, 0, 1, 0, 1]))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.randn(3), expected)
