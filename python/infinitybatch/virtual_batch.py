@@ -68,7 +68,8 @@ class VirtualBatch:
             `memory_budget` does so by itself where one sample does not fit.
         park: where recordings are cut (BatchNorm and its like, or one sample that does not fit) what
             waits at the cuts leaves the device "needed" (where no plan fits otherwise), "always" or
-            "never" (BudgetExceeded instead).
+            "never" (one sample that does not fit computes it again instead, in time that grows with
+            the square of its depth; of a whole batch: BudgetExceeded).
         host_budget: what parked tensors may take of the host's memory, as `memory_budget`; beyond it
             they go to disk. By default half of what is available, and on the CPU, where the host is
             the device, nothing.

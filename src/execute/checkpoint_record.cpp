@@ -29,6 +29,7 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
   {
     tape::Recorder recorder(inputs, held_buffers_, devices_);
     recorder.lighten(job_.device);
+    if (job_.checkpoints->forget) guide.places.clear();
     recorder.keep(guide, [&](const tape::Frontiers& so_far, int32_t cut) {
       // What waited before is read no more, as a rule: it can leave while forward goes on.
       if (job_.store != nullptr) kept.park(*job_.store);
@@ -62,7 +63,7 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
   }
   // Segments that nobody has replayed yet: the outputs have to come out bit for bit.
   to_compare_.insert_or_assign(rows.begin, outputs);
-  advance_to_last_cut(rows, inputs);
+  if (!job_.checkpoints->forget) advance_to(rows, inputs, segments(rows) - 1);
   return outputs;
 }
 
@@ -76,9 +77,15 @@ void CutPass::compare(Rows rows, const Batch& outputs) {
   if (differs.item<bool>()) cannot_cut("a replay of it gave other outputs than its recording");
 }
 
-void CutPass::advance_to_last_cut(Rows rows, const Batch& inputs) {
-  for (int64_t s = 0; s + 1 < segments(rows); ++s) {
+void CutPass::advance_to(Rows rows, const Batch& inputs, int64_t segment) {
+  Part& part = parts_.at(rows.begin);
+  for (int64_t s = 0; s < segment; ++s) {
     advance(rows, inputs, s, /*retain=*/false);
+    if (job_.checkpoints->forget) {
+      part.waiting.erase_if([&](tape::Crossing crossing, bool) {
+        return part.recorded->last_user.at(crossing) <= s;
+      });
+    }
     free();
   }
 }

@@ -35,6 +35,7 @@ int64_t CutPass::segments(Rows rows) const {
 bool CutPass::reads_inputs(Rows rows, int64_t segment) const {
   const Part& part = parts_.at(rows.begin);
   const bool next_op = segment + 1 < segments() && has_op_before(segment + 1);
+  if (job_.checkpoints != nullptr && job_.checkpoints->forget) return true;
   return segment_of(part, segment).reads_inputs ||
          (next_op && segment_of(part, segment + 1).reads_inputs);
 }
@@ -139,6 +140,10 @@ Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
   if (!last) {
     if (has_op_before(segment + 1)) correct(part, rows, inputs, segment + 1);
     drop(part, segment + 1);
+  }
+  if (job_.checkpoints != nullptr && job_.checkpoints->forget) {
+    part.waiting = WaitingRoom();
+    advance_to(rows, inputs, segment);
   }
   const auto retained = part.retained.find(segment);
   if (retained != part.retained.end()) {

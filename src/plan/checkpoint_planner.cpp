@@ -94,6 +94,7 @@ class Search {
 }  // namespace
 
 void CheckpointPlanner::begin(int64_t available, bool parked, std::optional<int64_t> fixed) {
+  parked = parked || forget;
   if (available_ != available || parked_ != parked || fixed_ != fixed) {
     changed();
     correction_ = 1.0;
@@ -129,6 +130,11 @@ std::vector<uint32_t> CheckpointPlanner::choose(const tape::Tape& tape) {
   estimate_ = static_cast<int64_t>(static_cast<double>(best.peak) * correction_);
   segments_ = static_cast<int64_t>(best.cuts.size()) + 1;
   return search.ops(best);
+}
+
+void CheckpointPlanner::begin_forgetting() {
+  forget = true;
+  changed();
 }
 
 bool CheckpointPlanner::ran_out_of_memory() {

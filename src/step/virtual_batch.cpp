@@ -115,6 +115,8 @@ class VirtualBatch::State {
   bool begin_checkpoints(Job& job);
   /// From now on what waits of batches of this kind leaves the device; false where it cannot.
   bool begin_parking(Job& job);
+  /// The last rung, where nothing may be parked: frontiers are computed again instead.
+  bool begin_forgetting(CheckpointPlanner& planner) const;
   bool plan_smaller(Job& job) { return begin_checkpoints(job) || begin_parking(job); }
   park::Store* store(at::Device device) const;
   /// Whether cutting the tapes, or giving it up again, may be exact.
@@ -258,7 +260,8 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       check_inputs();
       const int64_t needed = limit ? limit->refused() : *budget + 1;
       if (job.checkpoints != nullptr) {
-        if (!checkpoints_[signature_of(job)].ran_out_of_memory() && !begin_parking(job)) {
+        CheckpointPlanner& planner = checkpoints_[signature_of(job)];
+        if (!planner.ran_out_of_memory() && !begin_parking(job) && !begin_forgetting(planner)) {
           throw BudgetExceeded(std::max(needed, *budget + 1), *budget, std::nullopt,
                                "the smallest segment of a single sample, beside what waits for it "
                                "and the gradients of the parameters");
@@ -463,6 +466,13 @@ bool VirtualBatch::State::begin_parking(Job& job) {
   if (!possible || job.store != nullptr) return false;
   parked_.insert(signature_of(job));
   job.store = store(job.device);
+  return true;
+}
+
+bool VirtualBatch::State::begin_forgetting(CheckpointPlanner& planner) const {
+  const bool parks = options_.parking.when != Parking::When::never;
+  if (planner.forget || parks || options_.checkpoint_segments) return false;
+  planner.begin_forgetting();
   return true;
 }
 

@@ -20,6 +20,9 @@ class Checkpoints {
 
   /// Where recordings of so many rows keep what waits at the cuts; empty before the first one.
   std::map<int64_t, tape::FrontierGuide> guides;
+  /// Nothing waits at the cuts: each segment's frontier is computed again from the inputs. Device
+  /// memory does not grow with the number of segments, time grows with its square.
+  bool forget = false;
   /// Forget the guides where other places are chosen from now on.
   void changed() { guides.clear(); }
 };

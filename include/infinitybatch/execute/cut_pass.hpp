@@ -42,8 +42,9 @@ class CutPass {
   /// model's outputs.
   /// \throws Unsupported where forward cannot be cut
   Batch checkpoint(Rows rows, const Batch& inputs, const std::function<Batch()>& forward);
-  /// Takes these rows from the inputs to their last cut.
-  void advance_to_last_cut(Rows rows, const Batch& inputs);
+  /// Takes these rows from the inputs to the cut in front of a segment. With
+  /// `Checkpoints::forget` only what this segment needs waits there then.
+  void advance_to(Rows rows, const Batch& inputs, int64_t segment);
   /// With `Job::static_tapes`: uses an earlier recording of as many rows instead, where one is
   /// confirmed. Random numbers come from a stream of these rows' own.
   bool reuse(Rows rows);

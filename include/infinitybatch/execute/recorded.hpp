@@ -14,12 +14,14 @@ struct Recorded {
   tape::Tape tape;
   std::vector<tape::Segment> segments;
   std::map<tape::Crossing, int64_t> first_user;  ///< the last segment to need a value in backward
+  std::map<tape::Crossing, int64_t> last_user;   ///< and in forward
 
-  /// Fills `first_user` once the tape is cut.
+  /// Fills `first_user` and `last_user` once the tape is cut.
   void note_users() {
     for (size_t s = 0; s < segments.size(); ++s) {
       for (const tape::Take& take : segments[s].takes) {
         first_user.try_emplace(take.from, static_cast<int64_t>(s));
+        last_user[take.from] = static_cast<int64_t>(s);
       }
     }
   }

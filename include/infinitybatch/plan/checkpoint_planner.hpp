@@ -20,12 +20,14 @@ namespace infinitybatch {
 class CheckpointPlanner : public Checkpoints {
  public:
   /// \param available bytes for everything but what is live before the micro-batch
-  /// \param parked    what waits leaves the device
+  /// \param parked    what waits leaves the device, or is forgotten
   /// \param fixed     number of segments wished for; nothing: chosen by `available`
   void begin(int64_t available, bool parked, std::optional<int64_t> fixed = std::nullopt);
 
   std::vector<uint32_t> choose(const tape::Tape& tape) override;
 
+  /// From now on nothing waits at the cuts; see `Checkpoints::forget`.
+  void begin_forgetting();
   /// Plans smaller. False where the smallest segments have been tried.
   bool ran_out_of_memory();
   /// What a micro-batch took above what was live before it.

@@ -34,7 +34,8 @@ struct Parking {
   enum class When : uint8_t {
     needed,  ///< where no plan fits otherwise
     always,  ///< wherever tapes are cut
-    never,   ///< BudgetExceeded instead
+    never,   ///< one sample that does not fit computes it again instead, which takes time that
+             ///< grows with the square of its depth; of a whole batch: BudgetExceeded
   };
   When when = When::needed;
   /// What the arena may take of the host's memory. Nothing: half of what is available, and on the
