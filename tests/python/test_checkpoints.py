@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import infinitybatch as ib
 import pytest
 import torch
+from fault_support import LONG
 from torch import nn
 
 TOLERANCE = 1e-12
@@ -254,6 +256,41 @@ def test_coupled_losses_are_refused() -> None:
             micro_batch_size=2,
             checkpoint_segments=3,
         )
+
+
+@pytest.mark.parametrize("park", ["never", "always"])
+def test_a_failed_allocation_anywhere_leaves_everything_as_it_was(park: str) -> None:
+    model, inputs, targets = make("residual")
+    batch = ib.VirtualBatch(
+        model, nn.MSELoss(), micro_batch_size=2, checkpoint_segments=4, park=park
+    )
+    for _ in range(2):
+        model.zero_grad()
+        batch.backward(inputs, targets)
+    wanted = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with ib.memory.fail_allocation() as counter:
+        batch.backward(inputs, targets)
+    count = counter.seen - 5
+    assert count > 300
+    model.zero_grad()
+    live = ib.memory.stats("cpu").live
+    places = range(1, count + 1)
+    if not LONG:
+        places = sorted(random.Random(1).sample(places, 60))
+    for place in places:
+        with ib.memory.fail_allocation(place) as failure:
+            with pytest.raises(torch.OutOfMemoryError) as raised:
+                batch.backward(inputs, targets)
+        raised.value.__traceback__ = None
+        del raised
+        assert failure.failed
+        assert all(parameter.grad is None for parameter in model.parameters()), place
+        assert ib.memory.stats("cpu").live == live, place
+        if place % 7 == 0 or LONG:
+            batch.backward(inputs, targets)
+            assert all(map(torch.equal, wanted, (p.grad for p in model.parameters()))), place
+            model.zero_grad()
 
 
 def test_a_failing_step_leaves_everything_as_it_was() -> None:

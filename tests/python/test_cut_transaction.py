@@ -28,6 +28,13 @@ WAYS = {  # four micro-batches of 3
     "coupled": {"coupled": True, "retained_micro_batches": 0},
     "separable, some retained": {"coupled": False, "retained_micro_batches": 2},
     "coupled, all retained": {"coupled": True, "retained_micro_batches": 4},
+    "separable, parked on disk": {"coupled": False, "park": "always"},
+    "coupled, parked on the host": {
+        "coupled": True,
+        "park": "always",
+        "host_budget": "64MiB",
+        "park_on_disk": False,
+    },
 }
 
 
