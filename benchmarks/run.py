@@ -28,6 +28,7 @@ MODULES = {
     "coupled": "coupled",
     "tape": "tape",
     "batchnorm": "whole_batch",
+    "losses": "tiled_losses",
     "mnist": "data_set",
 }
 ROUNDS = {
@@ -37,6 +38,7 @@ ROUNDS = {
     "coupled": 15,
     "tape": 200,
     "batchnorm": 15,
+    "losses": 11,
     "mnist": 7,
 }
 UNTUNED = {
@@ -46,9 +48,10 @@ UNTUNED = {
     "coupled": 0,
     "tape": 0,
     "batchnorm": 0,
+    "losses": 0,
     "mnist": 0,
 }  # rounds with malloc as it is by default
-WITH_PEERS = ("loop", "coupled")
+WITH_PEERS = ("loop", "coupled", "losses")
 TOY_ROUNDS = 4
 THREADS = [1, 2]
 LOOK = 2.0  # seconds between looks at what a running suite has found

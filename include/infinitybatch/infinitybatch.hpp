@@ -6,6 +6,7 @@
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/coupled/across_batch.hpp>
+#include <infinitybatch/loss/contrastive.hpp>
 #include <infinitybatch/loss/coupled.hpp>
 #include <infinitybatch/loss/criteria.hpp>
 #include <infinitybatch/loss/loss.hpp>

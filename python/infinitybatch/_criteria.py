@@ -178,10 +178,12 @@ def _linear_cross_entropy(criterion: Any) -> SeparableLoss:
         return linear_cross_entropy(
             linear.weight.reshape(*shape, linear.in_features),
             None if linear.bias is None else linear.bias.reshape(shape),
-            weight=criterion.weight,
-            ignore_index=nothing_ignored if ignore_index is None else ignore_index,
-            label_smoothing=criterion.label_smoothing,
-            reduction=criterion.reduction,
+            criterion.weight,
+            nothing_ignored if ignore_index is None else ignore_index,
+            criterion.label_smoothing,
+            criterion.reduction,
+            0.0,  # no cap
+            None,  # the tile is ours to choose
         )
 
     return separable(

@@ -5,7 +5,8 @@ A separable loss is a sum over samples divided by a denominator known from the t
 its function of torch.nn.functional (with options in a functools.partial); and any other callable,
 which it computes on the outputs of the whole batch, as `coupled` does. What follows is for
 everything else: `separable`, `coupled`, `from_model`, `with_penalty`; and the ready-made ones of
-the C++ library under the same names.
+the C++ library under the same names. `info_nce`, `sup_con`, `siglip`, `pairwise` and
+`linear_cross_entropy` never hold the matrix of all their scores, and are functions of tensors too.
 
 `reduction` is "mean" or "sum" everywhere; `kl_div` also knows "batchmean". Half precision outputs
 are summed in float32.
@@ -31,7 +32,6 @@ from ._C.losses import (
     huber,
     kl_div,
     l1,
-    linear_cross_entropy,
     margin_ranking,
     mse,
     multi_margin,
@@ -48,6 +48,7 @@ from ._C.losses import (
 from ._C.losses import separable as _separable
 from ._C.losses import with_penalty as _with_penalty
 from ._criteria import name_of, resolve
+from ._tiled import info_nce, linear_cross_entropy, pairwise, siglip, sup_con
 from .errors import InvalidArgument, InvalidType
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "gaussian_nll",
     "hinge_embedding",
     "huber",
+    "info_nce",
     "kl_div",
     "l1",
     "linear_cross_entropy",
@@ -73,10 +75,13 @@ __all__ = [
     "multilabel_soft_margin",
     "nll",
     "pad_ctc_targets",
+    "pairwise",
     "poisson_nll",
     "separable",
+    "siglip",
     "smooth_l1",
     "soft_margin",
+    "sup_con",
     "triplet_margin",
     "triplet_margin_with_distance",
     "with_penalty",

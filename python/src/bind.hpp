@@ -11,6 +11,7 @@ void bind_errors(pybind11::module_& module);
 void bind_batch(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
 void bind_loss(pybind11::module_& module);
+void bind_contrastive(pybind11::module_& module);
 void bind_coupled(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_tape(pybind11::module_& module);

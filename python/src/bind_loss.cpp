@@ -95,26 +95,6 @@ Args:
     label_smoothing: in [0, 1].
     reduction: "mean" or "sum".)");
   m.def(
-      "linear_cross_entropy",
-      [](const at::Tensor& linear_weight, const OptionalTensor& linear_bias,
-         const OptionalTensor& weight, int64_t ignore_index, double label_smoothing,
-         const std::string& reduction) {
-        return losses::linear_cross_entropy(
-            linear_weight, or_undefined(linear_bias),
-            {or_undefined(weight), ignore_index, label_smoothing, parse_reduction(reduction)});
-      },
-      py::arg("linear_weight"), py::arg("linear_bias") = py::none(), py::kw_only(),
-      py::arg("weight") = py::none(), py::arg("ignore_index") = -100,
-      py::arg("label_smoothing") = 0.0, reduction_argument(),
-      R"(Cross entropy of logits that a linear layer of the loss's own makes of the outputs.
-
-Outputs (N, features); targets class indices (N, d1, ...).
-
-Args:
-    linear_weight: (C, d1, ..., features); may require grad.
-    linear_bias: (C, d1, ...), or None; may require grad.
-    weight, ignore_index, label_smoothing, reduction: as in `cross_entropy`.)");
-  m.def(
       "nll",
       [](const OptionalTensor& weight, int64_t ignore_index, const std::string& reduction) {
         return losses::nll({or_undefined(weight), ignore_index, parse_reduction(reduction)});

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_C, module) {
   bind_batch(module);
   bind_memory(module);
   bind_loss(module);
+  bind_contrastive(module);
   bind_coupled(module);
   bind_plan(module);
   bind_tape(module);

@@ -53,15 +53,20 @@ void execute(const edge_list& roots, const variable_list& gradients) {
       roots, gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
 }
 
-void execute_or_drain(const edge_list& roots, const variable_list& gradients) {
+template <typename Run>
+auto run_or_drain(const Run& run) {
   const AutocastOff autocast_off;
   try {
-    execute(roots, gradients);
+    return run();
   } catch (...) {
     keep_foreign_exception(std::current_exception());
     execute({Edge(compat::make_node<DrainNode>(), 0)}, {no_gradient()});
     throw;
   }
+}
+
+void execute_or_drain(const edge_list& roots, const variable_list& gradients) {
+  run_or_drain([&] { execute(roots, gradients); });
 }
 
 /// Nodes that were met. Most graphs of a micro-batch's loss are small enough to be searched
@@ -94,6 +99,14 @@ void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Te
   edges.reserve(roots.size());
   for (const at::Tensor& root : roots) edges.push_back(torch::autograd::impl::gradient_edge(root));
   execute_or_drain(edges, gradients);
+}
+
+std::vector<at::Tensor> gradients_at(const at::Tensor& root, const edge_list& edges) {
+  return run_or_drain([&] {
+    return torch::autograd::Engine::get_default_engine().execute(
+        {torch::autograd::impl::gradient_edge(root)}, {at::ones_like(root.detach())},
+        /*keep_graph=*/true, /*create_graph=*/false, /*accumulate_grad=*/false, edges);
+  });
 }
 
 void walk_graph(const std::vector<at::Tensor>& roots, const std::function<void(Node&)>& visit) {

@@ -18,12 +18,6 @@ struct CrossEntropyLossOptions {
 /// 0, the loss is NaN as native's is); for probabilities N·d1·..., weights or not.
 SeparableLoss cross_entropy(CrossEntropyLossOptions options = {});
 
-/// Cross entropy of logits that a linear layer of the loss's own makes of the outputs (N,
-/// features), as torch.nn.functional.linear_cross_entropy does. \param linear_weight (C, d1, ...,
-/// features), may require grad \param linear_bias   (C, d1, ...) or undefined, may require grad
-SeparableLoss linear_cross_entropy(at::Tensor linear_weight, at::Tensor linear_bias = {},
-                                   CrossEntropyLossOptions options = {});
-
 struct NLLLossOptions {
   at::Tensor weight = {};  ///< (C), or undefined
   int64_t ignore_index = -100;

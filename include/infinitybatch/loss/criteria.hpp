@@ -14,6 +14,7 @@
 #include <infinitybatch/loss/binary.hpp>
 #include <infinitybatch/loss/classification.hpp>
 #include <infinitybatch/loss/distance.hpp>
+#include <infinitybatch/loss/linear_cross_entropy.hpp>
 #include <infinitybatch/loss/loss.hpp>
 #include <infinitybatch/loss/reduction.hpp>
 #include <infinitybatch/loss/regression.hpp>

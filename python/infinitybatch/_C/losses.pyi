@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 _Reduction = Literal["mean", "sum"]
+_Learnable = float | Tensor | Callable[[], Tensor]
 
 class SeparableLoss:
     """A sum over samples divided by a denominator known from the targets."""
@@ -37,13 +38,89 @@ def cross_entropy(
 ) -> SeparableLoss: ...
 def linear_cross_entropy(
     linear_weight: Tensor,
-    linear_bias: Tensor | None = None,
-    *,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    reduction: _Reduction = "mean",
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: _Reduction,
+    softcap: float,
+    tile: int | None,
 ) -> SeparableLoss: ...
+def linear_cross_entropy_value(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: _Reduction,
+    softcap: float,
+    tile: int | None,
+) -> Tensor: ...
+def info_nce(
+    temperature: _Learnable,
+    normalize: bool,
+    symmetric: bool,
+    reduction: _Reduction,
+    tile: int | None,
+    device: torch.device | None,
+) -> CoupledLoss: ...
+def info_nce_value(
+    a: Tensor,
+    b: Tensor,
+    temperature: _Learnable,
+    normalize: bool,
+    symmetric: bool,
+    reduction: _Reduction,
+    tile: int | None,
+) -> Tensor: ...
+def sup_con(
+    temperature: _Learnable,
+    normalize: bool,
+    reduction: _Reduction,
+    tile: int | None,
+    device: torch.device | None,
+) -> CoupledLoss: ...
+def sup_con_value(
+    embeddings: Tensor,
+    labels: Tensor | None,
+    temperature: _Learnable,
+    normalize: bool,
+    reduction: _Reduction,
+    tile: int | None,
+) -> Tensor: ...
+def siglip(
+    temperature: _Learnable,
+    bias: _Learnable,
+    normalize: bool,
+    reduction: _Reduction,
+    tile: int | None,
+    device: torch.device | None,
+) -> CoupledLoss: ...
+def siglip_value(
+    a: Tensor,
+    b: Tensor,
+    temperature: _Learnable,
+    bias: _Learnable,
+    normalize: bool,
+    reduction: _Reduction,
+    tile: int | None,
+) -> Tensor: ...
+def pairwise(
+    function: Callable[[Tensor, Tensor, Tensor, Any], Tensor],
+    reduction: _Reduction,
+    tile: int | None,
+    device: torch.device | None,
+) -> CoupledLoss: ...
+def pairwise_value(
+    a: Tensor,
+    b: Tensor,
+    function: Callable[[Tensor, Tensor, Tensor, Any], Tensor],
+    targets: Any,
+    reduction: _Reduction,
+    tile: int | None,
+) -> Tensor: ...
 def nll(
     *, weight: Tensor | None = None, ignore_index: int = -100, reduction: _Reduction = "mean"
 ) -> SeparableLoss: ...

@@ -127,7 +127,7 @@ std::vector<Misuse> shape_misuses() {
        [] {
          use(losses::linear_cross_entropy(zeros({3, 2})), zeros({4, 5, 2}).sum(), labels({4}));
        },
-       {"outputs (N, features)"}},
+       {"outputs (N, ..., features)"}},
   };
 }
 
