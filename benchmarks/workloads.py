@@ -159,6 +159,66 @@ def for_whole_batch(toy: bool) -> list[tuple[Workload, int]]:
     ]
 
 
+class Deep(nn.Module):
+    """A stem, equal blocks, and a linear layer on their mean over all places."""
+
+    def __init__(self, stem: nn.Module, blocks: list[nn.Module], width: int, places: int) -> None:
+        super().__init__()
+        self.stem = stem
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, 10)
+        self.places = tuple(range(-places, 0)) if places > 1 else (1,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(self.places))
+
+
+class GroupBlock(nn.Module):
+    """A basic block with GroupNorm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.GroupNorm(8, width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.GroupNorm(8, width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.relu(x + self.body(x))
+
+
+def deep_transformer(width: int, heads: int, layers: int) -> nn.Module:
+    def layer() -> nn.Module:
+        return nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+
+    return Deep(nn.Linear(32, width), [layer() for _ in range(layers)], width, places=1)
+
+
+def deep_residual(width: int, blocks: int) -> nn.Module:
+    stem = nn.Conv2d(3, width, 3, padding=1)
+    return Deep(stem, [GroupBlock(width) for _ in range(blocks)], width, places=2)
+
+
+def for_one_sample(toy: bool) -> list[Workload]:
+    """Networks of many equal blocks, and one sample large enough that its activations count."""
+    if toy:
+        return [
+            Workload("transformer", lambda: deep_transformer(16, 2, 6), (24, 32), batch_size=1),
+        ]
+    return [
+        Workload("transformer", lambda: deep_transformer(128, 4, 12), (512, 32), batch_size=1),
+        Workload("residual net", lambda: deep_residual(32, 12), (3, 96, 96), batch_size=1),
+    ]
+
+
 def tiny_mlp() -> nn.Module:
     """So little work that what a loop costs shows."""
     return mlp(64, 128, 10)
