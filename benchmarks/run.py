@@ -29,6 +29,7 @@ MODULES = {
     "tape": "tape",
     "batchnorm": "whole_batch",
     "losses": "tiled_losses",
+    "heads": "heads",
     "mnist": "data_set",
 }
 ROUNDS = {
@@ -39,6 +40,7 @@ ROUNDS = {
     "tape": 200,
     "batchnorm": 15,
     "losses": 11,
+    "heads": 7,
     "mnist": 7,
 }
 UNTUNED = {
@@ -49,6 +51,7 @@ UNTUNED = {
     "tape": 0,
     "batchnorm": 0,
     "losses": 0,
+    "heads": 0,
     "mnist": 0,
 }  # rounds with malloc as it is by default
 WITH_PEERS = ("loop", "coupled", "losses")
