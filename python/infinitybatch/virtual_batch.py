@@ -78,6 +78,11 @@ class VirtualBatch:
         park_directory: where that file lies; $TMPDIR, else /var/tmp, by default.
         host_bandwidth: on the CPU, to find out what a link to a device would cost: copies to and
             from the host's arena take at least their bytes divided by this, in bytes per second.
+        match_native_rng: whether dropout, rand, randn and their like give the numbers that the whole
+            batch's run would draw from the same generator (after the same torch.manual_seed), which
+            is left where that run leaves it. What draws in a way whose numbers for the whole batch
+            are not known (a fused op, a permutation of the batch) raises CouplingError. Without it
+            each micro-batch draws as a batch of its own.
         batch_coupling: "exact" gives layers that mix the samples of a batch (BatchNorm in training)
             the whole batch, or raises CouplingError; "per_micro_batch" lets each micro-batch be a
             batch of its own, as gradient accumulation does, which is another gradient.
@@ -108,6 +113,7 @@ class VirtualBatch:
         park_on_disk: bool = True,
         park_directory: str = "",
         host_bandwidth: float = 0.0,
+        match_native_rng: bool = False,
         batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
         keep_outputs: bool = False,
         on_micro_batch: Callable[[MicroBatch], object] | None = None,
@@ -143,6 +149,7 @@ class VirtualBatch:
             "park_on_disk": park_on_disk,
             "park_directory": park_directory,
             "host_bandwidth": host_bandwidth,
+            "match_native_rng": match_native_rng,
             "batch_coupling": batch_coupling,
             "keep_outputs": keep_outputs,
             "on_micro_batch": on_micro_batch,
@@ -165,6 +172,7 @@ class VirtualBatch:
             "park_on_disk": bool(park_on_disk),
             "park_directory": str(park_directory),
             "host_bandwidth": float(host_bandwidth),
+            "match_native_rng": bool(match_native_rng),
             "exact_coupling": batch_coupling == "exact",
             "keep_outputs": bool(keep_outputs),
             "on_micro_batch": _with_micro_batch(on_micro_batch),

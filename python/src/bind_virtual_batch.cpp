@@ -44,7 +44,7 @@ class PyVirtualBatch {
                  const py::object& loss_scale, bool use_tapes, bool static_graph,
                  std::optional<int64_t> checkpoint_segments, const std::string& park,
                  const py::object& host_budget, bool park_on_disk,
-                 const std::string& park_directory, double host_bandwidth) {
+                 const std::string& park_directory, double host_bandwidth, bool match_native_rng) {
     Options options;
     if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
     options.micro_batch_size = micro_batch_size;
@@ -61,6 +61,7 @@ class PyVirtualBatch {
     options.parking.disk = park_on_disk;
     options.parking.directory = park_directory;
     options.parking.host_bandwidth = host_bandwidth;
+    options.match_native_rng = match_native_rng;
     options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
     options.keep_outputs = keep_outputs;
     options.interrupt = &check_signals;
@@ -255,14 +256,15 @@ void bind_virtual_batch(py::module_& module) {
       .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,
                     int64_t, bool, bool, const py::object&, const py::object&, bool, bool,
                     std::optional<int64_t>, const std::string&, const py::object&, bool,
-                    const std::string&, double>(),
+                    const std::string&, double, bool>(),
            py::kw_only(), py::arg("model"), py::arg("loss"), py::arg("memory_budget"),
            py::arg("micro_batch_size"), py::arg("retained_micro_batches"),
            py::arg("exact_coupling"), py::arg("keep_outputs"), py::arg("on_micro_batch"),
            py::arg("loss_scale"), py::arg("use_tapes") = true, py::arg("static_graph") = false,
            py::arg("checkpoint_segments") = py::none(), py::arg("park") = "needed",
            py::arg("host_budget") = py::none(), py::arg("park_on_disk") = true,
-           py::arg("park_directory") = "", py::arg("host_bandwidth") = 0.0)
+           py::arg("park_directory") = "", py::arg("host_bandwidth") = 0.0,
+           py::arg("match_native_rng") = false)
       .def("backward", &PyVirtualBatch::backward, py::arg("inputs"), py::arg("targets"))
       .def("verify", &PyVirtualBatch::verify, py::arg("inputs"), py::arg("targets"),
            py::arg("native"))

@@ -7,6 +7,7 @@
 #include <infinitybatch/core/rng.hpp>
 
 #include <functional>
+#include <string>
 
 namespace infinitybatch::python {
 namespace {
@@ -19,9 +20,10 @@ py::object imported(const char* name) {
 }
 
 /// A source that saves with `save(module)`.
+/// \param tell gives what changes whenever numbers are drawn
 template <typename Save>
-void register_module(const char* name, Save save) {
-  register_random_source([name, save]() -> std::function<void()> {
+void register_module(const char* name, Save save, std::string (*tell)(const py::object& module)) {
+  const auto saved = [name, save]() -> std::function<void()> {
     const py::gil_scoped_acquire gil;
     const py::object module = imported(name);
     if (module.is_none()) return [] {};
@@ -30,14 +32,29 @@ void register_module(const char* name, Save save) {
       const py::error_scope keep_error;  // restoring may happen while an exception is on its way
       restore();
     };
+  };
+  register_random_source(saved, name, [name, tell]() -> std::string {
+    const py::gil_scoped_acquire gil;
+    const py::object module = imported(name);
+    return module.is_none() ? "" : tell(module);
   });
+}
+
+std::string tell_standard(const py::object& random) {
+  return std::to_string(py::hash(random.attr("getstate")()));
+}
+
+std::string tell_numpy(const py::object& numpy_random) {
+  const py::tuple state = numpy_random.attr("get_state")();
+  const auto key = state[1].attr("tobytes")().cast<std::string>();
+  return key + py::repr(state[py::slice(2, 5, 1)]).cast<std::string>();
 }
 
 }  // namespace
 
 void register_random_sources() {
-  register_module("random", &save_standard_random);
-  register_module("numpy.random", &save_numpy_random);
+  register_module("random", &save_standard_random, &tell_standard);
+  register_module("numpy.random", &save_numpy_random, &tell_numpy);
 }
 
 }  // namespace infinitybatch::python

@@ -11,15 +11,19 @@
 namespace infinitybatch {
 namespace {
 
-using Save = std::function<std::function<void()>()>;
+struct Source {
+  std::function<std::function<void()>()> save;
+  std::string name;
+  std::function<std::string()> tell;
+};
 
 std::mutex& sources_mutex() {
   static std::mutex mutex;
   return mutex;
 }
 
-std::vector<Save>& sources() {
-  static std::vector<Save> list;
+std::vector<Source>& sources() {
+  static std::vector<Source> list;
   return list;
 }
 
@@ -50,19 +54,26 @@ std::function<void()> save_cpu_generator(at::Generator generator) {
   };
 }
 
-std::function<void()> save_generator(at::Generator generator) {
-  at::Tensor state;
-  {
-    std::lock_guard<std::mutex> lock(generator.mutex());
-    state = generator.get_state();
-  }
-  return [generator, state]() mutable {
-    std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_state(state);
-  };
+std::vector<Source> registered() {
+  const std::lock_guard<std::mutex> lock(sources_mutex());
+  return sources();
+}
+
+std::function<void()> save_generator(const at::Generator& generator) {
+  return [generator, state = state_of(generator)] { set_state(generator, state); };
 }
 
 }  // namespace
+
+at::Tensor state_of(at::Generator generator) {
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_state(at::Generator generator, const at::Tensor& state) {
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_state(state);
+}
 
 RngSnapshot RngSnapshot::capture(const std::vector<at::Device>& devices) {
   RngSnapshot snapshot;
@@ -72,12 +83,15 @@ RngSnapshot RngSnapshot::capture(const std::vector<at::Device>& devices) {
       snapshot.restorers_.push_back(save_generator(at::globalContext().defaultGenerator(device)));
     }
   }
-  std::vector<Save> registered;
-  {
-    std::lock_guard<std::mutex> lock(sources_mutex());
-    registered = sources();
+  for (auto& restorer : capture_foreign().restorers_) {
+    snapshot.restorers_.push_back(std::move(restorer));
   }
-  for (const Save& save : registered) snapshot.restorers_.push_back(save());
+  return snapshot;
+}
+
+RngSnapshot RngSnapshot::capture_foreign() {
+  RngSnapshot snapshot;
+  for (const Source& source : registered()) snapshot.restorers_.push_back(source.save());
   return snapshot;
 }
 
@@ -85,9 +99,16 @@ void RngSnapshot::restore() const {
   for (const auto& restorer : restorers_) restorer();
 }
 
-void register_random_source(Save save) {
-  std::lock_guard<std::mutex> lock(sources_mutex());
-  sources().push_back(std::move(save));
+void register_random_source(std::function<std::function<void()>()> save, std::string name,
+                            std::function<std::string()> tell) {
+  const std::lock_guard<std::mutex> lock(sources_mutex());
+  sources().push_back({std::move(save), std::move(name), std::move(tell)});
+}
+
+std::map<std::string, std::string> tell_foreign_sources() {
+  std::map<std::string, std::string> told;
+  for (const Source& source : registered()) told[source.name] = source.tell();
+  return told;
 }
 
 }  // namespace infinitybatch

@@ -1,12 +1,17 @@
 #include <infinitybatch/coupled/coupling_watch.hpp>
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/tape/op_facts.hpp>
 
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <array>
+#include <cstring>
 #include <string_view>
 
 namespace infinitybatch::coupled {
@@ -83,6 +88,50 @@ std::string reason(Kind kind) {
 
 struct CouplingWatch::Inside : at::ObserverContext {};
 
+struct CouplingWatch::Drawing : at::ObserverContext {
+  Drawing(std::string name, std::vector<Stand> stand)
+      : op(std::move(name)), before(std::move(stand)) {}
+  std::string op;
+  std::vector<Stand> before;
+};
+
+void CouplingWatch::watch_draws(const std::vector<at::Device>& devices) {
+  generators_ = {at::globalContext().defaultGenerator(at::kCPU)};
+  for (const at::Device& device : devices) {
+    if (!device.is_cpu()) generators_.push_back(at::globalContext().defaultGenerator(device));
+  }
+}
+
+std::vector<CouplingWatch::Stand> CouplingWatch::stand_of(
+    const std::vector<at::Generator>& generators) {
+  std::vector<Stand> stand;
+  for (const at::Generator& generator : generators) {
+    stand.push_back({generator, state_of(generator)});
+  }
+  return stand;
+}
+
+std::unique_ptr<at::ObserverContext> CouplingWatch::on_draw(const at::RecordFunction& op) {
+  const tape::OpFacts* facts = tape::facts_of(op);
+  if (facts == nullptr || !facts->draws) return nullptr;
+  std::vector<at::Generator> generators = generators_;
+  for (const c10::IValue& input : op.inputs()) {
+    if (!input.isGenerator()) continue;
+    generators.push_back(input.toGenerator());
+    const bool known = std::any_of(given_.begin(), given_.end(), [&](const Stand& each) {
+      return each.generator == generators.back();
+    });
+    if (!known) given_.push_back({generators.back(), state_of(generators.back())});
+  }
+  if (drew_) return nullptr;
+  drawing_ = true;
+  return std::make_unique<Drawing>(facts->name(), stand_of(generators));
+}
+
+void CouplingWatch::undo_draws() const {
+  for (const Stand& given : given_) set_state(given.generator, given.state);
+}
+
 bool CouplingWatch::at_work() noexcept {
   return innermost != nullptr;
 }
@@ -93,6 +142,7 @@ CouplingWatch::Scope::Scope(CouplingWatch& watch)
                                              .needsInputs(true)
                                              .scopes({at::RecordScope::FUNCTION}))) {
   watch.inside_ = 0;
+  watch.drawing_ = false;
   innermost = &watch;
 }
 
@@ -103,8 +153,12 @@ CouplingWatch::Scope::~Scope() {
 
 std::unique_ptr<at::ObserverContext> CouplingWatch::on_op(const at::RecordFunction& op) {
   CouplingWatch* watch = innermost;
+  if (watch == nullptr) return nullptr;
   const std::string_view name = op.name();
-  if (watch == nullptr || name.size() < 15) return nullptr;
+  if (!watch->generators_.empty() && !watch->drawing_) {
+    if (auto drawing = watch->on_draw(op)) return drawing;
+  }
+  if (name.size() < 15) return nullptr;
   if (name == "aten::instance_norm") {
     ++watch->inside_;
     return std::make_unique<Inside>();
@@ -146,8 +200,17 @@ void CouplingWatch::undo_writes() const {
 }
 
 void CouplingWatch::after_op(const at::RecordFunction&, at::ObserverContext* context) {
-  if (innermost != nullptr && dynamic_cast<Inside*>(context) != nullptr) {
+  if (innermost == nullptr || context == nullptr) return;
+  if (dynamic_cast<Inside*>(context) != nullptr) {
     --innermost->inside_;
+  } else if (auto* drawing = dynamic_cast<Drawing*>(context)) {
+    innermost->drawing_ = false;
+    for (const Stand& before : drawing->before) {
+      const at::Tensor now = state_of(before.generator);
+      const bool same = std::memcmp(now.const_data_ptr(), before.state.const_data_ptr(),
+                                    before.state.nbytes()) == 0;
+      if (!same && !innermost->drew_) innermost->drew_ = drawing->op;
+    }
   }
 }
 

@@ -19,6 +19,10 @@ class Provisional {
     find_statistics();
     for (const tape::Op& op : tape_.ops) {
       if (op.facts == nullptr) continue;
+      if (draws_for_all(tape_, op)) {
+        spread(op);
+        continue;
+      }
       if (is_provisional(tape_, op)) {
         tape::for_each_argument(tape_, op, [&](tape::ValueId value, const tape::Slot& slot) {
           if (op.facts->written[slot.argument]) updated_.insert(tape_.memories[value]);
@@ -50,7 +54,7 @@ class Provisional {
  private:
   void find_statistics() {
     for (const tape::Op& op : tape_.ops) {
-      if (!is_provisional(tape_, op)) continue;
+      if (!is_provisional(tape_, op) || draws_for_all(tape_, op)) continue;
       tape::for_each_argument(tape_, op, [&](tape::ValueId value, const tape::Slot& slot) {
         if (op.facts->written[slot.argument]) statistics_.insert(tape_.memories[value]);
       });
@@ -103,7 +107,7 @@ std::optional<std::string> given_something_else(const tape::Tape& tape,
       const bool sample = across || slot.argument == (embedding ? 1 : 0);
       if (sample) wanted = wanted && values[value];
     });
-    if (is_whole_batch_op(tape, op) && !wanted) return op.facts->name();
+    if (is_whole_batch_op(tape, op) && !draws_for_all(tape, op) && !wanted) return op.facts->name();
     for (uint32_t o = op.outputs.begin; any && o < op.outputs.end; ++o) {
       if (tape.outputs[o] != tape::kNoValue) values[tape.outputs[o]] = true;
     }

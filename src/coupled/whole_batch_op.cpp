@@ -84,12 +84,17 @@ bool has_stand_in(std::string_view name) {
                      [&](const Known& candidate) { return candidate.name == name; });
 }
 
+bool draws_for_all(const tape::Tape& tape, const tape::Op& op) {
+  return tape.whole_draws && op.drew;
+}
+
 bool is_whole_batch_op(const tape::Tape& tape, const tape::Op& op) {
-  return known(tape, op) != nullptr;
+  return known(tape, op) != nullptr || draws_for_all(tape, op);
 }
 
 bool is_provisional(const tape::Tape& tape, const tape::Op& op) {
   const Known* found = known(tape, op);
+  if (draws_for_all(tape, op)) return true;
   return found != nullptr && found->provisional;
 }
 

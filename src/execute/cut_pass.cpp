@@ -19,6 +19,11 @@ CutPass::CutPass(const Job& job, autograd::GradientSinks& sinks, BufferRule& buf
       held_buffers_.push_back(std::move(buffer));
     }
   }
+  if (job.match_native_rng && job.checkpoints == nullptr) {
+    streams_ = std::make_shared<coupled::RandomStreams>(devices_);
+    foreign_ = RngSnapshot::capture_foreign();
+    foreign_before_ = tell_foreign_sources();
+  }
 }
 
 int64_t CutPass::segments() const {

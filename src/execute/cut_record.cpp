@@ -4,8 +4,10 @@
 #include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/coupled/random_draw.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
@@ -24,8 +26,11 @@ constexpr const char* kWayOut =
   throw CouplingError(op, op + " couples the samples of a batch, and " + why + kWayOut);
 }
 
-std::string name_of(const coupled::CouplingWatch& watch) {
-  return watch.seen().empty() ? "an op of the whole batch" : watch.seen().front().op;
+std::string name_of(const coupled::CouplingWatch& watch, const tape::Tape& tape) {
+  if (!watch.seen().empty()) return watch.seen().front().op;
+  const std::vector<uint32_t> draws = coupled::drawing_ops(tape);
+  if (!draws.empty()) return tape.ops[draws.front()].facts->name();
+  return watch.drew().value_or("an op of the whole batch");
 }
 
 /// Every op that the watch saw has to stand on the tape under its own name.
@@ -53,7 +58,10 @@ bool same_number(const tape::External& a, const tape::External& b) {
 
 std::vector<tape::Segment> cut_at(const tape::Tape& tape, const std::vector<uint32_t>& positions) {
   std::vector<tape::Cut> cuts;
-  for (const uint32_t position : positions) cuts.push_back({position, /*stood_in=*/true});
+  for (const uint32_t position : positions) {
+    // What a drawing op writes is its stand-in's to write.
+    cuts.push_back({position, !coupled::draws_for_all(tape, tape.ops[position])});
+  }
   try {
     return tape::cut(tape, cuts);
   } catch (const Unsupported& error) {
@@ -78,29 +86,35 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   if (tape.refusal) {
     throw Unsupported(*tape.refusal + ", so micro-batches would not see what the whole batch sees");
   }
-  if (tape.opaque && watch.seen().empty()) {
+  tape.whole_draws = streams_ != nullptr;
+  coupled::check_draws(tape);
+  if (tape.opaque && watch.seen().empty() && !watch.drew()) {
     throw Unsupported("forward cannot be used again as a tape, as static_graph asks for: " +
                       *tape.opaque + "; leave static_graph out");
   }
-  if (tape.opaque) refuse(name_of(watch), "the forward around it cannot be cut: " + *tape.opaque);
+  if (tape.opaque)
+    refuse(name_of(watch, tape), "the forward around it cannot be cut: " + *tape.opaque);
   if (outputs != nullptr) *outputs = given;
   return tape;
 }
 
 void CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
-                     const std::function<Batch()>& forward) {
+                     const std::function<Batch()>& forward, const Elsewhere& elsewhere) {
   Part& part = parts_[rows.begin];
+  rewind_random();
   const bool check = job_.check_recordings && !checked_;
   const RngSnapshot before = check ? RngSnapshot::capture(devices_) : RngSnapshot();
   Batch outputs;
   auto recorded = std::make_shared<Recorded>();
   recorded->tape = record_tape(inputs, watch, forward, /*disturbed=*/false, &outputs);
+  meet_random(recorded->tape);
   check_seen(recorded->tape, watch);
   if (const auto op = coupled::early_read(recorded->tape)) {
-    refuse(name_of(watch), *op +
-                               " reads values that depend on it before the whole batch has been "
-                               "there, so what forward does next is not known from "
-                               "micro-batches");
+    refuse(name_of(watch, recorded->tape),
+           *op +
+               " reads values that depend on it before the whole batch has been "
+               "there, so what forward does next is not known from "
+               "micro-batches");
   }
   std::vector<bool> from_samples;
   for (const Leaf& leaf : inputs.leaves()) from_samples.push_back(leaf.batch_dim != Leaf::kShared);
@@ -114,18 +128,21 @@ void CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wat
   recorded->segments = cut_at(recorded->tape, coupled::whole_batch_ops(recorded->tape));
   recorded->note_users();
   share_found(recorded->tape);
+  learn_draws(rows, inputs, recorded->tape, watch, elsewhere);
   begin(part, recorded);
   if (check) {
     checked_ = true;
     check_replay(part, inputs, outputs);
     const RngSnapshot after = RngSnapshot::capture(devices_);
     before.restore();
+    if (streams_) shift_random();
     buffers_.end_micro_batch();
     const tape::Tape again = record_tape(inputs, watch, forward, /*disturbed=*/true, nullptr);
     after.restore();
     if (const auto found = tape::difference(whole, again)) {
-      refuse(name_of(watch), "forward took another way when its result was another (" + *found +
-                                 "), so it reads values before the whole batch has been there");
+      refuse(name_of(watch, whole),
+             "forward took another way when its result was another (" + *found +
+                 "), so it reads values before the whole batch has been there");
     }
   }
   if (job_.static_tapes != nullptr) confirm(rows, recorded);
@@ -151,11 +168,18 @@ void CutPass::share_found(tape::Tape& tape) {
 void CutPass::begin(Part& part, std::shared_ptr<const Recorded> recorded) {
   part.recorded = std::move(recorded);
   part.random.resize(part.recorded->segments.size());
-  part.random[0] = part.recorded->tape.initial;
+  // Stand-ins know where to draw by themselves.
+  if (!streams_) part.random[0] = part.recorded->tape.initial;
   if (job_.checkpoints != nullptr) return;
   if (parts_.size() == 1 && ops_.empty()) {
+    const tape::Tape& tape = part.recorded->tape;
+    const bool known = job_.draw_laws != nullptr && job_.draw_laws->fit(tape);
+    auto law = known ? job_.draw_laws->laws.begin() : std::vector<coupled::DrawLaw>::iterator();
     for (int64_t s = 1; s < static_cast<int64_t>(part.recorded->segments.size()); ++s) {
-      ops_.push_back(coupled::stand_in(part.recorded->tape, part.recorded->first_op(s)));
+      const tape::Op& op = part.recorded->first_op(s);
+      ops_.push_back(coupled::draws_for_all(tape, op)
+                         ? coupled::draw_stand_in(tape, op, known ? &*law++ : nullptr, streams_)
+                         : coupled::stand_in(tape, op));
     }
   }
   agree(part);
@@ -182,16 +206,76 @@ void CutPass::confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded
   entry.confirmed = std::none_of(ops.begin(), ops.end(), [](const tape::Op& op) {
     return op.facts != nullptr && op.facts->name() == "infinitybatch::across_batch";
   });
+  // Nor does a recording know where a generator of the user's stands in the next step.
+  for (const tape::Draw& draw : recorded->tape.draws) {
+    entry.confirmed = entry.confirmed && !draw.passed;
+  }
 }
 
 bool CutPass::reuse(Rows rows) {
   if (job_.static_tapes == nullptr) return false;
   const auto entry = job_.static_tapes->by_rows.find(rows.size());
   if (entry == job_.static_tapes->by_rows.end() || !entry->second.confirmed) return false;
+  if (streams_ && rows.size() < job_.batch_size() &&
+      !job_.draw_laws->fit(entry->second.recorded->tape)) {
+    return false;
+  }
   Part& part = parts_[rows.begin];
   begin(part, entry->second.recorded);
+  if (streams_) return true;
   for (tape::Draw& draw : part.random[0]) draw.state = tape::fork(draw.generator);
   return true;
+}
+
+/// Every forward begins where the whole batch's would.
+void CutPass::rewind_random() const {
+  if (!streams_) return;
+  streams_->rewind();
+  foreign_->restore();
+}
+
+/// \throws CouplingError where forward draws for these rows what it does not draw for others
+void CutPass::meet_random(const tape::Tape& tape) {
+  if (!streams_) return;
+  streams_->meet(tape);
+  const auto now = tell_foreign_sources();
+  if (!foreign_after_) foreign_after_ = now;
+  for (const auto& [name, state] : now) {
+    if (foreign_after_->at(name) == state) continue;
+    throw CouplingError(
+        name, "forward draws from the module " + name +
+                  ", and not equally often for each micro-batch, so match_native_rng does not know "
+                  "the numbers of the whole batch; draw as often for any number of samples, or by "
+                  "torch.rand");
+  }
+}
+
+/// Other numbers than the first time.
+void CutPass::shift_random() {
+  for (const at::Device& device : devices_) {
+    tape::fork(at::globalContext().defaultGenerator(device));
+  }
+}
+
+void CutPass::learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape,
+                          coupled::CouplingWatch& watch, const Elsewhere& elsewhere) {
+  const int64_t total = job_.batch_size();
+  if (!streams_ || rows.size() == total || parts_.size() > 1) return;
+  // What Python's numbers decide may be another way in each step.
+  const bool decided = *foreign_after_ != foreign_before_;
+  if (!decided && job_.draw_laws->fit(tape)) return;
+  // Another number of samples tells which dimensions follow it.
+  const int64_t here = rows.size();
+  const int64_t other = here > 2 ? here - 1 : here == 1 ? 2 : total > 2 ? 3 : 1;
+  const int64_t begin = std::min(rows.begin, total - other);
+  buffers_.end_micro_batch();
+  rewind_random();
+  elsewhere({begin, begin + other}, [&](const Batch& others, const std::function<Batch()>& run) {
+    tape::Tape second = record_tape(others, watch, run, /*disturbed=*/false, nullptr);
+    meet_random(second);
+    tape::trim(second);
+    *job_.draw_laws = coupled::find_draw_laws({tape, inputs, here}, {second, others, other});
+  });
 }
 
 void CutPass::agree(const Part& part) {

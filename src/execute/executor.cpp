@@ -2,6 +2,7 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/coupled/one_of_many.hpp>
 
 #include <ATen/Functions.h>
@@ -9,6 +10,8 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <map>
+#include <string>
 #include <utility>
 
 namespace infinitybatch {
@@ -47,6 +50,7 @@ Executor::Executor(const Job& job)
       buffers_(job.buffers, job.exact_coupling),
       total_(job.device) {
   if (job.cut) cut_pass_.emplace(job, sinks_, buffers_);
+  if (job.match_native_rng) watch_.watch_draws(devices_of(job));
   if (job.coupled == nullptr) {
     denominator_.emplace(job);
   } else if (job.cut) {
@@ -116,7 +120,14 @@ void Executor::forward(Rows rows) {
   const coupled::OneOfMany one(job_.exact_coupling && rows.size() == 1 && job_.batch_size() > 1);
   const coupled::CouplingWatch::Scope watching(watch_);
   const std::vector<uint32_t> before = versions_of(inputs_);
+  const bool watched = job_.match_native_rng && !cut_pass_ && rows.size() < job_.batch_size();
+  const auto foreign = watched ? tell_foreign_sources() : std::map<std::string, std::string>();
   outputs_ = job_.model->forward(inputs_);
+  if (watched) {
+    for (const auto& [name, state] : tell_foreign_sources()) {
+      if (state != foreign.at(name)) foreign_draw_ = name;
+    }
+  }
   wrote_inputs_ = wrote_inputs_ || versions_of(inputs_) != before;
 }
 
@@ -137,7 +148,10 @@ void Executor::record(Rows rows, bool retain) {
 
 void Executor::whole_loss() {
   in_whole_loss_ = true;
+  coupled::RandomStreams* streams = cut_pass_ ? cut_pass_->streams() : nullptr;
+  if (streams != nullptr) streams->settle();
   const at::Tensor value = whole_outputs_ ? whole_outputs_->loss(sinks_) : two_pass_->whole_loss();
+  if (streams != nullptr) streams->take();
   in_whole_loss_ = false;
   buffers_.begin_second_pass();
   total_.add(value);
@@ -156,8 +170,8 @@ void Executor::record_for_cuts(Rows rows) {
   if (job_.interrupt) job_.interrupt();
   if (job_.checkpoints == nullptr && cut_pass_->reuse(rows)) return;
   load(rows);
-  const auto call = [&] {
-    forward(rows);
+  const auto call = [&](Rows at_work) {
+    forward(at_work);
     if (wrote_inputs_) {
       throw Unsupported(
           "forward changes its inputs in place, and has to run on them again (for a layer that "
@@ -169,10 +183,18 @@ void Executor::record_for_cuts(Rows rows) {
     return std::exchange(outputs_, Batch());
   };
   if (job_.checkpoints != nullptr) {
-    const Batch outputs = cut_pass_->checkpoint(rows, inputs_, call);
-  } else {
-    cut_pass_->record(rows, inputs_, watch_, call);
+    const Batch outputs = cut_pass_->checkpoint(rows, inputs_, [&] { return call(rows); });
+    return free();
   }
+  const Batch inputs = inputs_;
+  const Batch targets = targets_;
+  const auto elsewhere = [&](Rows others, const CutPass::Run& run) {
+    load(others);
+    run(inputs_, [&] { return call(others); });
+    inputs_ = inputs;
+    targets_ = targets;
+  };
+  cut_pass_->record(rows, inputs, watch_, [&] { return call(rows); }, elsewhere);
   free();
 }
 
@@ -208,10 +230,32 @@ void Executor::resume(Rows rows, int64_t segment) {
 
 void Executor::check_coupling(Rows rows) const {
   if (job_.exact_coupling) watch_.check(rows.size(), job_.batch_size());
+  if (!job_.match_native_rng || rows.size() == job_.batch_size()) return;
+  const std::optional<std::string>& drew = watch_.drew() ? watch_.drew() : foreign_draw_;
+  if (!drew) return;
+  throw CouplingError(*drew, *drew + " draws random numbers, and micro-batches of " +
+                                 std::to_string(rows.size()) + " do not draw those of all " +
+                                 std::to_string(job_.batch_size()) +
+                                 " by themselves, as match_native_rng asks for");
+}
+
+at::Tensor Executor::loss_sum(Rows rows) const {
+  if (!job_.match_native_rng || rows.size() == job_.batch_size()) {
+    return job_.loss->sum(outputs_, targets_);
+  }
+  const coupled::RandomStreams here(devices_of(job_));
+  at::Tensor sum = job_.loss->sum(outputs_, targets_);
+  if (!here.untouched()) {
+    throw CouplingError("loss",
+                        "the loss draws random numbers for each micro-batch, so match_native_rng "
+                        "does not know those of the whole batch; draw them before the step, or use "
+                        "a coupled loss, which is computed once");
+  }
+  return sum;
 }
 
 void Executor::loss(Rows rows) {
-  share_ = denominator_->divide(job_.loss->sum(outputs_, targets_));
+  share_ = denominator_->divide(loss_sum(rows));
   const at::NoGradGuard no_grad;
   total_.add(share_);
   if (job_.on_micro_batch) {
@@ -294,6 +338,8 @@ void Executor::hand_out() {
   buffers_.commit();
   // Whatever can fail comes first: a hand-out cannot be taken back.
   finish();
+  // Hooks may draw too.
+  if (cut_pass_ && cut_pass_->streams() != nullptr) cut_pass_->streams()->settle();
   sinks_.hand_out();
 }
 
@@ -321,6 +367,7 @@ void Executor::roll_back() {
   sinks_.uninstall();
   buffers_.roll_back();
   watch_.undo_writes();
+  watch_.undo_draws();
 }
 
 at::Tensor Executor::loss() const {

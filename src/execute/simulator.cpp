@@ -53,11 +53,11 @@ class Effects {
     }
   }
 
-  /// What all micro-batches do together at a cut.
+  /// What all micro-batches do together at a cut: with the rows of all of them.
   Effect at_cut(const Instruction& instruction) {
     // The first of the next segment's gradients make buffers of their own.
     if (instruction.operation == Operation::combine_gradients) first_ = true;
-    return tell({instruction.operation, instruction.segment}, plan_.micro_batch_size());
+    return tell({instruction.operation, instruction.segment}, plan_.batch_size);
   }
 
   /// The next micro-batch of a streaming plan: its gradients find buffers.

@@ -91,6 +91,15 @@ std::vector<at::Tensor> reachable_tensors(const Job& job) {
   return tensors;
 }
 
+std::string kind_of_draws(const Job& job) {
+  std::string kind = kind_of(job) + "|ones";
+  for (const auto& leaf : lengths_of(job)) {
+    for (const int64_t size : leaf) kind += size == 1 ? '1' : '.';
+    kind += ',';
+  }
+  return kind;
+}
+
 Dims lengths_of(const Job& job) {
   Dims dims = job.inputs->dims;
   dims.insert(dims.end(), job.targets->dims.begin(), job.targets->dims.end());

@@ -6,6 +6,7 @@
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/coupled/random_draw.hpp>
 #include <infinitybatch/memory/foreign_storage.hpp>
 #include <infinitybatch/memory/host_memory.hpp>
 #include <infinitybatch/memory/limit.hpp>
@@ -83,6 +84,11 @@ class VirtualBatch::State {
           "static_graph takes all micro-batches through layers that see the whole batch together; "
           "it has no batch_coupling=\"per_micro_batch\"");
     }
+    const bool own = !options_.use_tapes || options_.batch_coupling != BatchCoupling::exact;
+    if (options_.match_native_rng && own) {
+      throw InvalidArgument(
+          "match_native_rng cuts tapes: no use_tapes=false, no batch_coupling=\"per_micro_batch\"");
+    }
   }
 
   /// One step. Without `hand_out` it is a rehearsal: everything is as it was afterwards.
@@ -144,6 +150,7 @@ class VirtualBatch::State {
   mutable std::map<std::string, CheckpointPlanner> checkpoints_;
   std::set<std::string> parked_;  // kinds of batches what waits of which does not fit
   mutable std::unique_ptr<park::Store> store_;
+  mutable std::map<std::string, coupled::DrawLaws> draw_laws_;  // by kind of batch
   std::set<std::string> checked_;  // kinds of batches whose recordings were checked
   int64_t segments_ = 1;           // of the cut tapes that were recorded last
   bool failed_in_loss_ = false;    // the last attempt, in the loss of all outputs
@@ -190,6 +197,8 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
                      (job.cut && parked_.contains(signature_of(job)));
   if (job.cut && parks) job.store = store(job.device);
   if (job.cut) job.check_recordings = !checked_.contains(kind_of(job));
+  job.match_native_rng = options_.match_native_rng;
+  if (job.match_native_rng) job.draw_laws = &draw_laws_[kind_of_draws(job)];
   return job;
 }
 
@@ -516,6 +525,7 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
   quiet.keep_outputs = false;
   // A small batch has too few rows to time every size in one pass over them.
   constexpr int kPasses = 8;
+  const RngSnapshot random = RngSnapshot::capture(devices_of(job));
   std::optional<Executor> executor;
   try {
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -532,6 +542,7 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
         // Each piece stands for a whole batch.
         quiet.check_recordings = false;
         executor->roll_back();
+        if (job.match_native_rng) random.restore();
         executor.emplace(quiet);
       }
       executor->roll_back();

@@ -73,13 +73,27 @@ void Generators::before_draw(std::vector<Draw>& draws) {
   drew_ = true;
   for (size_t i = 0; i < initial_.size(); ++i) {
     const at::Generator& generator = initial_[i].generator;
-    if (!(position_of(generator) == expected_[i]))
-      draws.push_back({generator, state_of(generator)});
+    if (!moved(i)) continue;
+    strayed_ = true;
+    draws.push_back({generator, state_of(generator)});
+    expected_[i] = position_of(generator);
   }
 }
 
-void Generators::after_draw() {
-  for (size_t i = 0; i < initial_.size(); ++i) expected_[i] = position_of(initial_[i].generator);
+bool Generators::after_draw() {
+  bool drew = false;
+  for (size_t i = 0; i < initial_.size(); ++i) {
+    Position now = position_of(initial_[i].generator);
+    drew = drew || !(now == expected_[i]);
+    expected_[i] = std::move(now);
+  }
+  return drew;
+}
+
+bool Generators::strayed() const {
+  bool strayed = strayed_;
+  for (size_t i = 0; i < initial_.size(); ++i) strayed = strayed || moved(i);
+  return strayed;
 }
 
 std::vector<Draw> Generators::now() const {
@@ -96,7 +110,7 @@ bool Generators::watches(const at::Generator& generator) const {
 bool Generators::touched() const {
   if (drew_) return true;
   for (size_t i = 0; i < initial_.size(); ++i) {
-    if (!(position_of(initial_[i].generator) == expected_[i])) return true;
+    if (moved(i)) return true;
   }
   return false;
 }

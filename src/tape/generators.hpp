@@ -20,7 +20,10 @@ class Generators {
   /// In front of an op that draws: notes the generators that were seeded, or drawn from, by
   /// something else than an op since.
   void before_draw(std::vector<Draw>& draws);
-  void after_draw();
+  /// Whether the op drew.
+  bool after_draw();
+  /// Whether something else than an op has moved one.
+  bool strayed() const;
   bool watches(const at::Generator& generator) const;
   /// Whether anything was drawn, or seeded, since the beginning.
   bool touched() const;
@@ -42,7 +45,10 @@ class Generators {
 
   std::vector<Draw> initial_;
   std::vector<Position> expected_;
+  bool moved(size_t i) const { return !(position_of(initial_[i].generator) == expected_[i]); }
+
   bool drew_ = false;
+  bool strayed_ = false;
 };
 
 }  // namespace infinitybatch::tape

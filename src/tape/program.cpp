@@ -30,6 +30,11 @@ bool is_plain(const c10::IValue& value) {
   return std::all_of(elements.begin(), elements.end(), is_plain);
 }
 
+bool same_state(const at::Tensor& a, const at::Tensor& b) {
+  return a.nbytes() == b.nbytes() &&
+         std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
 template <typename T>
 uint32_t position(const std::vector<T>& array) {
   return static_cast<uint32_t>(array.size());
@@ -224,10 +229,26 @@ void Program::take_argument(const c10::IValue& argument, size_t position_in_op) 
 void Program::take_generator(const at::Generator& generator) {
   if (generators_.watches(generator)) return;
   Draw draw{generator, state_of(generator), /*passed=*/true};
-  const bool known = std::any_of(passed_.begin(), passed_.end(),
-                                 [&](const Draw& other) { return other.generator == generator; });
-  if (!known) passed_.push_back(draw);
+  const auto known = std::find_if(passed_.begin(), passed_.end(),
+                                  [&](const Draw& other) { return other.generator == generator; });
+  if (known == passed_.end()) {
+    passed_.push_back(draw);
+    passed_after_.push_back(draw.state);
+  } else if (!same_state(passed_after_[static_cast<size_t>(known - passed_.begin())], draw.state)) {
+    tape_.strayed = true;
+  }
   if (!tape_.opaque) tape_.draws.push_back(std::move(draw));
+}
+
+/// Whether the op at work moved a generator that it was given.
+bool Program::passed_drew() {
+  bool drew = false;
+  for (size_t i = 0; i < passed_.size(); ++i) {
+    at::Tensor now = state_of(passed_[i].generator);
+    drew = drew || !same_state(now, passed_after_[i]);
+    passed_after_[i] = std::move(now);
+  }
+  return drew;
 }
 
 void Program::note_cast(const at::RecordFunction& op) {
@@ -269,6 +290,10 @@ void Program::end_op(const at::RecordFunction& op) {
     }
     if (copied) restore_raw(tensor, value);
   }
+  if (facts_->draws) {
+    op_.drew = generators_.after_draw();
+    if (passed_drew()) op_.drew = true;
+  }
   if (disturb && disturb(tape_, op_)) disturb_outputs(outputs);
   op_.outputs.begin = position(tape_.outputs);
   for (const at::Tensor& tensor : written_) refresh(tensor);
@@ -284,7 +309,6 @@ void Program::end_op(const at::RecordFunction& op) {
     }
   }
   op_.outputs.end = position(tape_.outputs);
-  if (facts_->draws) generators_.after_draw();
   if (light) end_cost(outputs);
   tape_.ops.push_back(op_);
 }
@@ -370,6 +394,7 @@ Tape Program::finish(const Batch& outputs) {
   tape_.value_count = values_.size();
   tape_.memories.assign(values_.size(), kNoMemory);
   memories_.number(tape_.memories, tape_.memory_bytes);
+  tape_.strayed = tape_.strayed || generators_.strayed();
   if (generators_.touched()) tape_.initial = generators_.initial();
   return std::move(tape_);
 }

@@ -56,6 +56,7 @@ class Program {
   void watch_end(const at::RecordFunction& op);
   void take_argument(const c10::IValue& argument, size_t position);
   void take_generator(const at::Generator& generator);
+  bool passed_drew();
   void disturb_outputs(c10::ArrayRef<c10::IValue> outputs) const;
   void note_cast(const at::RecordFunction& op);
   uint32_t modes_index();
@@ -89,7 +90,8 @@ class Program {
   ska::flat_hash_map<const c10::TensorImpl*, size_t> buffers_;
   std::vector<at::Tensor> held_buffers_;
   Generators generators_;
-  std::vector<Draw> passed_;  // the user's own generators, as the call found them
+  std::vector<Draw> passed_;              // the user's own generators, as the call found them
+  std::vector<at::Tensor> passed_after_;  // as ops have left them
   std::vector<c10::Stream> streams_;
   size_t saved_tensor_hooks_ = 0;
 

@@ -2,6 +2,7 @@
 
 #include <infinitybatch/coupled/across_batch.hpp>
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/TensorBody.h>
 #include <ATen/record_function.h>
 
@@ -45,6 +46,16 @@ class CouplingWatch {
   std::optional<CoupledOp> found() const {
     return seen_.empty() ? std::nullopt : std::optional(seen_.front());
   }
+
+  /// From now on ops that draw random numbers are noticed too, from the default generators or from
+  /// one that they are given.
+  /// \param devices whose default generators there are, beside the CPU's
+  void watch_draws(const std::vector<at::Device>& devices);
+  /// The first op that drew.
+  const std::optional<std::string>& drew() const noexcept { return drew_; }
+  /// Puts generators back that ops were given, as they were before the first time.
+  void undo_draws() const;
+
   void forget() {
     seen_.clear();
     functions_.forget();
@@ -58,6 +69,13 @@ class CouplingWatch {
 
  private:
   struct Inside;
+  struct Drawing;
+  struct Stand {
+    at::Generator generator;
+    at::Tensor state;
+  };
+  static std::vector<Stand> stand_of(const std::vector<at::Generator>& generators);
+  std::unique_ptr<at::ObserverContext> on_draw(const at::RecordFunction& op);
   struct Write {
     at::Tensor weight;
     at::Tensor before;
@@ -69,7 +87,11 @@ class CouplingWatch {
   AcrossBatchFunctions functions_;
   std::vector<CoupledOp> seen_;
   std::vector<Write> writes_;
-  int inside_ = 0;  // ops whose inner ops are not looked at
+  int inside_ = 0;                         // ops whose inner ops are not looked at
+  std::vector<at::Generator> generators_;  // the default ones, where draws are watched
+  std::vector<Stand> given_;               // those that ops were given
+  std::optional<std::string> drew_;
+  bool drawing_ = false;  // an op that may draw is at work
 };
 
 }  // namespace infinitybatch::coupled

@@ -75,6 +75,8 @@ bool has_stand_in(std::string_view name);
 /// Positions of the ops in `tape` that see the whole batch and for which somebody can stand in.
 std::vector<uint32_t> whole_batch_ops(const tape::Tape& tape);
 bool is_whole_batch_op(const tape::Tape& tape, const tape::Op& op);
+/// Whether it is one because it draws random numbers, see `Tape::whole_draws`.
+bool draws_for_all(const tape::Tape& tape, const tape::Op& op);
 /// Whether a micro-batch on its own gives the op another result than the whole batch does.
 bool is_provisional(const tape::Tape& tape, const tape::Op& op);
 

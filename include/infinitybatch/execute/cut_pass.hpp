@@ -1,8 +1,10 @@
 #pragma once
 
 #include <infinitybatch/autograd/gradient_sinks.hpp>
+#include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/core/row_range.hpp>
 #include <infinitybatch/coupled/coupling_watch.hpp>
+#include <infinitybatch/coupled/random_streams.hpp>
 #include <infinitybatch/coupled/whole_batch_op.hpp>
 #include <infinitybatch/execute/buffer_rule.hpp>
 #include <infinitybatch/execute/checkpoints.hpp>
@@ -14,7 +16,9 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
+#include <string>
 #include <vector>
 
 namespace infinitybatch {
@@ -35,8 +39,11 @@ class CutPass {
   /// \param forward runs the user's model; twice with `Job::check_recordings`
   /// \throws CouplingError where the ops of the whole batch cannot be told apart from the recording
   /// \throws Unsupported with `Job::static_tapes` where forward is not the same program each time
+  /// \param elsewhere calls back with other rows' inputs, and with what runs the model on them
+  using Run = std::function<void(const Batch& inputs, const std::function<Batch()>& forward)>;
+  using Elsewhere = std::function<void(Rows rows, const Run& run)>;
   void record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
-              const std::function<Batch()>& forward);
+              const std::function<Batch()>& forward, const Elsewhere& elsewhere);
   /// With `Job::checkpoints`, in place of `record`: records a micro-batch and cuts its tape where
   /// they say. Afterwards it stands at its last cut, or, with `to_the_end`, behind it. Returns the
   /// model's outputs.
@@ -79,6 +86,9 @@ class CutPass {
   /// device.
   void free();
 
+  /// With `Job::match_native_rng`, null otherwise: where the whole batch's run has its generators.
+  coupled::RandomStreams* streams() noexcept { return streams_.get(); }
+
  private:
   /// A segment that was played, with its graph.
   struct Work {
@@ -98,6 +108,11 @@ class CutPass {
   tape::Tape record_tape(const Batch& inputs, coupled::CouplingWatch& watch,
                          const std::function<Batch()>& forward, bool disturbed, Batch* outputs);
   void begin(Part& part, std::shared_ptr<const Recorded> recorded);
+  void rewind_random() const;
+  void meet_random(const tape::Tape& tape);
+  void shift_random();
+  void learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape,
+                   coupled::CouplingWatch& watch, const Elsewhere& elsewhere);
   void confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded);
   void settle_written(const Part& part, int64_t segment, const Work& work);
   void check_replay(const Part& part, const Batch& inputs, const Batch& outputs) const;
@@ -130,6 +145,10 @@ class CutPass {
   coupled::SettledBuffers settled_;
   bool checked_ = false;
   std::map<int64_t, Batch> to_compare_;  // outputs of recordings that no replay confirmed yet
+  std::shared_ptr<coupled::RandomStreams> streams_;
+  std::optional<RngSnapshot> foreign_;  // Python's and NumPy's numbers, as the step found them
+  std::map<std::string, std::string> foreign_before_;
+  std::optional<std::map<std::string, std::string>> foreign_after_;  // one forward
   Work work_;
   std::map<const void*, at::Tensor> found_buffers_;  // their values, by tensor
   Part* part_ = nullptr;                             // at work

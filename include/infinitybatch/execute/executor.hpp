@@ -11,6 +11,7 @@
 #include <infinitybatch/execute/two_pass.hpp>
 
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -73,6 +74,9 @@ class Executor {
   void hand_out();
   void finish();
   void check_coupling(Rows rows) const;
+  /// Runs the loss. \throws CouplingError where it draws random numbers for these rows alone, with
+  /// `Job::match_native_rng`
+  at::Tensor loss_sum(Rows rows) const;
   /// \param except leaves whose gradients do not belong to the sinks
   void differentiate(const at::Tensor& share, const std::vector<at::Tensor>& except = {});
 
@@ -80,7 +84,8 @@ class Executor {
   autograd::GradientSinks sinks_;
   BufferRule buffers_;
   coupled::CouplingWatch watch_;
-  std::optional<Denominator> denominator_;  // of a separable loss
+  std::optional<Denominator> denominator_;   // of a separable loss
+  std::optional<std::string> foreign_draw_;  // with `Job::match_native_rng`: who gave numbers
   bool wrote_inputs_ = false;
   bool in_whole_loss_ = false;
   std::optional<TwoPass> two_pass_;            // for a coupled loss

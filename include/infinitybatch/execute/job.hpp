@@ -14,6 +14,9 @@ class Checkpoints;
 namespace park {
 class Store;
 }
+namespace coupled {
+struct DrawLaws;
+}
 
 /// One micro-batch as the user's callback sees it; tensors are detached and on the model's device.
 struct MicroBatch {
@@ -35,12 +38,14 @@ struct Job {
   at::Device device = at::kCPU;
   bool exact_coupling = true;
   bool keep_outputs = false;
-  bool cut = false;                     ///< tapes are cut where ops see the whole batch
-  StaticTapes* static_tapes = nullptr;  ///< with `cut`: tapes to use again
-  Checkpoints* checkpoints = nullptr;   ///< with `cut`: tapes are cut for memory instead
-  park::Store* store = nullptr;         ///< with `cut`: where what waits at the cuts goes
-  bool check_recordings = true;         ///< with `cut`: whether the first recording is checked
-  bool use_tapes = true;                ///< false: a second forward always runs the user's code
+  bool cut = false;                        ///< tapes are cut where ops see the whole batch
+  StaticTapes* static_tapes = nullptr;     ///< with `cut`: tapes to use again
+  Checkpoints* checkpoints = nullptr;      ///< with `cut`: tapes are cut for memory instead
+  park::Store* store = nullptr;            ///< with `cut`: where what waits at the cuts goes
+  bool match_native_rng = false;           ///< random numbers are those of the whole batch's run
+  coupled::DrawLaws* draw_laws = nullptr;  ///< then: what is known of this kind of batch
+  bool check_recordings = true;            ///< with `cut`: whether the first recording is checked
+  bool use_tapes = true;                   ///< false: a second forward always runs the user's code
   std::function<void(const MicroBatch&)> on_micro_batch;
   bool nested = false;    ///< may run inside another step of this thread
   at::Tensor loss_scale;  ///< undefined means 1

@@ -28,5 +28,8 @@ std::string signature_of(const Job& job);
 std::string kind_of(const Job& job);
 /// Those shapes: of inputs, then of targets.
 Dims lengths_of(const Job& job);
+/// The same, and where samples have a single element, which does not tell how it lies beside the
+/// samples: what is alike in it shares `Job::draw_laws`.
+std::string kind_of_draws(const Job& job);
 
 }  // namespace infinitybatch

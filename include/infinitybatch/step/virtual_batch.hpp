@@ -70,6 +70,10 @@ struct Options {
   /// after the other, last first. Without `micro_batch_size` the plan does so by itself where one
   /// sample does not fit into the budget.
   std::optional<int64_t> checkpoint_segments;
+  /// Whether dropout, rand, randn and their like give the numbers that the whole batch's run would
+  /// draw from the same generator, which is left where that run leaves it. Tapes are cut in front
+  /// of each op that draws. Otherwise each micro-batch draws as a batch of its own.
+  bool match_native_rng = false;
   BatchCoupling batch_coupling = BatchCoupling::exact;
   /// Where what waits at the cuts of tapes goes when the device is full.
   Parking parking;

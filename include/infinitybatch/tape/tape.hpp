@@ -46,6 +46,7 @@ struct Op {
   Range releases;                  ///< of Tape::releases: values whose last use this is
   bool reads_values = false;       ///< what follows may depend on values of its arguments: they
                                    ///< reach the host, or decide the shape of the result
+  bool drew = false;               ///< it took numbers from a generator
 };
 
 /// What an op did to the device's memory while it was recorded; see `Recorder::lighten`.
@@ -97,6 +98,8 @@ struct Tape {
   std::vector<uint32_t> origins;  ///< for each op: its position before `trim`
   std::vector<OpCost> costs;      ///< for each op; empty where the recording was not a light one
 
+  bool strayed = false;       ///< something that is no op moved a generator: a seed
+  bool whole_draws = false;   ///< ops that draw count as ops of the whole batch
   std::vector<Draw> initial;  ///< the default generators when the recording began; empty where
                               ///< nothing was drawn
   Batch result;               ///< what the model returned; tensors left out
