@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What `make train` shows: the same training of the same batch in the same memory, first as plain
-# PyTorch does it, which cannot work, then by infinitybatch.
+# PyTorch does it, which cannot work, then by infinitybatch. The network has BatchNorm, whose
+# statistics are those of the whole batch: what waits for them is parked on disk.
 #   train_demo.sh BINARY
 
 set -euo pipefail
@@ -11,9 +12,9 @@ if [ $# -ne 1 ] || [ ! -x "$1" ]; then
 fi
 binary="$1"
 budget=24MiB
-settings=(--data digits --batch-size all --memory-budget "$budget" --optimizer adam --epochs 25)
+settings=(--data digits --batch-size all --memory-budget "$budget" --optimizer adam --epochs 30)
 out_of_memory=3
-wanted_percent=95
+wanted_percent=97
 
 say() { printf '\n==> %s\n' "$*"; }
 
@@ -34,7 +35,7 @@ if [ "$status" -ne "$out_of_memory" ]; then
 fi
 echo "(out of memory, as expected: the whole batch does not fit in $budget)"
 
-say "2. infinitybatch: the same model, batch and memory; the gradient is that of the whole batch."
+say "2. infinitybatch: the same model, batch and memory; gradient and BatchNorm are those of the whole batch."
 printf '$ infinitybatch train %s\n' "${settings[*]}"
 metrics="$(mktemp)"
 trap 'rm -f "$metrics"' EXIT
@@ -45,9 +46,10 @@ trap 'rm -f "$metrics"' EXIT
 number_of() { sed -n "s/.*\"event\":\"summary\".*\"$1\":\([0-9.e+-]*\).*/\1/p" "$metrics"; }
 accuracy="$(number_of held_out_accuracy)"
 peak="$(number_of peak_over_budget)"
-say "3. Result: held-out accuracy $(awk -v a="$accuracy" 'BEGIN {printf "%.1f", 100 * a}') %, peak $(awk -v p="$peak" 'BEGIN {printf "%.3f", p}') of the $budget budget"
+parked="$(awk -v b="$(number_of parked_bytes)" -v s="$(number_of steps)" 'BEGIN {printf "%.0f", b / s / 2 ^ 20}')"
+say "3. Result: held-out accuracy $(awk -v a="$accuracy" 'BEGIN {printf "%.1f", 100 * a}') %, peak $(awk -v p="$peak" 'BEGIN {printf "%.3f", p}') of the $budget budget, $parked MiB parked a step"
 if ! awk -v a="$accuracy" -v p="$peak" -v wanted="$wanted_percent" \
-  'BEGIN {exit !(100 * a > wanted && p <= 1)}'; then
-  echo "error: an accuracy above $wanted_percent % and a peak of at most 1 were expected" >&2
+  'BEGIN {exit !(100 * a >= wanted && p <= 1)}'; then
+  echo "error: an accuracy of at least $wanted_percent % and a peak of at most 1 were expected" >&2
   exit 1
 fi

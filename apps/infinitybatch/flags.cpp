@@ -37,8 +37,10 @@ void add_data(CLI::App& app, Settings& settings) {
 }
 
 void add_model(CLI::App& app, Settings& settings) {
-  app.add_option("--model", settings.model.model,
-                 "mlp, convnet, resnet or transformer [what suits the data]")
+  app.add_option(
+         "--model", settings.model.model,
+         "mlp, convnet, resnet (BatchNorm), resnet-groupnorm or transformer [what suits the "
+         "data]")
       ->check(one_of(model_names()))
       ->type_name("NAME")
       ->group("Model");
@@ -103,6 +105,27 @@ void add_micro_batch(CLI::App& app, Settings& settings) {
       ->group("Batch and memory");
 }
 
+/// Where what waits for the rest of the batch goes (BatchNorm, samples that do not fit).
+void add_parking(CLI::App& app, Settings& settings) {
+  app.add_option("--park", settings.park,
+                 "move what waits for the rest of the batch off the device: needed (where nothing "
+                 "fits otherwise), always or never")
+      ->check(one_of(parking_names()))
+      ->type_name("WHEN")
+      ->capture_default_str()
+      ->group("Parking");
+  app.add_option("--host-budget", settings.host_budget,
+                 "host memory for it, beside the memory budget; the rest goes to disk [half of "
+                 "what is free; on the CPU none]")
+      ->type_name("BYTES")
+      ->group("Parking");
+  app.add_option("--park-directory", settings.training.step.parking.directory,
+                 "folder of the file on disk, which has no name and is gone with the process "
+                 "[$TMPDIR, or /var/tmp]")
+      ->type_name("PATH")
+      ->group("Parking");
+}
+
 void add_training(CLI::App& app, Settings& settings) {
   auto& training = settings.training;
   app.add_option("--epochs", training.epochs, "how often each sample is seen")
@@ -142,6 +165,7 @@ void add_shared(CLI::App& app, Settings& settings) {
   add_data(app, settings);
   add_model(app, settings);
   add_batch(app, settings);
+  add_parking(app, settings);
   add_common(app, settings);
   add_json(app, settings);
 }

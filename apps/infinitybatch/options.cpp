@@ -2,7 +2,11 @@
 
 #include <infinitybatch/memory/budget.hpp>
 
+#include <unistd.h>
 #include <CLI/CLI.hpp>
+
+#include <algorithm>
+#include <filesystem>
 
 #include "build_info.hpp"
 #include "config_file.hpp"
@@ -34,6 +38,47 @@ constexpr Entry kCommands[] = {
 
 constexpr int64_t kMostSamples = int64_t{1} << 40;
 
+/// \param flag for the message
+int64_t parse_budget(const char* flag, const std::string& text, c10::Device device) {
+  try {
+    return memory::Budget(text).resolve(device);
+  } catch (const InvalidArgument& error) {
+    throw UsageError(std::string(flag) + ": " + error.what_without_backtrace());
+  }
+}
+
+void finish_parking(Settings& settings) {
+  Parking& parking = settings.training.step.parking;
+  const auto& names = parking_names();
+  const auto found = std::find(names.begin(), names.end(), settings.park);
+  parking.when = static_cast<Parking::When>(found - names.begin());
+  const char* given = !settings.host_budget.empty() ? "--host-budget"
+                      : !parking.directory.empty()  ? "--park-directory"
+                                                    : nullptr;
+  if (settings.training.step.strategy == "native" &&
+      (given != nullptr || parking.when == Parking::When::always)) {
+    throw UsageError(std::string(given != nullptr ? given : "--park always") +
+                     " means nothing with --strategy native, where nothing waits for the rest of "
+                     "the batch; leave one of them out");
+  }
+  if (parking.when == Parking::When::never && given != nullptr) {
+    throw UsageError(std::string(given) +
+                     " means nothing with --park never; leave one of them out");
+  }
+  if (!settings.host_budget.empty()) {
+    parking.host_budget = parse_budget("--host-budget", settings.host_budget, c10::kCPU);
+  }
+  if (!parking.directory.empty()) {
+    std::error_code ignored;
+    const bool is_folder = std::filesystem::is_directory(parking.directory, ignored);
+    if (!is_folder || ::access(parking.directory.c_str(), W_OK | X_OK) != 0) {
+      throw UsageError("--park-directory " + parking.directory +
+                       (is_folder ? " cannot be written to" : " is no folder") +
+                       "; name one on a disk with room, or leave it out");
+    }
+  }
+}
+
 /// Turns text into values and refuses what contradicts itself.
 void finish(Settings& settings) {
   auto& step = settings.training.step;
@@ -49,13 +94,10 @@ void finish(Settings& settings) {
     step.batch_size = size;
   }
   if (!settings.memory_budget.empty()) {
-    try {
-      const memory::Budget budget(settings.memory_budget);
-      step.memory_budget = budget.resolve(settings.training.device);
-    } catch (const InvalidArgument& error) {
-      throw UsageError(std::string("--memory-budget: ") + error.what_without_backtrace());
-    }
+    step.memory_budget =
+        parse_budget("--memory-budget", settings.memory_budget, settings.training.device);
   }
+  finish_parking(settings);
   if (step.strategy == "native" && step.micro_batch_size) {
     throw UsageError(
         "--micro-batch-size means nothing with --strategy native, which computes the "
@@ -99,6 +141,11 @@ std::string describe(const CLI::App& app, const CLI::ParseError& error,
 }
 
 }  // namespace
+
+const std::vector<std::string>& parking_names() {
+  static const std::vector<std::string> names = {"needed", "always", "never"};
+  return names;
+}
 
 Parsed parse_command_line(int argc, const char* const* argv) {
   Settings settings;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "data/dataset.hpp"
 #include "models/network.hpp"
@@ -22,6 +23,8 @@ struct Settings {
   TrainingOptions training;
   BenchOptions bench;
   std::string memory_budget;  ///< as written: "24MiB", "0.8", "auto", or empty
+  std::string host_budget;    ///< alike
+  std::string park = "needed";
   bool json = false;
 
   // Written as text so that "all" and device names can be checked with messages of our own.
@@ -29,6 +32,9 @@ struct Settings {
   std::string device = "cpu";
   std::string config;
 };
+
+/// "needed", "always" and "never", in the order of Parking::When.
+const std::vector<std::string>& parking_names();
 
 /// What a parse led to: settings, or a text to print (help, version).
 struct Parsed {

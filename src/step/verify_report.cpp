@@ -72,9 +72,9 @@ std::string VerifyReport::explain() const {
   }
   text += describe(own);
   if (coupled_output) {
-    text += *coupled_output +
-            " couples samples: its rows change when other samples do, so that micro-batches see "
-            "another batch than the whole\n";
+    text += *coupled_output + " couples samples: its rows change when other samples do, ";
+    text += strategy == "cut" ? "in layers that were given the whole batch\n"
+                              : "so that micro-batches see another batch than the whole\n";
   }
   return text;
 }

@@ -34,12 +34,7 @@ Model OneBatch::model() const {
 }
 
 Options OneBatch::options() const {
-  const StepOptions& step = settings_.training.step;
-  Options options;
-  if (step.memory_budget) options.memory_budget = memory::Budget(*step.memory_budget);
-  options.micro_batch_size = step.micro_batch_size;
-  options.interrupt = check_interrupt;
-  return options;
+  return library_options(settings_.training.step);
 }
 
 void OneBatch::tell(const std::string& text) {

@@ -8,6 +8,7 @@
 
 #include "commands/commands.hpp"
 #include "commands/one_batch.hpp"
+#include "output/describe.hpp"
 #include "output/json_lines.hpp"
 #include "output/numbers.hpp"
 #include "output/table.hpp"
@@ -52,7 +53,7 @@ Plan settle(VirtualBatch& batch, const BatchSource& inputs, const BatchSource& t
   return plan;
 }
 
-void show(Terminal& terminal, const Plan& plan) {
+void show(Terminal& terminal, const Plan& plan, const std::string& parking_place) {
   std::vector<Column> columns = {
       {"micro-batch"}, {"micro-batches"}, {"peak", 9}, {"samples/s", 9}, {"", 9, /*is_text=*/true}};
   if (plan.budget_bytes) {
@@ -79,6 +80,10 @@ void show(Terminal& terminal, const Plan& plan) {
   terminal.line("");
   terminal.line("live before the step: " + format_bytes(plan.baseline_bytes) +
                 "; chosen: " + with_commas(plan.micro_batch_size()) + ", " + plan.reason);
+  if (plan.parks) {
+    terminal.line("parked, and brought back: " + format_bytes(plan.parked_bytes) + " a step, " +
+                  parking_place);
+  }
 }
 
 void write(const Plan& plan, const OneBatch& work) {
@@ -91,6 +96,10 @@ void write(const Plan& plan, const OneBatch& work) {
   work.write_result("plan", {{"micro_batch_size", plan.micro_batch_size()},
                              {"micro_batch_sizes", plan.micro_batch_sizes},
                              {"baseline_bytes", plan.baseline_bytes},
+                             {"strategy", plan.strategy},
+                             {"segments", plan.segments},
+                             {"parks", plan.parks},
+                             {"parked_bytes", plan.parked_bytes},
                              {"predicted_peak_bytes", to_json(plan.predicted_peak_bytes)},
                              {"predicted_seconds", to_json(plan.predicted_seconds)},
                              {"reason", plan.reason}});
@@ -103,7 +112,7 @@ ExitCode run_plan(Settings settings) {
   const auto optimizer = settled_optimizer(settings.training.optimizer, work.network());
   VirtualBatch batch(work.model(), losses::cross_entropy(), work.options());
   const Plan plan = settle(batch, work.inputs(), work.targets());
-  show(work.terminal(), plan);
+  show(work.terminal(), plan, parking_place(settings.training.step, settings.training.device));
   if (work.json()) write(plan, work);
   return ExitCode::ok;
 }

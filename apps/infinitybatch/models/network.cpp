@@ -15,8 +15,11 @@ struct Description {
 };
 
 // Widths: groups of a GroupNorm have 8 channels, heads of the attention 16 numbers.
-const std::vector<Description> kModels = {
-    {"mlp", 256, 2, 1}, {"convnet", 32, 3, 8}, {"resnet", 32, 1, 8}, {"transformer", 64, 2, 16}};
+const std::vector<Description> kModels = {{"mlp", 256, 2, 1},
+                                          {"convnet", 32, 3, 8},
+                                          {"resnet", 32, 1, 1},
+                                          {"resnet-groupnorm", 32, 1, 8},
+                                          {"transformer", 64, 2, 16}};
 
 int64_t product(const std::vector<int64_t>& shape) {
   int64_t result = 1;
@@ -89,8 +92,9 @@ std::shared_ptr<Network> make_network(ModelOptions& options, const Dataset& data
   if (found->name == "convnet") {
     return make_convnet(shape.front(), options.width, options.depth, data.classes);
   }
-  if (found->name == "resnet") {
-    return make_resnet(shape.front(), options.width, options.depth, data.classes);
+  if (found->name == "resnet" || found->name == "resnet-groupnorm") {
+    const auto kind = found->name == "resnet" ? Normalization::batch : Normalization::group;
+    return make_resnet(kind, shape.front(), options.width, options.depth, data.classes);
   }
   return make_transformer(data.classes, shape.front(), options.width, options.depth);
 }

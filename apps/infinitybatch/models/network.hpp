@@ -19,7 +19,7 @@ class Network : public torch::nn::Module {
 
 /// Which model, and how large. 0 means the model's own default.
 struct ModelOptions {
-  std::string model;     ///< "mlp", "convnet", "resnet", "transformer"; empty: what suits the data
+  std::string model;     ///< one of `model_names`; empty: what suits the data
   int64_t width = 0;     ///< units, channels or embedding size
   int64_t depth = 0;     ///< hidden layers, convolutions, blocks a stage, transformer layers
   int64_t context = 64;  ///< bytes that a transformer sees at once
@@ -33,12 +33,18 @@ const std::vector<std::string>& model_names();
 /// \throws UsageError where the model cannot take such samples
 std::shared_ptr<Network> make_network(ModelOptions& options, const Dataset& data);
 
+/// What stands behind each convolution of a residual network.
+enum class Normalization : uint8_t {
+  batch,  ///< BatchNorm, as He et al. 2015 have it: over the whole logical batch
+  group,  ///< GroupNorm (Wu and He 2018): no sample's output depends on another's
+};
+
 /// One maker a model, each in its own file.
 std::shared_ptr<Network> make_mlp(int64_t features, int64_t width, int64_t depth, int64_t classes);
 std::shared_ptr<Network> make_convnet(int64_t channels, int64_t width, int64_t depth,
                                       int64_t classes);
-std::shared_ptr<Network> make_resnet(int64_t channels, int64_t width, int64_t depth,
-                                     int64_t classes);
+std::shared_ptr<Network> make_resnet(Normalization kind, int64_t channels, int64_t width,
+                                     int64_t depth, int64_t classes);
 std::shared_ptr<Network> make_transformer(int64_t symbols, int64_t context, int64_t width,
                                           int64_t depth);
 

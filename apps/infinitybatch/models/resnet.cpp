@@ -1,4 +1,6 @@
 #include <ATen/Functions.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/any.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
@@ -17,40 +19,54 @@ torch::nn::Conv2d convolution(int64_t from, int64_t to, int64_t kernel, int64_t 
       torch::nn::Conv2dOptions(from, to, kernel).stride(stride).padding(kernel / 2).bias(false));
 }
 
-torch::nn::GroupNorm group_norm(int64_t channels) {
-  return torch::nn::GroupNorm(torch::nn::GroupNormOptions(channels / kChannelsPerGroup, channels));
+torch::nn::AnyModule normalization(Normalization kind, int64_t channels) {
+  if (kind == Normalization::group) {
+    return torch::nn::AnyModule(
+        torch::nn::GroupNorm(torch::nn::GroupNormOptions(channels / kChannelsPerGroup, channels)));
+  }
+  return torch::nn::AnyModule(torch::nn::BatchNorm2d(channels));
 }
 
-/// Two convolutions beside a shortcut (He et al. 2015). GroupNorm (Wu and He 2018) instead of
-/// BatchNorm, so that no sample's output depends on another's.
+/// A convolution without bias and the normalisation behind it.
+class NormalizedImpl : public torch::nn::Module {
+ public:
+  NormalizedImpl(Normalization kind, int64_t from, int64_t to, int64_t kernel, int64_t stride)
+      : convolution_(convolution(from, to, kernel, stride)), norm_(normalization(kind, to)) {
+    register_module("convolution", convolution_);
+    register_module("norm", norm_.ptr());
+  }
+
+  at::Tensor forward(const at::Tensor& inputs) {
+    return norm_.forward(convolution_->forward(inputs));
+  }
+
+ private:
+  torch::nn::Conv2d convolution_;
+  torch::nn::AnyModule norm_;
+};
+TORCH_MODULE(Normalized);
+
+/// Two convolutions beside a shortcut, which has a convolution of its own where the shape changes.
 class BlockImpl : public torch::nn::Module {
  public:
-  BlockImpl(int64_t from, int64_t to, int64_t stride)
-      : first_(convolution(from, to, 3, stride)),
-        first_norm_(group_norm(to)),
-        second_(convolution(to, to, 3, 1)),
-        second_norm_(group_norm(to)) {
+  BlockImpl(Normalization kind, int64_t from, int64_t to, int64_t stride)
+      : first_(kind, from, to, 3, stride), second_(kind, to, to, 3, 1) {
     register_module("first", first_);
-    register_module("first_norm", first_norm_);
     register_module("second", second_);
-    register_module("second_norm", second_norm_);
     if (from != to || stride != 1) {
-      shortcut_ = register_module("shortcut", convolution(from, to, 1, stride));
+      shortcut_ = register_module("shortcut", Normalized(kind, from, to, 1, stride));
     }
   }
 
   at::Tensor forward(const at::Tensor& inputs) {
     const at::Tensor shortcut = shortcut_ ? shortcut_->forward(inputs) : inputs;
-    const at::Tensor values = first_norm_->forward(first_->forward(inputs)).relu();
-    return second_norm_->forward(second_->forward(values)).add(shortcut).relu();
+    return second_->forward(first_->forward(inputs).relu()).add(shortcut).relu();
   }
 
  private:
-  torch::nn::Conv2d first_;
-  torch::nn::GroupNorm first_norm_;
-  torch::nn::Conv2d second_;
-  torch::nn::GroupNorm second_norm_;
-  torch::nn::Conv2d shortcut_ = nullptr;
+  Normalized first_;
+  Normalized second_;
+  Normalized shortcut_ = nullptr;
 };
 TORCH_MODULE(Block);
 
@@ -58,25 +74,22 @@ TORCH_MODULE(Block);
 /// a linear layer on the averaged features.
 class ResNet final : public Network {
  public:
-  ResNet(int64_t channels, int64_t width, int64_t depth, int64_t classes)
-      : stem_(convolution(channels, width, 3, 1)),
-        stem_norm_(group_norm(width)),
-        classifier_(2 * width * kPooled * kPooled, classes) {
+  ResNet(Normalization kind, int64_t channels, int64_t width, int64_t depth, int64_t classes)
+      : stem_(kind, channels, width, 3, 1), classifier_(2 * width * kPooled * kPooled, classes) {
     for (int64_t stage = 0; stage < 2; ++stage) {
       for (int64_t block = 0; block < depth; ++block) {
         const int64_t to = width * (stage + 1);
-        const bool is_first = block == 0;
-        blocks_->push_back(Block(is_first ? width : to, to, stage == 1 && is_first ? 2 : 1));
+        const bool halves = stage == 1 && block == 0;
+        blocks_->push_back(Block(kind, halves ? width : to, to, halves ? 2 : 1));
       }
     }
     register_module("stem", stem_);
-    register_module("stem_norm", stem_norm_);
     register_module("blocks", blocks_);
     register_module("classifier", classifier_);
   }
 
   at::Tensor forward(const at::Tensor& inputs) override {
-    at::Tensor values = stem_norm_->forward(stem_->forward(inputs)).relu();
+    at::Tensor values = stem_->forward(inputs).relu();
     for (const auto& block : *blocks_) {
       values = block->as<Block>()->forward(values);
     }
@@ -85,17 +98,16 @@ class ResNet final : public Network {
   }
 
  private:
-  torch::nn::Conv2d stem_;
-  torch::nn::GroupNorm stem_norm_;
+  Normalized stem_;
   torch::nn::ModuleList blocks_;
   torch::nn::Linear classifier_;
 };
 
 }  // namespace
 
-std::shared_ptr<Network> make_resnet(int64_t channels, int64_t width, int64_t depth,
-                                     int64_t classes) {
-  return std::make_shared<ResNet>(channels, width, depth, classes);
+std::shared_ptr<Network> make_resnet(Normalization kind, int64_t channels, int64_t width,
+                                     int64_t depth, int64_t classes) {
+  return std::make_shared<ResNet>(kind, channels, width, depth, classes);
 }
 
 }  // namespace infinitybatch::app

@@ -23,7 +23,7 @@ class NativeStep final : public Step {
       const at::Tensor loss = at::cross_entropy_loss(network_->forward(images), labels);
       loss.backward();
       on_samples(inputs.size);
-      return {loss.item<double>(), inputs.size, 0};
+      return {loss.item<double>(), inputs.size};
     } catch (const c10::OutOfMemoryError& error) {
       throw NativeOutOfMemory(
           "--strategy native is out of memory with " + std::to_string(inputs.size) +

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <infinitybatch/core/batch_source.hpp>
+#include <infinitybatch/step/virtual_batch.hpp>
 
 #include <cstdint>
 #include <functional>
@@ -17,13 +18,18 @@ struct StepOptions {
   std::optional<int64_t> micro_batch_size;
   std::optional<int64_t> memory_budget;  ///< bytes
   std::string strategy = "auto";         ///< "auto", "stream" or "native"
+  Parking parking;
 };
 
 struct StepOutcome {
   double loss = 0;
   int64_t micro_batch_size = 0;  ///< the largest of this step
   int64_t restarts = 0;
+  int64_t parked_bytes = 0;  ///< that left the device for host or disk
 };
+
+/// The flags that VirtualBatch takes.
+Options library_options(const StepOptions& options);
 
 /// Adds the gradient over one logical batch to `.grad` of the network's parameters.
 class Step {

@@ -14,7 +14,7 @@ namespace {
 class VirtualStep final : public Step {
  public:
   VirtualStep(std::shared_ptr<Network> network, const StepOptions& options)
-      : batch_(make_model(network), losses::cross_entropy(), library_options(options)) {}
+      : batch_(make_model(network), losses::cross_entropy(), with_progress(options)) {}
 
   StepOutcome run(const BatchSource& inputs, const BatchSource& targets,
                   const OnSamples& on_samples) override {
@@ -23,17 +23,12 @@ class VirtualStep final : public Step {
     on_samples_ = nullptr;
     return {report.loss.item<double>(),
             *std::max_element(report.micro_batch_sizes.begin(), report.micro_batch_sizes.end()),
-            report.restarts};
+            report.restarts, report.parked_bytes};
   }
 
  private:
-  Options library_options(const StepOptions& options) {
-    Options result;
-    if (options.memory_budget) {
-      result.memory_budget = memory::Budget(*options.memory_budget);
-    }
-    result.micro_batch_size = options.micro_batch_size;
-    result.interrupt = check_interrupt;
+  Options with_progress(const StepOptions& options) {
+    Options result = library_options(options);
     result.on_micro_batch = [this](const MicroBatch& part) {
       if (on_samples_ != nullptr) {
         (*on_samples_)(part.end);
@@ -47,6 +42,17 @@ class VirtualStep final : public Step {
 };
 
 }  // namespace
+
+Options library_options(const StepOptions& options) {
+  Options result;
+  if (options.memory_budget) {
+    result.memory_budget = memory::Budget(*options.memory_budget);
+  }
+  result.micro_batch_size = options.micro_batch_size;
+  result.parking = options.parking;
+  result.interrupt = check_interrupt;
+  return result;
+}
 
 std::unique_ptr<Step> make_virtual_step(std::shared_ptr<Network> network,
                                         const StepOptions& options) {

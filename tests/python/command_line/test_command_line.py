@@ -19,7 +19,7 @@ def test_help_names_every_flag():
     text = run("train", "--help").stdout
     for flag in (
         "data labels model config epochs lr optimizer batch-size micro-batch-size memory-budget "
-        "strategy seed device json"
+        "strategy seed device json park host-budget park-directory"
     ).split():
         assert f"--{flag}" in text, flag
 
@@ -110,6 +110,44 @@ MISUSES = {
         USAGE,
         "means nothing with --strategy native.*leave one of them out",
     ),
+    "park word": (("train", "--park", "often"), USAGE, "often not in {needed,always,never}"),
+    "park nothing": (("plan", "--park"), USAGE, "--park.*; see: infinitybatch plan --help"),
+    "host budget word": (
+        ("train", "--host-budget", "lots"),
+        USAGE,
+        '--host-budget: .*"lots", which is no budget; write',
+    ),
+    "host budget 0": (
+        ("verify", "--host-budget", "0"),
+        USAGE,
+        "--host-budget: .*at least one byte",
+    ),
+    "no such park directory": (
+        ("bench", "--park-directory", "{folder}/nowhere"),
+        USAGE,
+        "--park-directory .*nowhere is no folder; name one",
+    ),
+    "a file as park directory": (
+        ("train", "--park-directory", "{folder}/x.npy"),
+        USAGE,
+        "x.npy is no folder; name one",
+    ),
+    "native parks": (
+        ("train", "--strategy", "native", "--park", "always"),
+        USAGE,
+        "--park always means nothing with --strategy native.*leave one of them out",
+    ),
+    "native host budget": (
+        ("train", "--strategy", "native", "--host-budget", "1GiB"),
+        USAGE,
+        "--host-budget means nothing with --strategy native.*leave one of them out",
+    ),
+    "never into a directory": (
+        ("train", "--park", "never", "--park-directory", "."),
+        USAGE,
+        "--park-directory means nothing with --park never; leave one of them out",
+    ),
+    "doctor parks": (("doctor", "--park", "always"), USAGE, "--park is not known"),
     # A program in the wheel's layout knows no third place.
     "no such data": (
         ("train", "--data", "nowhere"),
@@ -167,7 +205,7 @@ MISUSES = {
         "takes images, but.*use --model mlp",
     ),
     "width of groups": (
-        ("train", "--data", "{folder}/pair", "--width", "12"),
+        ("train", "--data", "{folder}/pair", "--model", "resnet-groupnorm", "--width", "12"),
         USAGE,
         "must be a multiple of 8",
     ),
@@ -278,6 +316,7 @@ BAD_CONFIGS = {
     "no key": ("\nwhatever\n", "line 2: 'whatever' is not: key = value"),
     "bad value": ('epochs = "many"\n', "--epochs.*many.*; see: infinitybatch train --help"),
     "out of range": ("epochs = 0\n", "--epochs.*0 not in range"),
+    "park": ('park = "often"\n', "--park.*often not in {needed,always,never}.*; see"),
     "itself": ('config = "other.toml"\n', "the key 'config' is not known"),
 }
 

@@ -7,8 +7,10 @@ import pytest
 from command_line_tools import ERROR, OK, OUT_OF_MEMORY, RESNET, TIGHT, epochs, events, run
 
 
-def test_plan_agrees_with_training(pair):
-    settings = (*pair, *RESNET, "--batch-size", "all", "--memory-budget", TIGHT, "--json")
+@pytest.mark.parametrize("model", ["resnet", "resnet-groupnorm"])
+def test_plan_agrees_with_training(pair, model):
+    network = ("--model", model, "--width", "16")
+    settings = (*pair, *network, "--batch-size", "all", "--memory-budget", TIGHT, "--json")
     result = run("plan", *settings)
     assert result.returncode == OK, result.stderr
     *candidates, plan = events(result)
@@ -19,13 +21,29 @@ def test_plan_agrees_with_training(pair):
     assert sizes[plan["micro_batch_size"]]["feasible"]
     assert not sizes[240]["feasible"] and sizes[240]["peak_bytes"] > budget
     assert all(c["feasible"] == (c["peak_bytes"] <= budget) for c in candidates)
-    peaks = [c["peak_bytes"] for c in candidates]
-    assert peaks == sorted(peaks)
+    # Where BatchNorm cuts the network, many small micro-batches have much to keep track of.
+    smallest = 16 if model == "resnet" else 1
+    peaks = [c["peak_bytes"] for c in candidates if c["micro_batch_size"] >= smallest]
+    assert len(peaks) >= 5 and peaks == sorted(peaks)
 
 
-def test_training_has_the_peak_that_was_planned(pair):
-    settings = (*pair, *RESNET, "--batch-size", "all", "--held-out", "0", "--json")
+@pytest.mark.parametrize("model, parks", [("resnet", True), ("resnet-groupnorm", False)])
+def test_training_has_the_peak_that_was_planned(pair, model, parks):
+    settings = (
+        *pair,
+        "--model",
+        model,
+        "--width",
+        "16",
+        "--batch-size",
+        "all",
+        "--held-out",
+        "0",
+        "--json",
+    )
     plan = events(run("plan", *settings, "--memory-budget", TIGHT))[-1]
+    assert plan["parks"] is parks
+    settings += ("--park", "always") if parks else ()
     size = plan["micro_batch_size"]
     ours = epochs(run("train", *settings, "--micro-batch-size", size, "--epochs", "3"))
     # The first step has no optimizer state yet; the order of the samples, 2.4 kB, is not planned.
@@ -40,7 +58,8 @@ def test_plan_is_a_table_for_people(pair):
 
 
 def test_plan_of_an_impossible_budget(pair):
-    result = run("plan", *pair, *RESNET, "--memory-budget", "300kB")
+    network = ("--model", "resnet-groupnorm", "--width", "16")
+    result = run("plan", *pair, *network, "--memory-budget", "300kB")
     assert result.returncode == OUT_OF_MEMORY
     assert result.stderr.count("\n") == 1 and "the budget is" in result.stderr
 

@@ -121,7 +121,7 @@ def test_same_seed_same_numbers(pair):
     assert first != other
 
 
-@pytest.mark.parametrize("model", ["mlp", "convnet", "resnet"])
+@pytest.mark.parametrize("model", ["mlp", "convnet", "resnet", "resnet-groupnorm"])
 def test_every_image_model_learns(pair, model):
     last = epochs(
         run("train", *pair, "--model", model, "--epochs", "12", "--batch-size", "60", "--json")
