@@ -95,6 +95,7 @@ class Search {
 
 void CheckpointPlanner::begin(int64_t available, bool parked, std::optional<int64_t> fixed) {
   parked = parked || forget;
+  chosen_ = false;
   if (available_ != available || parked_ != parked || fixed_ != fixed) {
     changed();
     correction_ = 1.0;
@@ -106,6 +107,7 @@ void CheckpointPlanner::begin(int64_t available, bool parked, std::optional<int6
 }
 
 std::vector<uint32_t> CheckpointPlanner::choose(const tape::Tape& tape) {
+  chosen_ = true;
   const plan::NarrowPlaces places(tape, kPlaces);
   const Search search(places, parked_);
   const auto whole = static_cast<double>(search.whole());
@@ -139,6 +141,10 @@ void CheckpointPlanner::begin_forgetting() {
 
 bool CheckpointPlanner::ran_out_of_memory() {
   if (smallest_ || fixed_) return false;
+  // Forward itself did not fit, and nothing was kept beside it.
+  const bool kept = std::any_of(guides.begin(), guides.end(),
+                                [](const auto& guide) { return !guide.second.places.empty(); });
+  if (!chosen_ && !kept) return false;
   correction_ *= kShort;
   changed();
   return true;

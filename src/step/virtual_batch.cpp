@@ -254,7 +254,14 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       }
     } catch (const CouplingError&) {
       if (!options_.micro_batch_size || !job.cut) check_inputs();
-      if (job.checkpoints != nullptr) throw;
+      if (job.checkpoints != nullptr) {
+        // The layer was not met before memory ran out: one cannot be cut in both ways.
+        if (options_.checkpoint_segments) throw;
+        job.checkpoints = nullptr;
+        job.store = nullptr;
+        job.cut = false;
+        checkpoints_.erase(signature_of(job));
+      }
       if (!answer_by_cuts(job)) answer_coupling(job);
       // Nothing has run out of memory: not a restart that the report should count.
       --restarts;

@@ -96,7 +96,19 @@ def test_sizes_of_the_sweep_are_all_that_there_are():
 
 
 @pytest.mark.parametrize(
-    "suite", ["time", "loop", "budget", "coupled", "tape", "batchnorm", "losses", "heads", "mnist"]
+    "suite",
+    [
+        "time",
+        "loop",
+        "budget",
+        "coupled",
+        "tape",
+        "batchnorm",
+        "sample",
+        "losses",
+        "heads",
+        "mnist",
+    ],
 )
 def test_every_suite_runs_and_its_results_are_complete(suite, tmp_path):
     command = [sys.executable, str(BENCHMARKS / "run.py"), suite]
@@ -124,6 +136,6 @@ def test_no_such_suite_is_said_in_one_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert (
-        "no such suite: tiem; there are time, loop, budget, coupled, tape, batchnorm, losses, heads, mnist"
+        "no such suite: tiem; there are time, loop, budget, coupled, tape, batchnorm, sample, losses, heads, mnist"
         in done.stderr
     )

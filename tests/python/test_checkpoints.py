@@ -83,7 +83,26 @@ class Transformer(nn.Module):
         return self.head(self.encoder(x)).mean(1)
 
 
+class ChangedLater(nn.Module):
+    """What waits at the cuts is changed in place behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(10)])
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.stem(x)
+        y = first * 2.0
+        for layer in self.layers:
+            y = torch.tanh(layer(y))
+        first.mul_(0.5)
+        return self.head(first + y)
+
+
 MODELS = {
+    "changed later": (ChangedLater, (6, 5)),
     "chain": (lambda: Chain(24, 12), (6, 20, 12)),
     "recurrent": (Recurrent, (6, 30, 4)),
     "residual": (Residual, (6, 2, 8, 8)),
@@ -206,6 +225,22 @@ def test_a_budget_below_the_smallest_segment_says_so() -> None:
         batch.backward(inputs, targets)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "with BatchNorm"])
+@pytest.mark.parametrize("above", [0, 1000, 20_000])
+def test_a_budget_that_nothing_fits_into_is_told_soon(above: int, norm: bool) -> None:
+    torch.manual_seed(0)
+    middle = [nn.BatchNorm1d(64)] if norm else []
+    model = nn.Sequential(nn.Linear(64, 64), *middle, nn.Tanh(), nn.Linear(64, 1)).double()
+    inputs = torch.randn(64, 64, dtype=torch.float64)
+    targets = torch.randn(64, 1, dtype=torch.float64)
+    batch = ib.VirtualBatch(
+        model, nn.MSELoss(), memory_budget=ib.memory.stats("cpu").live + 6000 + above
+    )
+    with pytest.raises(ib.BudgetExceeded):
+        batch.backward(inputs, targets)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:

@@ -43,6 +43,7 @@ class CheckpointPlanner : public Checkpoints {
   std::optional<int64_t> fixed_;
   double correction_ = 1.0;  // needed ÷ estimated
   bool smallest_ = false;    // the last choice was the smallest there is
+  bool chosen_ = false;      // in the attempt at work
   int64_t estimate_ = 0;
   int64_t segments_ = 1;
 };
