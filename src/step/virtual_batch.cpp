@@ -1,6 +1,6 @@
 #include <infinitybatch/step/virtual_batch.hpp>
 
-#include "meter.hpp"
+#include "virtual_batch_state.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
@@ -18,12 +18,8 @@
 #include <infinitybatch/tape/mismatch.hpp>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <exception>
-#include <limits>
-#include <map>
-#include <set>
 #include <string>
 #include <utility>
 
@@ -32,131 +28,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// A model ran another number of ops of the whole batch than the plan was made for.
-class SegmentsChanged : public Error {
- public:
-  explicit SegmentsChanged(int64_t segments)
-      : Error("the plan is for another number of segments"), segments_(segments) {}
-  int64_t segments() const noexcept { return segments_; }
-
- private:
-  int64_t segments_;
-};
-
-/// Runs a piece of the planner's, whose instructions are for a number of segments.
-Measurement run_planned(Executor& executor, const Piece& piece, int64_t row, at::Device device) {
-  const Perform perform = [&](const Instruction& instruction, Rows rows) {
-    if (instruction.segment >= 0 && executor.segments() != piece.plan.segments) {
-      throw SegmentsChanged(executor.segments());
-    }
-    executor.run(instruction, rows);
-  };
-  return run(perform, &executor.sinks(), piece, row, device);
-}
-
-void append(std::vector<int64_t>& to, const std::vector<int64_t>& from) {
-  to.insert(to.end(), from.begin(), from.end());
-}
-
 }  // namespace
-
-class VirtualBatch::State {
- public:
-  State(Model model, Loss loss, Options options)
-      : model_(std::move(model)), loss_(std::move(loss)), options_(std::move(options)) {
-    if (options_.micro_batch_size && *options_.micro_batch_size < 1) {
-      throw InvalidArgument("micro_batch_size is " + std::to_string(*options_.micro_batch_size) +
-                            "; it is a number of samples, 1 or more");
-    }
-    if (options_.retained_micro_batches < 0) {
-      throw InvalidArgument("retained_micro_batches is " +
-                            std::to_string(options_.retained_micro_batches) +
-                            "; it is a number of micro-batches, 0 or more");
-    }
-    check_checkpoint_options();
-    if (!options_.micro_batch_size && !options_.memory_budget) options_.memory_budget = "auto";
-    use_tapes_ = options_.use_tapes;
-    if (options_.static_graph && !options_.use_tapes) {
-      throw InvalidArgument("static_graph uses a tape again, and use_tapes is false");
-    }
-    if (options_.static_graph && options_.batch_coupling != BatchCoupling::exact) {
-      throw InvalidArgument(
-          "static_graph takes all micro-batches through layers that see the whole batch together; "
-          "it has no batch_coupling=\"per_micro_batch\"");
-    }
-    const bool own = !options_.use_tapes || options_.batch_coupling != BatchCoupling::exact;
-    if (options_.match_native_rng && own) {
-      throw InvalidArgument(
-          "match_native_rng cuts tapes: no use_tapes=false, no batch_coupling=\"per_micro_batch\"");
-    }
-  }
-
-  /// One step. Without `hand_out` it is a rehearsal: everything is as it was afterwards.
-  StepReport step(const BatchSource& inputs, const BatchSource& targets, bool hand_out);
-
-  Plan plan() const { return plan_; }
-
- private:
-  void check_checkpoint_options() const;
-  Job job(const BatchSource& inputs, const BatchSource& targets) const;
-  /// Those of this kind of batch; empty where parameters or buffers are other tensors now.
-  StaticTapes* static_tapes(const Job& job) const;
-  StepReport attempt(const Job& job, const std::optional<int64_t>& budget, bool hand_out);
-  /// Records, and then follows the plan that the recordings ask for.
-  void follow_cuts(Executor& executor, const Job& job, std::vector<int64_t> sizes, bool hand_out);
-  void follow_fixed_size(Executor& executor, const Job& job, bool hand_out, StepReport& report);
-  /// Measures what the planner still wants to know of a coupled loss's micro-batches, and undoes
-  /// it.
-  /// Whether the first recording was checked on the way.
-  bool rehearse(const Job& job, int64_t budget);
-  Request request(const Job& job, int64_t budget) const;
-  void follow_planner(Executor& executor, const Job& job, int64_t budget, bool hand_out,
-                      StepReport& report);
-  /// Makes the planner plan smaller, or throws what the user should see.
-  void answer_out_of_memory(int64_t needed, int64_t budget);
-  /// Micro-batch by micro-batch, each of them segment by segment.
-  void follow_checkpoints(Executor& executor, const Job& job, const std::optional<int64_t>& budget,
-                          bool hand_out, StepReport& report);
-  /// From now on batches of this kind are computed so; false where they cannot be.
-  bool begin_checkpoints(Job& job);
-  /// From now on what waits of batches of this kind leaves the device; false where it cannot.
-  bool begin_parking(Job& job);
-  /// The last rung, where nothing may be parked: frontiers are computed again instead.
-  bool begin_forgetting(CheckpointPlanner& planner) const;
-  bool plan_smaller(Job& job) { return begin_checkpoints(job) || begin_parking(job); }
-  park::Store* store(at::Device device) const;
-  /// Whether cutting the tapes, or giving it up again, may be exact.
-  bool answer_by_cuts(Job& job);
-  void answer_coupling(const Job& job);
-  /// \throws Unsupported where forward has to run again on inputs that it has changed
-  void check_inputs() const;
-
-  Model model_;
-  bool has_penalty() const {
-    const auto* separable = std::get_if<SeparableLoss>(&loss_);
-    return separable != nullptr && separable->has_penalty();
-  }
-
-  Loss loss_;
-  Options options_;
-  Planner planner_;
-  Plan plan_;
-  bool use_tapes_ = true;
-  std::array<bool, 2> cut_{};    // in eval, in training: ops of the model see the whole batch
-  bool inputs_written_ = false;  // by forward, in the last attempt
-  bool uncut_ = false;           // this model's tapes cannot be cut
-  mutable std::map<std::string, StaticTapes> static_tapes_;  // by kind of batch
-  /// Kinds of batches one sample of which does not fit.
-  mutable std::map<std::string, CheckpointPlanner> checkpoints_;
-  std::set<std::string> parked_;  // kinds of batches what waits of which does not fit
-  mutable std::unique_ptr<park::Store> store_;
-  mutable std::map<std::string, coupled::DrawLaws> draw_laws_;  // by kind of batch
-  std::set<std::string> checked_;  // kinds of batches whose recordings were checked
-  int64_t segments_ = 1;           // of the cut tapes that were recorded last
-  bool failed_in_loss_ = false;    // the last attempt, in the loss of all outputs
-  bool planning_ = false;          // the planner knows of the attempt at work
-  std::exception_ptr coupling_;    // why only the whole batch as one micro-batch is exact
-};
 
 StaticTapes* VirtualBatch::State::static_tapes(const Job& job) const {
   StaticTapes& tapes = static_tapes_[signature_of(job)];
@@ -342,131 +214,6 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
   }
 }
 
-namespace {
-
-/// A rehearsal leaves out the last instruction.
-Piece prepare(Piece piece, bool hand_out) {
-  auto& instructions = piece.plan.instructions;
-  if (!hand_out && instructions.back().operation == Operation::hand_out) instructions.pop_back();
-  return piece;
-}
-
-}  // namespace
-
-void VirtualBatch::State::follow_fixed_size(Executor& executor, const Job& job, bool hand_out,
-                                            StepReport& report) {
-  std::vector<int64_t> sizes = split_by(job.batch_size(), *options_.micro_batch_size);
-  if (job.cut) {
-    follow_cuts(executor, job, std::move(sizes), hand_out);
-    report.micro_batch_sizes = plan_.micro_batch_sizes;
-    return;
-  }
-  if (job.coupled != nullptr) {
-    const int64_t count = static_cast<int64_t>(sizes.size());
-    plan_ = two_pass_plan(std::move(sizes), std::min(options_.retained_micro_batches, count));
-  } else {
-    plan_ = stream_plan(std::move(sizes), has_penalty());
-  }
-  plan_.baseline_bytes = memory::stats(job.device).live;
-  plan_.reason = "micro_batch_size=" + std::to_string(*options_.micro_batch_size) + " was given";
-  Piece piece;
-  piece.plan = plan_;
-  piece.settled = true;
-  run(executor, prepare(std::move(piece), hand_out), 0, job.device);
-  report.micro_batch_sizes = plan_.micro_batch_sizes;
-}
-
-void VirtualBatch::State::follow_cuts(Executor& executor, const Job& job,
-                                      std::vector<int64_t> sizes, bool hand_out) {
-  // Layers may refuse a single sample left over.
-  if (sizes.back() == 1 && sizes.front() > 2) sizes = split_evenly(job.batch_size(), sizes.front());
-  const auto count = static_cast<int64_t>(sizes.size());
-  const int64_t retained = std::min(options_.retained_micro_batches, count);
-  const auto plan = [&](int64_t segments) {
-    return cut_plan(sizes, segments, retained, job.coupled != nullptr, has_penalty());
-  };
-  Piece piece;
-  piece.settled = true;
-  piece.plan = plan(/*segments=*/1);
-  piece.plan.instructions.resize(sizes.size());  // the recordings
-  plan_ = piece.plan;
-  run(executor, piece, 0, job.device);
-  piece.plan = plan(executor.segments());
-  plan_ = piece.plan;
-  plan_.baseline_bytes = memory::stats(job.device).live;
-  auto& instructions = piece.plan.instructions;
-  instructions.erase(instructions.begin(), instructions.begin() + count);
-  run(executor, prepare(std::move(piece), hand_out), 0, job.device);
-  checked_.insert(kind_of(job));
-}
-
-void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
-                                             const std::optional<int64_t>& budget, bool hand_out,
-                                             StepReport& report) {
-  CheckpointPlanner& planner = checkpoints_[signature_of(job)];
-  const int64_t baseline = memory::stats(job.device).live;
-  int64_t gradients = 0;  // their sums, which the first micro-batch leaves behind
-  for (const NamedParameter& each : job.parameters) {
-    if (each.tensor.requires_grad()) gradients += static_cast<int64_t>(each.tensor.nbytes());
-  }
-  constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max() / 4;
-  planner.begin(budget ? *budget - baseline - gradients : kUnlimited, job.store != nullptr,
-                options_.checkpoint_segments);
-  std::vector<int64_t> sizes = split_by(job.batch_size(), options_.micro_batch_size.value_or(1));
-  std::vector<int64_t> segments;
-  const memory::PeakScope peak(job.device);
-  int64_t row = 0;
-  const auto follow = [&](Plan plan, size_t from, size_t left_out) {
-    Piece piece;
-    piece.settled = true;
-    auto& instructions = plan.instructions;
-    instructions.erase(instructions.begin(), instructions.begin() + static_cast<int64_t>(from));
-    instructions.resize(instructions.size() - left_out);
-    piece.plan = std::move(plan);
-    run(executor, piece, row, job.device);
-  };
-  for (const int64_t size : sizes) {
-    Plan recording = checkpoint_plan({size}, {0}, /*penalty=*/false);
-    follow(std::move(recording), 0, 1);
-    segments.push_back(executor.segments(Rows{row, row + size}));
-    const bool last = segments.size() == sizes.size();
-    Plan rest = checkpoint_plan({size}, {segments.back()}, last && has_penalty());
-    follow(std::move(rest), 1, last && hand_out ? 0 : 1);
-    row += size;
-  }
-  planner.measured(peak.peak() - baseline - gradients);
-  plan_ = checkpoint_plan(sizes, segments, has_penalty());
-  plan_.baseline_bytes = baseline;
-  plan_.budget_bytes = budget;
-  plan_.predicted_peak_bytes = baseline + gradients + planner.estimate();
-  plan_.reason =
-      options_.checkpoint_segments
-          ? "checkpoint_segments=" + std::to_string(*options_.checkpoint_segments) + " was given"
-          : "the graph of a single sample does not fit";
-  report.predicted_peak_bytes = plan_.predicted_peak_bytes;
-  report.micro_batch_sizes = std::move(sizes);
-}
-
-void VirtualBatch::State::check_checkpoint_options() const {
-  if (!options_.checkpoint_segments) return;
-  const std::string given =
-      "checkpoint_segments is " + std::to_string(*options_.checkpoint_segments);
-  if (*options_.checkpoint_segments < 2) {
-    throw InvalidArgument(given + "; it is a number of segments, 2 or more");
-  }
-  if (!options_.micro_batch_size) {
-    throw InvalidArgument(given +
-                          " without micro_batch_size; a plan for a memory_budget chooses "
-                          "the segments itself");
-  }
-  if (std::holds_alternative<CoupledLoss>(loss_)) {
-    throw InvalidArgument(given + " with a coupled loss; it is offered for separable losses");
-  }
-  if (options_.static_graph || !options_.use_tapes) {
-    throw InvalidArgument(given + " together with static_graph or use_tapes=false");
-  }
-}
-
 bool VirtualBatch::State::begin_checkpoints(Job& job) {
   const bool possible = !options_.micro_batch_size && job.coupled == nullptr && !job.cut &&
                         options_.use_tapes && job.exact_coupling && !coupling_;
@@ -507,88 +254,6 @@ park::Store* VirtualBatch::State::store(at::Device device) const {
     store_ = std::make_unique<park::Store>(device, std::move(options));
   }
   return store_.get();
-}
-
-Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
-  Request request;
-  request.signature = kind_of(job);
-  if (job.cut) request.signature += "|cut into " + std::to_string(segments_);
-  request.parked = job.store != nullptr;
-  if (request.parked) request.signature += "|parked";
-  request.dims = lengths_of(job);
-  request.batch_size = job.batch_size();
-  request.baseline_bytes = memory::stats(job.device).live;
-  request.budget_bytes = budget;
-  request.penalty = has_penalty();
-  request.two_pass = job.coupled != nullptr || job.cut;
-  request.whole_loss = job.coupled != nullptr;
-  request.segments = job.cut ? segments_ : 0;
-  return request;
-}
-
-bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
-  Job quiet = job;
-  quiet.on_micro_batch = nullptr;
-  quiet.keep_outputs = false;
-  // A small batch has too few rows to time every size in one pass over them.
-  constexpr int kPasses = 8;
-  const RngSnapshot random = RngSnapshot::capture(devices_of(job));
-  std::optional<Executor> executor;
-  try {
-    for (int pass = 0; pass < kPasses; ++pass) {
-      executor.emplace(quiet);
-      planner_.begin(request(quiet, budget));
-      planning_ = true;
-      int64_t row = 0;
-      while (const std::optional<Piece> piece = planner_.next()) {
-        planner_.observe(*piece, run_planned(*executor, *piece, row, job.device));
-        row += piece->plan.batch_size;
-        inputs_written_ = executor->wrote_inputs();
-        check_inputs();
-        if (!job.cut) continue;
-        // Each piece stands for a whole batch.
-        quiet.check_recordings = false;
-        executor->roll_back();
-        if (job.match_native_rng) random.restore();
-        executor.emplace(quiet);
-      }
-      executor->roll_back();
-      executor.reset();
-      if (planner_.settled()) break;
-    }
-    return job.check_recordings && !quiet.check_recordings;
-  } catch (...) {
-    keep_foreign_exception(std::current_exception());
-    if (executor) executor->roll_back();
-    throw;
-  }
-}
-
-void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int64_t budget,
-                                         bool hand_out, StepReport& report) {
-  planner_.begin(request(job, budget));
-  planning_ = true;
-  if (job.coupled != nullptr || job.cut) {
-    const Piece piece = prepare(planner_.two_pass(), hand_out);
-    report.micro_batch_sizes = piece.plan.micro_batch_sizes;
-    report.predicted_peak_bytes = piece.plan.predicted_peak_bytes;
-    plan_ = piece.plan;
-    planner_.observe(piece, run_planned(executor, piece, 0, job.device));
-    if (job.cut) checked_.insert(kind_of(job));
-    plan_ = planner_.plan();
-    return;
-  }
-  int64_t row = 0;
-  while (std::optional<Piece> piece = planner_.next()) {
-    append(report.micro_batch_sizes, piece->plan.micro_batch_sizes);
-    // Set where one settled plan is the whole step, be it for the first time at this baseline.
-    report.predicted_peak_bytes = piece->plan.predicted_peak_bytes;
-    const int64_t rows = piece->plan.batch_size;
-    *piece = prepare(std::move(*piece), hand_out);
-    planner_.observe(*piece, run(executor, *piece, row, job.device));
-    row += rows;
-  }
-  plan_ = planner_.plan();
 }
 
 void VirtualBatch::State::answer_out_of_memory(int64_t needed, int64_t budget) {

@@ -1,0 +1,56 @@
+#include "virtual_batch_state.hpp"
+
+#include <utility>
+
+namespace infinitybatch {
+
+VirtualBatch::State::State(Model model, Loss loss, Options options)
+    : model_(std::move(model)), loss_(std::move(loss)), options_(std::move(options)) {
+  if (options_.micro_batch_size && *options_.micro_batch_size < 1) {
+    throw InvalidArgument("micro_batch_size is " + std::to_string(*options_.micro_batch_size) +
+                          "; it is a number of samples, 1 or more");
+  }
+  if (options_.retained_micro_batches < 0) {
+    throw InvalidArgument("retained_micro_batches is " +
+                          std::to_string(options_.retained_micro_batches) +
+                          "; it is a number of micro-batches, 0 or more");
+  }
+  check_checkpoint_options();
+  if (!options_.micro_batch_size && !options_.memory_budget) options_.memory_budget = "auto";
+  use_tapes_ = options_.use_tapes;
+  if (options_.static_graph && !options_.use_tapes) {
+    throw InvalidArgument("static_graph uses a tape again, and use_tapes is false");
+  }
+  if (options_.static_graph && options_.batch_coupling != BatchCoupling::exact) {
+    throw InvalidArgument(
+        "static_graph takes all micro-batches through layers that see the whole batch together; "
+        "it has no batch_coupling=\"per_micro_batch\"");
+  }
+  const bool own = !options_.use_tapes || options_.batch_coupling != BatchCoupling::exact;
+  if (options_.match_native_rng && own) {
+    throw InvalidArgument(
+        "match_native_rng cuts tapes: no use_tapes=false, no batch_coupling=\"per_micro_batch\"");
+  }
+}
+
+void VirtualBatch::State::check_checkpoint_options() const {
+  if (!options_.checkpoint_segments) return;
+  const std::string given =
+      "checkpoint_segments is " + std::to_string(*options_.checkpoint_segments);
+  if (*options_.checkpoint_segments < 2) {
+    throw InvalidArgument(given + "; it is a number of segments, 2 or more");
+  }
+  if (!options_.micro_batch_size) {
+    throw InvalidArgument(given +
+                          " without micro_batch_size; a plan for a memory_budget chooses "
+                          "the segments itself");
+  }
+  if (std::holds_alternative<CoupledLoss>(loss_)) {
+    throw InvalidArgument(given + " with a coupled loss; it is offered for separable losses");
+  }
+  if (options_.static_graph || !options_.use_tapes) {
+    throw InvalidArgument(given + " together with static_graph or use_tapes=false");
+  }
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,106 @@
+#pragma once
+
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/coupled/random_draw.hpp>
+#include <infinitybatch/execute/executor.hpp>
+#include <infinitybatch/execute/recorded.hpp>
+#include <infinitybatch/park/store.hpp>
+#include <infinitybatch/plan/checkpoint_planner.hpp>
+#include <infinitybatch/plan/planner.hpp>
+#include <infinitybatch/step/virtual_batch.hpp>
+
+#include <array>
+#include <exception>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+
+namespace infinitybatch {
+
+/// A model ran another number of ops of the whole batch than the plan was made for.
+class SegmentsChanged : public Error {
+ public:
+  explicit SegmentsChanged(int64_t segments)
+      : Error("the plan is for another number of segments"), segments_(segments) {}
+  int64_t segments() const noexcept { return segments_; }
+
+ private:
+  int64_t segments_;
+};
+
+/// What a VirtualBatch knows between steps, and what it does in one. The step itself, and what
+/// answers its failures, stand in virtual_batch.cpp; the ways that a step can go, one function
+/// each, in ways.cpp; what options may be, in options.cpp.
+class VirtualBatch::State {
+ public:
+  /// \throws InvalidArgument for options out of range, or that exclude each other
+  State(Model model, Loss loss, Options options);
+
+  /// One step. Without `hand_out` it is a rehearsal: everything is as it was afterwards.
+  StepReport step(const BatchSource& inputs, const BatchSource& targets, bool hand_out);
+
+  Plan plan() const { return plan_; }
+
+ private:
+  void check_checkpoint_options() const;
+  Job job(const BatchSource& inputs, const BatchSource& targets) const;
+  /// Those of this kind of batch; empty where parameters or buffers are other tensors now.
+  StaticTapes* static_tapes(const Job& job) const;
+  StepReport attempt(const Job& job, const std::optional<int64_t>& budget, bool hand_out);
+  /// Records, and then follows the plan that the recordings ask for.
+  void follow_cuts(Executor& executor, const Job& job, std::vector<int64_t> sizes, bool hand_out);
+  void follow_fixed_size(Executor& executor, const Job& job, bool hand_out, StepReport& report);
+  /// Measures what the planner still wants to know of a coupled loss's micro-batches, and undoes
+  /// it. Returns whether the first recording was checked on the way.
+  bool rehearse(const Job& job, int64_t budget);
+  Request request(const Job& job, int64_t budget) const;
+  void follow_planner(Executor& executor, const Job& job, int64_t budget, bool hand_out,
+                      StepReport& report);
+  /// Makes the planner plan smaller, or throws what the user should see.
+  void answer_out_of_memory(int64_t needed, int64_t budget);
+  /// Micro-batch by micro-batch, each of them segment by segment.
+  void follow_checkpoints(Executor& executor, const Job& job, const std::optional<int64_t>& budget,
+                          bool hand_out, StepReport& report);
+  /// From now on batches of this kind are computed so; false where they cannot be.
+  bool begin_checkpoints(Job& job);
+  /// From now on what waits of batches of this kind leaves the device; false where it cannot.
+  bool begin_parking(Job& job);
+  /// The last rung, where nothing may be parked: frontiers are computed again instead.
+  bool begin_forgetting(CheckpointPlanner& planner) const;
+  bool plan_smaller(Job& job) { return begin_checkpoints(job) || begin_parking(job); }
+  park::Store* store(at::Device device) const;
+  /// Whether cutting the tapes, or giving it up again, may be exact.
+  bool answer_by_cuts(Job& job);
+  void answer_coupling(const Job& job);
+  /// \throws Unsupported where forward has to run again on inputs that it has changed
+  void check_inputs() const;
+
+  Model model_;
+  bool has_penalty() const {
+    const auto* separable = std::get_if<SeparableLoss>(&loss_);
+    return separable != nullptr && separable->has_penalty();
+  }
+
+  Loss loss_;
+  Options options_;
+  Planner planner_;
+  Plan plan_;
+  bool use_tapes_ = true;
+  std::array<bool, 2> cut_{};    // in eval, in training: ops of the model see the whole batch
+  bool inputs_written_ = false;  // by forward, in the last attempt
+  bool uncut_ = false;           // this model's tapes cannot be cut
+  mutable std::map<std::string, StaticTapes> static_tapes_;  // by kind of batch
+  /// Kinds of batches one sample of which does not fit.
+  mutable std::map<std::string, CheckpointPlanner> checkpoints_;
+  std::set<std::string> parked_;  // kinds of batches what waits of which does not fit
+  mutable std::unique_ptr<park::Store> store_;
+  mutable std::map<std::string, coupled::DrawLaws> draw_laws_;  // by kind of batch
+  std::set<std::string> checked_;  // kinds of batches whose recordings were checked
+  int64_t segments_ = 1;           // of the cut tapes that were recorded last
+  bool failed_in_loss_ = false;    // the last attempt, in the loss of all outputs
+  bool planning_ = false;          // the planner knows of the attempt at work
+  std::exception_ptr coupling_;    // why only the whole batch as one micro-batch is exact
+};
+
+}  // namespace infinitybatch

@@ -1,0 +1,217 @@
+// The ways that a step can go: a fixed size, a plan, from cut to cut, segment by segment.
+#include "meter.hpp"
+#include "virtual_batch_state.hpp"
+
+#include <infinitybatch/core/foreign_exception.hpp>
+#include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/memory/statistics.hpp>
+#include <infinitybatch/step/admission.hpp>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+/// Runs a piece of the planner's, whose instructions are for a number of segments.
+Measurement run_planned(Executor& executor, const Piece& piece, int64_t row, at::Device device) {
+  const Perform perform = [&](const Instruction& instruction, Rows rows) {
+    if (instruction.segment >= 0 && executor.segments() != piece.plan.segments) {
+      throw SegmentsChanged(executor.segments());
+    }
+    executor.run(instruction, rows);
+  };
+  return run(perform, &executor.sinks(), piece, row, device);
+}
+
+void append(std::vector<int64_t>& to, const std::vector<int64_t>& from) {
+  to.insert(to.end(), from.begin(), from.end());
+}
+
+/// A rehearsal leaves out the last instruction.
+Piece prepare(Piece piece, bool hand_out) {
+  auto& instructions = piece.plan.instructions;
+  if (!hand_out && instructions.back().operation == Operation::hand_out) instructions.pop_back();
+  return piece;
+}
+
+}  // namespace
+
+void VirtualBatch::State::follow_fixed_size(Executor& executor, const Job& job, bool hand_out,
+                                            StepReport& report) {
+  std::vector<int64_t> sizes = split_by(job.batch_size(), *options_.micro_batch_size);
+  if (job.cut) {
+    follow_cuts(executor, job, std::move(sizes), hand_out);
+    report.micro_batch_sizes = plan_.micro_batch_sizes;
+    return;
+  }
+  if (job.coupled != nullptr) {
+    const int64_t count = static_cast<int64_t>(sizes.size());
+    plan_ = two_pass_plan(std::move(sizes), std::min(options_.retained_micro_batches, count));
+  } else {
+    plan_ = stream_plan(std::move(sizes), has_penalty());
+  }
+  plan_.baseline_bytes = memory::stats(job.device).live;
+  plan_.reason = "micro_batch_size=" + std::to_string(*options_.micro_batch_size) + " was given";
+  Piece piece;
+  piece.plan = plan_;
+  piece.settled = true;
+  run(executor, prepare(std::move(piece), hand_out), 0, job.device);
+  report.micro_batch_sizes = plan_.micro_batch_sizes;
+}
+
+void VirtualBatch::State::follow_cuts(Executor& executor, const Job& job,
+                                      std::vector<int64_t> sizes, bool hand_out) {
+  // Layers may refuse a single sample left over.
+  if (sizes.back() == 1 && sizes.front() > 2) sizes = split_evenly(job.batch_size(), sizes.front());
+  const auto count = static_cast<int64_t>(sizes.size());
+  const int64_t retained = std::min(options_.retained_micro_batches, count);
+  const auto plan = [&](int64_t segments) {
+    return cut_plan(sizes, segments, retained, job.coupled != nullptr, has_penalty());
+  };
+  Piece piece;
+  piece.settled = true;
+  piece.plan = plan(/*segments=*/1);
+  piece.plan.instructions.resize(sizes.size());  // the recordings
+  plan_ = piece.plan;
+  run(executor, piece, 0, job.device);
+  piece.plan = plan(executor.segments());
+  plan_ = piece.plan;
+  plan_.baseline_bytes = memory::stats(job.device).live;
+  auto& instructions = piece.plan.instructions;
+  instructions.erase(instructions.begin(), instructions.begin() + count);
+  run(executor, prepare(std::move(piece), hand_out), 0, job.device);
+  checked_.insert(kind_of(job));
+}
+
+void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
+                                             const std::optional<int64_t>& budget, bool hand_out,
+                                             StepReport& report) {
+  CheckpointPlanner& planner = checkpoints_[signature_of(job)];
+  const int64_t baseline = memory::stats(job.device).live;
+  int64_t gradients = 0;  // their sums, which the first micro-batch leaves behind
+  for (const NamedParameter& each : job.parameters) {
+    if (each.tensor.requires_grad()) gradients += static_cast<int64_t>(each.tensor.nbytes());
+  }
+  constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max() / 4;
+  planner.begin(budget ? *budget - baseline - gradients : kUnlimited, job.store != nullptr,
+                options_.checkpoint_segments);
+  std::vector<int64_t> sizes = split_by(job.batch_size(), options_.micro_batch_size.value_or(1));
+  std::vector<int64_t> segments;
+  const memory::PeakScope peak(job.device);
+  int64_t row = 0;
+  const auto follow = [&](Plan plan, size_t from, size_t left_out) {
+    Piece piece;
+    piece.settled = true;
+    auto& instructions = plan.instructions;
+    instructions.erase(instructions.begin(), instructions.begin() + static_cast<int64_t>(from));
+    instructions.resize(instructions.size() - left_out);
+    piece.plan = std::move(plan);
+    run(executor, piece, row, job.device);
+  };
+  for (const int64_t size : sizes) {
+    Plan recording = checkpoint_plan({size}, {0}, /*penalty=*/false);
+    follow(std::move(recording), 0, 1);
+    segments.push_back(executor.segments(Rows{row, row + size}));
+    const bool last = segments.size() == sizes.size();
+    Plan rest = checkpoint_plan({size}, {segments.back()}, last && has_penalty());
+    follow(std::move(rest), 1, last && hand_out ? 0 : 1);
+    row += size;
+  }
+  planner.measured(peak.peak() - baseline - gradients);
+  plan_ = checkpoint_plan(sizes, segments, has_penalty());
+  plan_.baseline_bytes = baseline;
+  plan_.budget_bytes = budget;
+  plan_.predicted_peak_bytes = baseline + gradients + planner.estimate();
+  plan_.reason =
+      options_.checkpoint_segments
+          ? "checkpoint_segments=" + std::to_string(*options_.checkpoint_segments) + " was given"
+          : "the graph of a single sample does not fit";
+  report.predicted_peak_bytes = plan_.predicted_peak_bytes;
+  report.micro_batch_sizes = std::move(sizes);
+}
+
+Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
+  Request request;
+  request.signature = kind_of(job);
+  if (job.cut) request.signature += "|cut into " + std::to_string(segments_);
+  request.parked = job.store != nullptr;
+  if (request.parked) request.signature += "|parked";
+  request.dims = lengths_of(job);
+  request.batch_size = job.batch_size();
+  request.baseline_bytes = memory::stats(job.device).live;
+  request.budget_bytes = budget;
+  request.penalty = has_penalty();
+  request.two_pass = job.coupled != nullptr || job.cut;
+  request.whole_loss = job.coupled != nullptr;
+  request.segments = job.cut ? segments_ : 0;
+  return request;
+}
+
+bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
+  Job quiet = job;
+  quiet.on_micro_batch = nullptr;
+  quiet.keep_outputs = false;
+  // A small batch has too few rows to time every size in one pass over them.
+  constexpr int kPasses = 8;
+  const RngSnapshot random = RngSnapshot::capture(devices_of(job));
+  std::optional<Executor> executor;
+  try {
+    for (int pass = 0; pass < kPasses; ++pass) {
+      executor.emplace(quiet);
+      planner_.begin(request(quiet, budget));
+      planning_ = true;
+      int64_t row = 0;
+      while (const std::optional<Piece> piece = planner_.next()) {
+        planner_.observe(*piece, run_planned(*executor, *piece, row, job.device));
+        row += piece->plan.batch_size;
+        inputs_written_ = executor->wrote_inputs();
+        check_inputs();
+        if (!job.cut) continue;
+        // Each piece stands for a whole batch.
+        quiet.check_recordings = false;
+        executor->roll_back();
+        if (job.match_native_rng) random.restore();
+        executor.emplace(quiet);
+      }
+      executor->roll_back();
+      executor.reset();
+      if (planner_.settled()) break;
+    }
+    return job.check_recordings && !quiet.check_recordings;
+  } catch (...) {
+    keep_foreign_exception(std::current_exception());
+    if (executor) executor->roll_back();
+    throw;
+  }
+}
+
+void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int64_t budget,
+                                         bool hand_out, StepReport& report) {
+  planner_.begin(request(job, budget));
+  planning_ = true;
+  if (job.coupled != nullptr || job.cut) {
+    const Piece piece = prepare(planner_.two_pass(), hand_out);
+    report.micro_batch_sizes = piece.plan.micro_batch_sizes;
+    report.predicted_peak_bytes = piece.plan.predicted_peak_bytes;
+    plan_ = piece.plan;
+    planner_.observe(piece, run_planned(executor, piece, 0, job.device));
+    if (job.cut) checked_.insert(kind_of(job));
+    plan_ = planner_.plan();
+    return;
+  }
+  int64_t row = 0;
+  while (std::optional<Piece> piece = planner_.next()) {
+    append(report.micro_batch_sizes, piece->plan.micro_batch_sizes);
+    // Set where one settled plan is the whole step, be it for the first time at this baseline.
+    report.predicted_peak_bytes = piece->plan.predicted_peak_bytes;
+    const int64_t rows = piece->plan.batch_size;
+    *piece = prepare(std::move(*piece), hand_out);
+    planner_.observe(*piece, run(executor, *piece, row, job.device));
+    row += rows;
+  }
+  plan_ = planner_.plan();
+}
+
+}  // namespace infinitybatch
