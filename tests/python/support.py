@@ -123,6 +123,25 @@ class Calls(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
+def native_gradients(
+    model: nn.Module, criterion: Any, inputs: Any, targets: Any
+) -> list[torch.Tensor]:
+    """Of the parameters of `model`, in order, for the whole batch at once."""
+    whole = copy.deepcopy(model)
+    criterion(whole(inputs), targets).backward()
+    return [parameter.grad for parameter in whole.parameters()]
+
+
+def gradient_error(model: nn.Module, wanted: list[torch.Tensor]) -> float:
+    """The largest error of a parameter's gradient relative to its norm, or to a thousandth of the
+    largest norm where that is more."""
+    largest = max(gradient.norm() for gradient in wanted)
+    return max(
+        float((parameter.grad - gradient).norm() / max(gradient.norm(), 1e-3 * largest))
+        for parameter, gradient in zip(model.parameters(), wanted, strict=True)
+    )
+
+
 def mlp(width: int = 8, classes: int = 5) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, classes)).double()
 

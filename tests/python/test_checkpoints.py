@@ -9,6 +9,7 @@ import infinitybatch as ib
 import pytest
 import torch
 from fault_support import LONG
+from support import gradient_error, native_gradients
 from torch import nn
 
 TOLERANCE = 1e-12
@@ -120,26 +121,12 @@ def make(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     )
 
 
-def native(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
-    whole = copy.deepcopy(model)
-    nn.MSELoss()(whole(inputs), targets).backward()
-    return [parameter.grad for parameter in whole.parameters()]
-
-
-def error(model: nn.Module, wanted: list[torch.Tensor]) -> float:
-    largest = max(gradient.norm() for gradient in wanted)
-    return max(
-        float((parameter.grad - gradient).norm() / max(gradient.norm(), 1e-3 * largest))
-        for parameter, gradient in zip(model.parameters(), wanted, strict=True)
-    )
-
-
 @pytest.mark.parametrize("segments", [2, 3, 7, 50])
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_the_whole_batch(name: str, size: int, segments: int) -> None:
     model, inputs, targets = make(name)
-    wanted = native(model, inputs, targets)
+    wanted = native_gradients(model, nn.MSELoss(), inputs, targets)
     batch = ib.VirtualBatch(
         model, nn.MSELoss(), micro_batch_size=size, checkpoint_segments=segments
     )
@@ -147,7 +134,7 @@ def test_gradients_are_those_of_the_whole_batch(name: str, size: int, segments: 
         model.zero_grad()
         report = batch.backward(inputs, targets)
         assert report.strategy == "checkpoint"
-        assert error(model, wanted) <= TOLERANCE, step
+        assert gradient_error(model, wanted) <= TOLERANCE, step
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -180,7 +167,9 @@ def test_masks_of_replayed_segments_are_those_of_the_recording() -> None:
         report = batch.backward(inputs, targets)
         assert torch.equal(report.loss, loss.detach())
         assert torch.equal(torch.get_rng_state(), after)
-        assert error(model, [parameter.grad for parameter in whole.parameters()]) <= TOLERANCE
+        assert (
+            gradient_error(model, [parameter.grad for parameter in whole.parameters()]) <= TOLERANCE
+        )
 
 
 @pytest.mark.parametrize(
@@ -196,7 +185,7 @@ def test_one_sample_beyond_the_device(make_model, shape, above) -> None:
     model = make_model().double()
     inputs = torch.randn(shape, dtype=torch.float64)
     targets = torch.randn(shape[0], 1, dtype=torch.float64)
-    wanted = native(model, inputs, targets)
+    wanted = native_gradients(model, nn.MSELoss(), inputs, targets)
     for parameter in model.parameters():
         parameter.grad = None
     budget = ib.memory.stats("cpu").live + int(above * 2**20)
@@ -212,7 +201,7 @@ def test_one_sample_beyond_the_device(make_model, shape, above) -> None:
         assert report.strategy == "checkpoint"
         assert report.peak_bytes <= budget
         assert step <= 1 or report.restarts == 0
-        assert error(model, wanted) <= TOLERANCE
+        assert gradient_error(model, wanted) <= TOLERANCE
     assert "segments" in batch.plan(inputs, targets).explain()
 
 
@@ -330,7 +319,7 @@ def test_a_failed_allocation_anywhere_leaves_everything_as_it_was(park: str) -> 
 
 def test_a_failing_step_leaves_everything_as_it_was() -> None:
     model, inputs, targets = make("chain")
-    wanted = native(model, inputs, targets)
+    wanted = native_gradients(model, nn.MSELoss(), inputs, targets)
     batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=2, checkpoint_segments=4)
     batch.backward(inputs, targets)
     model.zero_grad()
@@ -344,4 +333,4 @@ def test_a_failing_step_leaves_everything_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert ib.memory.stats("cpu").live == live
     batch.backward(inputs, targets)
-    assert error(model, wanted) <= TOLERANCE
+    assert gradient_error(model, wanted) <= TOLERANCE

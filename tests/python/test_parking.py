@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import resource
 import signal
@@ -13,6 +12,7 @@ import textwrap
 import infinitybatch as ib
 import pytest
 import torch
+from support import gradient_error, native_gradients
 from torch import nn
 
 TOLERANCE = 1e-11  # of a network of several BatchNorm layers; see test_batch_norm.py
@@ -35,20 +35,6 @@ def network(channels: int = 8, layers: int = 4) -> nn.Sequential:
 def samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
     return torch.randn(count, 3, 12, 12, dtype=torch.float64), torch.randint(0, 10, (count,))
-
-
-def native(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-    whole = copy.deepcopy(model)
-    nn.CrossEntropyLoss()(whole(images), labels).backward()
-    return [parameter.grad for parameter in whole.parameters()]
-
-
-def error(model: nn.Module, wanted: list[torch.Tensor]) -> float:
-    largest = max(gradient.norm() for gradient in wanted)
-    return max(
-        float((parameter.grad - gradient).norm() / max(gradient.norm(), 1e-3 * largest))
-        for parameter, gradient in zip(model.parameters(), wanted, strict=True)
-    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +65,10 @@ def test_parked_steps_are_bit_equal_to_others(where: dict, coupled: bool, retain
         gradients.append([parameter.grad for parameter in model.parameters()])
         gradients[-1] += list(model.buffers())
     assert all(map(torch.equal, *gradients))
-    assert error(model, native(network(), images, labels)) <= TOLERANCE
+    assert (
+        gradient_error(model, native_gradients(network(), nn.CrossEntropyLoss(), images, labels))
+        <= TOLERANCE
+    )
 
 
 def test_the_peak_is_flat_in_the_number_of_micro_batches() -> None:
@@ -101,7 +90,7 @@ def test_the_peak_is_flat_in_the_number_of_micro_batches() -> None:
 def test_a_budget_that_frontiers_do_not_fit_into_is_kept_by_parking(divisor: int) -> None:
     images, labels = samples(256)
     model = network()
-    wanted = native(model, images, labels)
+    wanted = native_gradients(model, nn.CrossEntropyLoss(), images, labels)
     live = ib.memory.stats("cpu").live
     whole = 256 * 8 * 144 * 8 * 4  # of the frontiers alone, about
     budget = live + whole // divisor + 2**20
@@ -119,7 +108,7 @@ def test_a_budget_that_frontiers_do_not_fit_into_is_kept_by_parking(divisor: int
     assert report.restarts == 0
     assert report.parked_bytes > whole // 2
     assert report.predicted_peak_bytes == pytest.approx(report.peak_bytes, rel=0.05)
-    assert error(model, wanted) <= TOLERANCE
+    assert gradient_error(model, wanted) <= TOLERANCE
     assert "parked on host or disk" in batch.plan(images, labels).explain()
 
 
@@ -130,9 +119,7 @@ def test_one_sample_beyond_the_device_needs_one_segment(park: str) -> None:
     model = nn.Sequential(*layers, nn.Linear(8, 1)).double()
     inputs = torch.randn(2, 512, 8, dtype=torch.float64)
     targets = torch.randn(2, 512, 1, dtype=torch.float64)
-    whole = copy.deepcopy(model)
-    nn.MSELoss()(whole(inputs), targets).backward()
-    wanted = [parameter.grad for parameter in whole.parameters()]
+    wanted = native_gradients(model, nn.MSELoss(), inputs, targets)
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     # A layer's output is 32 KiB; the least without parking is about 2 × √150 of them.
     budget = ib.memory.stats("cpu").live + gradients + 420 * 2**10
@@ -143,7 +130,7 @@ def test_one_sample_beyond_the_device_needs_one_segment(park: str) -> None:
         report = batch.backward(inputs, targets)
         assert report.peak_bytes <= budget
         assert (report.parked_bytes > 0) == (park == "needed")
-        assert error(model, wanted) <= TOLERANCE
+        assert gradient_error(model, wanted) <= TOLERANCE
 
 
 def test_bandwidth_of_the_simulated_device_costs_time() -> None:
