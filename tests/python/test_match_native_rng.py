@@ -459,3 +459,37 @@ def test_misuse():
     with pytest.raises(TypeError, match="match_native_rng"):
         ib.wrap(model, match_native_rng=True)
     assert call(model.float(), torch.randn(2, 6)).shape == (2, 5)
+
+
+def small_network(norm: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    middle = nn.BatchNorm1d(16) if norm else nn.Identity()
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Dropout(0.3), middle, nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3)
+    ).double()
+
+
+@pytest.mark.parametrize(
+    ("norm", "size", "options"),
+    [
+        (True, 5, {"park": "always"}),
+        (True, 5, {"park": "always", "host_budget": "64MiB", "park_on_disk": False}),
+        (False, 24, {"checkpoint_segments": 3}),
+    ],
+    ids=["parked on disk", "parked on the host", "one micro-batch in segments"],
+)
+def test_beside_parking_and_cuts_for_memory(norm: bool, size: int, options: dict) -> None:
+    inputs, targets = torch.randn(24, 8, dtype=torch.float64), torch.randint(3, (24,))
+    assert_native(small_network(norm), inputs, targets, micro_batch_size=size, **options)
+
+
+def test_several_micro_batches_in_segments_are_refused() -> None:
+    batch = ib.VirtualBatch(
+        small_network(norm=False),
+        nn.CrossEntropyLoss(),
+        micro_batch_size=5,
+        checkpoint_segments=3,
+        match_native_rng=True,
+    )
+    with pytest.raises(ib.CouplingError, match="dropout draws random numbers"):
+        batch.backward(torch.randn(24, 8, dtype=torch.float64), torch.randint(3, (24,)))
