@@ -12,10 +12,8 @@ namespace infinitybatch {
 namespace {
 
 [[noreturn]] void cannot_cut(const std::string& why) {
-  throw Unsupported(
-      "one sample's activations do not fit into the budget, and forward cannot be cut "
-      "into segments: " +
-      why + "; give a larger memory_budget");
+  throw Unsupported("forward cannot be cut into segments: " + why +
+                    "; leave checkpoint_segments out, or give a larger memory_budget");
 }
 
 }  // namespace

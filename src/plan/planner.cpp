@@ -60,6 +60,7 @@ void Planner::begin(const Request& request) {
                     request.budget_bytes == request_.budget_bytes;
   request_ = request;
   row_ = 0;
+  smallest_failed_ = false;
   attempted_retained_ = 0;
   const Knowledge* before = known_;
   choose_knowledge();
@@ -73,6 +74,7 @@ void Planner::begin(const Request& request) {
       smallest = std::min(smallest, predicted_peak(size_under(cap)));
       if (!request.two_pass) break;  // no size needs less than one sample does
     }
+    smallest_failed_ = true;
     const int64_t needed = std::max(smallest, request.budget_bytes + 1);
     throw BudgetExceeded(needed, request.budget_bytes, needed, smallest_plan());
   }
@@ -413,6 +415,7 @@ void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
     attempted_retained_ = 0;
     return;
   }
+  smallest_failed_ = in_loss;
   if (in_loss) {
     throw BudgetExceeded(
         std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes, std::nullopt,
@@ -423,6 +426,7 @@ void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
                          std::nullopt, "what the step holds before its first micro-batch");
   }
   if (known_->whole_batch_only || attempted_ <= 1) {
+    smallest_failed_ = !known_->whole_batch_only;
     throw BudgetExceeded(
         std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes, std::nullopt,
         known_->whole_batch_only ? "one micro-batch of all " + std::to_string(request_.batch_size) +

@@ -139,6 +139,10 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       --restarts;
     } catch (const BudgetExceeded&) {
       if (!plan_smaller(job)) throw;
+    } catch (const Unsupported& error) {
+      if (job.checkpoints == nullptr || !streamed_ || options_.checkpoint_segments) throw;
+      check_inputs();
+      give_up_checkpoints(job, *budget + 1, *budget, error.what_without_backtrace());
     } catch (...) {
       if (!budget || !is_out_of_memory(std::current_exception())) throw;
       // The user's own error says nothing of our sizes. A fixed size cannot be answered by a
@@ -150,9 +154,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       if (job.checkpoints != nullptr) {
         CheckpointPlanner& planner = checkpoints_[signature_of(job)];
         if (!planner.ran_out_of_memory() && !begin_parking(job) && !begin_forgetting(planner)) {
-          throw BudgetExceeded(std::max(needed, *budget + 1), *budget, std::nullopt,
-                               "the smallest segment of a single sample, beside what waits for it "
-                               "and the gradients of the parameters");
+          give_up_checkpoints(job, std::max(needed, *budget + 1), *budget, "");
         }
         continue;
       }
@@ -216,16 +218,38 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
 
 bool VirtualBatch::State::begin_checkpoints(Job& job) {
   const bool possible = !options_.micro_batch_size && job.coupled == nullptr && !job.cut &&
-                        options_.use_tapes && job.exact_coupling && !coupling_;
+                        options_.use_tapes && job.exact_coupling && !coupling_ &&
+                        planner_.smallest_failed();
   if (!possible || job.checkpoints != nullptr) return false;
+  streamed_ = std::current_exception();
   job.cut = true;
   job.checkpoints = &checkpoints_[signature_of(job)];
   if (options_.parking.when == Parking::When::always) job.store = store(job.device);
   return true;
 }
 
+void VirtualBatch::State::give_up_checkpoints(const Job& job, int64_t needed, int64_t budget,
+                                              const std::string& why) {
+  checkpoints_.erase(signature_of(job));
+  std::optional<int64_t> smallest;
+  try {
+    if (streamed_) std::rethrow_exception(std::exchange(streamed_, nullptr));
+  } catch (const BudgetExceeded& error) {
+    // Known to work, if not the least that would.
+    smallest = error.smallest_feasible();
+    if (smallest) needed = error.needed();
+  }
+  throw BudgetExceeded(
+      needed, budget, smallest,
+      why.empty() ? "the smallest segment of a single sample, beside what waits for it and "
+                    "the gradients of the parameters"
+                  : "a single sample (" + why + ")");
+}
+
 bool VirtualBatch::State::begin_parking(Job& job) {
-  const bool possible = job.cut && options_.parking.when != Parking::When::never;
+  const bool fixed = options_.micro_batch_size || job.checkpoints != nullptr;
+  const bool possible = job.cut && options_.parking.when != Parking::When::never &&
+                        (fixed || planner_.smallest_failed());
   if (!possible || job.store != nullptr) return false;
   parked_.insert(signature_of(job));
   job.store = store(job.device);

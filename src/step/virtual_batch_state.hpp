@@ -64,6 +64,10 @@ class VirtualBatch::State {
                           bool hand_out, StepReport& report);
   /// From now on batches of this kind are computed so; false where they cannot be.
   bool begin_checkpoints(Job& job);
+  /// They did not help: as if they had never begun. \throws BudgetExceeded
+  /// \param why they cannot be; empty where they need too much
+  [[noreturn]] void give_up_checkpoints(const Job& job, int64_t needed, int64_t budget,
+                                        const std::string& why);
   /// From now on what waits of batches of this kind leaves the device; false where it cannot.
   bool begin_parking(Job& job);
   /// The last rung, where nothing may be parked: frontiers are computed again instead.
@@ -100,6 +104,7 @@ class VirtualBatch::State {
   int64_t segments_ = 1;           // of the cut tapes that were recorded last
   bool failed_in_loss_ = false;    // the last attempt, in the loss of all outputs
   bool planning_ = false;          // the planner knows of the attempt at work
+  std::exception_ptr streamed_;    // why one sample does not fit as a whole
   std::exception_ptr coupling_;    // why only the whole batch as one micro-batch is exact
 };
 

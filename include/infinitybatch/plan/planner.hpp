@@ -92,6 +92,10 @@ class Planner {
   /// False where that has been tried already or cannot fit.
   bool try_whole_batch();
 
+  /// Whether the last BudgetExceeded was about the smallest plan there is, not about what stands
+  /// around it.
+  bool smallest_failed() const noexcept { return smallest_failed_; }
+
   /// True once the plan will not change any more unless memory runs out.
   bool settled() const;
 
@@ -188,8 +192,9 @@ class Planner {
   int64_t last_cap_ = 0;                   // of the piece that ran last, where it was timed
   std::optional<Plan> settled_plan_;       // for the current request
   mutable std::optional<Plan> full_plan_;  // the settled one with what `explain` needs
-  int64_t attempted_ = 0;                  // the largest micro-batch of the current attempt
-  int64_t attempted_retained_ = 0;         // of a coupled loss: graphs it wanted to keep
+  bool smallest_failed_ = false;
+  int64_t attempted_ = 0;           // the largest micro-batch of the current attempt
+  int64_t attempted_retained_ = 0;  // of a coupled loss: graphs it wanted to keep
 };
 
 }  // namespace infinitybatch
