@@ -1,12 +1,9 @@
 #include <infinitybatch/core/rng.hpp>
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
 
-#include <memory>
 #include <mutex>
-#include <optional>
 
 namespace infinitybatch {
 namespace {
@@ -25,33 +22,6 @@ std::mutex& sources_mutex() {
 std::vector<Source>& sources() {
   static std::vector<Source> list;
   return list;
-}
-
-/// All that get_state() tells, as it lies there: a step need not make a tensor of it, word by word.
-struct CpuState {
-  at::mt19937 engine;
-  std::optional<float> next_float_normal;
-  std::optional<double> next_double_normal;
-
-  explicit CpuState(at::CPUGeneratorImpl& generator)
-      : engine(generator.engine()),
-        next_float_normal(generator.next_float_normal_sample()),
-        next_double_normal(generator.next_double_normal_sample()) {}
-
-  void put_back(at::CPUGeneratorImpl& generator) const {
-    generator.set_engine(engine);
-    generator.set_next_float_normal_sample(next_float_normal);
-    generator.set_next_double_normal_sample(next_double_normal);
-  }
-};
-
-std::function<void()> save_cpu_generator(at::Generator generator) {
-  auto* const impl = generator.get<at::CPUGeneratorImpl>();
-  std::lock_guard<std::mutex> lock(generator.mutex());
-  return [generator, impl, state = std::make_shared<const CpuState>(*impl)]() mutable {
-    std::lock_guard<std::mutex> lock(generator.mutex());
-    state->put_back(*impl);
-  };
 }
 
 std::vector<Source> registered() {
@@ -77,7 +47,7 @@ void set_state(at::Generator generator, const at::Tensor& state) {
 
 RngSnapshot RngSnapshot::capture(const std::vector<at::Device>& devices) {
   RngSnapshot snapshot;
-  snapshot.restorers_.push_back(save_cpu_generator(at::globalContext().defaultGenerator(at::kCPU)));
+  snapshot.restorers_.push_back(save_generator(at::globalContext().defaultGenerator(at::kCPU)));
   for (const at::Device& device : devices) {
     if (!device.is_cpu()) {
       snapshot.restorers_.push_back(save_generator(at::globalContext().defaultGenerator(device)));
