@@ -92,7 +92,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contrastive": contrastive,
     "separable": lambda z: (z[:, :3] ** 2).mean(),
-    "some rows": lambda z: z[2:5].sum() * z[-1].sum(),
+    # Sums of squares: a sum near zero would make the gradient a difference of large numbers.
+    "some rows": lambda z: (z[2:5] ** 2).sum() * (z[-1] ** 2).sum(),
 }
 
 
