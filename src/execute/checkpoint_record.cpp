@@ -8,6 +8,8 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
+#include <utility>
+
 namespace infinitybatch {
 namespace {
 
@@ -28,7 +30,7 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
     tape::Recorder recorder(inputs, held_buffers_, devices_);
     recorder.lighten(job_.device);
     if (job_.checkpoints->forget) guide.places.clear();
-    recorder.keep(guide, [&](const tape::Frontiers& so_far, int32_t cut) {
+    recorder.keep(guide, /*tail=*/true, [&](const tape::Frontiers& so_far, int32_t cut) {
       // What waited before is read no more, as a rule: it can leave while forward goes on.
       if (job_.store != nullptr) kept.park(*job_.store);
       for (const auto& [crossing, tensor] : so_far.waiting) {
@@ -38,7 +40,7 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
     const Batch given = recorder.run(forward);
     recorded->tape = recorder.finish(given);
     frontiers = recorder.take_frontiers();
-    outputs = detached(given);
+    outputs = given;
   }
   if (recorded->tape.refusal) cannot_cut(*recorded->tape.refusal);
   if (recorded->tape.opaque) cannot_cut(*recorded->tape.opaque);
@@ -49,20 +51,41 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
   Part& part = parts_[rows.begin];
   part_ = &part;
   begin(part, recorded);
-  const bool known = !guide.places.empty();
-  guide = tape::guide_of(recorded->tape, recorded->segments);
+  const tape::FrontierGuide followed =
+      std::exchange(guide, tape::guide_of(recorded->tape, recorded->segments));
+  const bool known = followed == guide && !guide.places.empty();
   if (known && frontiers.complete(recorded->segments)) {
+    if (frontiers.tail) part.retained[segments(rows) - 1] = tail_of(*recorded, frontiers, outputs);
     part.waiting = std::move(kept);
     part.differentiable = std::move(frontiers.differentiable);
     for (size_t s = 0; s < frontiers.random.size(); ++s) {
       part.random[s + 1] = std::move(frontiers.random[s]);
     }
-    return outputs;
+    return detached(outputs);
   }
+  frontiers = tape::Frontiers();
   // Segments that nobody has replayed yet: the outputs have to come out bit for bit.
+  outputs = detached(outputs);
   to_compare_.insert_or_assign(rows.begin, outputs);
   if (!job_.checkpoints->forget) advance_to(rows, inputs, segments(rows) - 1);
   return outputs;
+}
+
+/// What playing the last segment would give, from the recording itself.
+CutPass::Work CutPass::tail_of(const Recorded& recorded, tape::Frontiers& frontiers,
+                               const Batch& outputs) {
+  Work work;
+  work.leaves = std::move(frontiers.starts);
+  work.values.resize(recorded.tape.value_count);
+  for (size_t i = 0; i < outputs.leaves().size(); ++i) {
+    const tape::ValueId value = recorded.tape.result_values[i];
+    if (value != tape::kNoValue) work.values[value] = outputs.leaves()[i].tensor;
+  }
+  return work;
+}
+
+void CutPass::drop_graph(Rows rows) {
+  parts_.at(rows.begin).retained.clear();
 }
 
 void CutPass::compare(Rows rows, const Batch& outputs) {

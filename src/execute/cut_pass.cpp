@@ -2,6 +2,7 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/tape/arguments.hpp>
 
 #include <ATen/Functions.h>
@@ -40,6 +41,7 @@ int64_t CutPass::segments(Rows rows) const {
 bool CutPass::reads_inputs(Rows rows, int64_t segment) const {
   const Part& part = parts_.at(rows.begin);
   const bool next_op = segment + 1 < segments() && has_op_before(segment + 1);
+  if (job_.checkpoints != nullptr && part.retained.contains(segment)) return false;
   if (job_.checkpoints != nullptr && job_.checkpoints->forget) return true;
   return segment_of(part, segment).reads_inputs ||
          (next_op && segment_of(part, segment + 1).reads_inputs);
@@ -70,11 +72,14 @@ CutPass::Work CutPass::play(Part& part, Rows rows, const Batch& inputs, int64_t 
   work.values = frontier(part, segment);
   for (const tape::Take& take : segment.takes) {
     at::Tensor& value = work.values[take.from.value];
-    if (part.differentiable.count(take.from) != 0) {
-      value = value.detach().requires_grad_();
-      work.leaves.emplace_back(take.from, value);
+    const bool differentiable = part.differentiable.count(take.from) != 0;
+    if (differentiable) {
+      work.leaves.emplace_back(take.from, value.detach().requires_grad_());
+      value = value.detach();
     }
     if (take.written) value = value.clone();
+    // No leaf itself, as in forward: autocast keeps casts of leaves.
+    if (differentiable) compat::begin_history(value, work.leaves.back().second);
   }
   tape::StandIn first;
   if (has_op_before(index)) {

@@ -183,8 +183,11 @@ void Executor::record_for_cuts(Rows rows) {
     return std::exchange(outputs_, Batch());
   };
   if (job_.checkpoints != nullptr) {
-    const Batch outputs = cut_pass_->checkpoint(rows, inputs_, [&] { return call(rows); });
-    return free();
+    cut_pass_->checkpoint(rows, inputs_, [&] { return call(rows); });
+    free();
+    // Buffers that were restored under a graph could belong to what it has saved.
+    if (buffers_.written()) cut_pass_->drop_graph(rows);
+    return;
   }
   const Batch inputs = inputs_;
   const Batch targets = targets_;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 namespace infinitybatch {
 namespace {
@@ -13,35 +14,49 @@ namespace {
 constexpr size_t kPlaces = 384;
 // Bounds on the graph of a segment that are tried, from the whole graph down.
 constexpr int kBounds = 40;
+// Programs whose cuts are remembered: sizes of micro-batches, and ways that forward can take.
+constexpr size_t kPrograms = 8;
 // After running out of memory: what the estimate is taken to have been short by, at least.
 constexpr double kShort = 1.25;
 
 /// A choice of cuts, as indices into the places.
 struct Choice {
   std::vector<size_t> cuts;
-  int64_t peak = std::numeric_limits<int64_t>::max();
+  int64_t peak = 0;
 };
 
 class Search {
  public:
-  Search(const plan::NarrowPlaces& places, bool parked)
-      : places_(places), ends_(places.positions()), parked_(parked) {}
+  Search(const plan::NarrowPlaces& places, bool parked, bool summed)
+      : places_(places), ends_(places.positions()), parked_(parked), summed_(summed) {
+    for (size_t i = 0; i + 1 < ends_.size(); ++i) {
+      steps_.push_back(places.largest(ends_[i], ends_[i + 1]));
+    }
+  }
 
-  int64_t whole() const { return graph(0, ends_.size() - 1); }
+  /// Without cuts.
+  int64_t whole() const { return peak({}); }
+  /// Of the gradients' sums, which no choice can do without.
+  int64_t sums() const { return sums(0); }
 
-  /// The cuts at which the least waits while no segment's graph is above `bound`; nothing where
-  /// there are none.
+  /// The cuts at which the least waits while no segment needs more than `bound`; nothing where
+  /// there are none. Of equal ones those whose last segment, which is not computed again, is the
+  /// longest.
   std::optional<Choice> within(int64_t bound) const {
     constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
     std::vector<int64_t> waits(ends_.size(), kNever);
     std::vector<size_t> before(ends_.size(), 0);
     waits[0] = 0;
     for (size_t j = 1; j < ends_.size(); ++j) {
+      int64_t largest = 0;
       for (size_t i = j; i-- > 0;) {
-        if (graph(i, j) > bound) break;
+        largest = std::max(largest, steps_[i]);
+        const int64_t own = graph(i, j) + sums(i) + handed(j) + 2 * largest;
+        if (own > bound) break;
         if (waits[i] == kNever) continue;
-        const int64_t sum = waits[i] + places_.short_waits(ends_[i]);
-        if (sum >= waits[j]) continue;
+        const int64_t arrives = places_.short_waits(ends_[i]);
+        const int64_t sum = waits[i] + arrives;
+        if (own + (parked_ ? arrives : sum) > bound || sum > waits[j]) continue;
         waits[j] = sum;
         before[j] = i;
       }
@@ -62,9 +77,15 @@ class Search {
 
  private:
   int64_t graph(size_t i, size_t j) const { return places_.kept(ends_[i], ends_[j]); }
+  /// What backward has summed up when it is done with the ops behind a place.
+  int64_t sums(size_t i) const { return places_.gradients(summed_ ? 0 : ends_[i]); }
+  /// The gradient of what waits there.
+  int64_t handed(size_t j) const {
+    return j + 1 < ends_.size() ? places_.short_waits(ends_[j]) : 0;
+  }
 
   /// The most in backward: what waits in front of a segment, its graph, the gradient of what it
-  /// gives, and two gradients inside of it.
+  /// gives, two gradients inside of it, and the sums of the parameters' gradients.
   int64_t peak(const std::vector<size_t>& cuts) const {
     const std::vector<int64_t> arrives = places_.waiting(positions(cuts));
     int64_t waiting = 0;
@@ -73,9 +94,8 @@ class Search {
       const size_t begin = s == 0 ? 0 : cuts[s - 1];
       const size_t end = s == cuts.size() ? ends_.size() - 1 : cuts[s];
       if (s > 0) waiting = (parked_ ? 0 : waiting) + arrives[s - 1];
-      const int64_t handed = s < cuts.size() ? places_.short_waits(ends_[end]) : 0;
       const int64_t inside = 2 * places_.largest(ends_[begin], ends_[end]);
-      most = std::max(most, waiting + handed + graph(begin, end) + inside);
+      most = std::max(most, waiting + handed(end) + graph(begin, end) + inside + sums(begin));
     }
     return most;
   }
@@ -88,55 +108,103 @@ class Search {
 
   const plan::NarrowPlaces& places_;
   const std::vector<uint32_t>& ends_;
+  std::vector<int64_t> steps_;  // the most that one op holds between a place and the next
   bool parked_;
+  bool summed_;  // the gradients' sums are there from the beginning
 };
 
 }  // namespace
 
-void CheckpointPlanner::begin(int64_t available, bool parked, std::optional<int64_t> fixed) {
+void CheckpointPlanner::begin(int64_t available, bool parked, bool summed,
+                              std::optional<int64_t> fixed) {
   parked = parked || forget;
   chosen_ = false;
-  if (available_ != available || parked_ != parked || fixed_ != fixed) {
-    changed();
+  if (available_ != available || parked_ != parked || summed_ != summed || fixed_ != fixed) {
+    start_over();
     correction_ = 1.0;
     smallest_ = false;
   }
   available_ = available;
   parked_ = parked;
+  summed_ = summed;
   fixed_ = fixed;
+}
+
+CheckpointPlanner::Known CheckpointPlanner::Known::of(const tape::Tape& tape) {
+  Known known;
+  for (const tape::Op& op : tape.ops) known.ops.push_back(op.facts);
+  for (const tape::Slot& slot : tape.slots) known.slots.push_back(slot.first);
+  known.elements = tape.elements;
+  known.outputs = tape.outputs;
+  return known;
+}
+
+bool CheckpointPlanner::Known::is_program_of(const Known& other) const {
+  return ops == other.ops && slots == other.slots && elements == other.elements &&
+         outputs == other.outputs;
 }
 
 std::vector<uint32_t> CheckpointPlanner::choose(const tape::Tape& tape) {
   chosen_ = true;
-  const plan::NarrowPlaces places(tape, kPlaces);
-  const Search search(places, parked_);
-  const auto whole = static_cast<double>(search.whole());
-  Choice best;
-  smallest_ = true;
-  double least = whole;
+  Known here = Known::of(tape);
+  auto known = std::find_if(known_.begin(), known_.end(),
+                            [&](const Known& each) { return each.is_program_of(here); });
+  if (known == known_.end()) {
+    here.costs = tape.costs;
+    here.stale = true;
+    if (known_.size() == kPrograms) known_.pop_front();
+    known = known_.insert(known_.end(), std::move(here));
+  }
+  if (std::exchange(known->stale, false)) search(tape, *known);
+  smallest_ = known->smallest;
+  estimate_ = known->estimate;
+  sums_ = known->sums;
+  segments_ = static_cast<int64_t>(known->cuts.size()) + 1;
+  return known->cuts;
+}
+
+void CheckpointPlanner::search(const tape::Tape& tape, Known& known) const {
+  const plan::NarrowPlaces places(tape, known.costs, kPlaces);
+  const Search search(places, parked_, summed_);
+  // What no choice can do without is known exactly; the estimate is of the rest.
+  const auto sums = static_cast<double>(search.sums());
+  const double whole = static_cast<double>(search.whole()) - sums;
+  const double room = (static_cast<double>(available_) - sums) / correction_;
   const auto narrowest = static_cast<double>(places.smallest_step());
-  for (int step = 0; step < kBounds && least >= narrowest; ++step) {
-    least = whole * std::pow(narrowest / whole, static_cast<double>(step) / (kBounds - 1));
-    const auto choice = search.within(static_cast<int64_t>(std::ceil(least)));
-    if (!choice) break;
+  Choice best{{}, search.whole()};
+  known.smallest = true;
+  const auto weigh = [&](double above) {
+    const auto choice = search.within(static_cast<int64_t>(std::ceil(sums + above)));
+    if (!choice) return false;
     if (fixed_) {
       best = *choice;
-      if (static_cast<int64_t>(best.cuts.size()) + 1 >= *fixed_) break;
-      continue;
+      return static_cast<int64_t>(best.cuts.size()) + 1 < *fixed_;
     }
     if (choice->peak < best.peak) best = *choice;
-    if (static_cast<double>(best.peak) * correction_ > static_cast<double>(available_)) continue;
-    smallest_ = false;
-    break;
+    known.smallest = static_cast<double>(best.peak) - sums > room;
+    return known.smallest;
+  };
+  if (fixed_ || room <= 0 || room >= whole || weigh(room)) {
+    double above = whole;
+    for (int step = 0; step < kBounds && above >= narrowest; ++step) {
+      above = whole * std::pow(narrowest / whole, static_cast<double>(step) / (kBounds - 1));
+      if (!weigh(above)) break;
+    }
   }
-  estimate_ = static_cast<int64_t>(static_cast<double>(best.peak) * correction_);
-  segments_ = static_cast<int64_t>(best.cuts.size()) + 1;
-  return search.ops(best);
+  known.sums = search.sums();
+  known.estimate =
+      known.sums + static_cast<int64_t>((static_cast<double>(best.peak) - sums) * correction_);
+  known.cuts = search.ops(best);
+}
+
+void CheckpointPlanner::start_over() {
+  changed();
+  known_.clear();
 }
 
 void CheckpointPlanner::begin_forgetting() {
   forget = true;
-  changed();
+  start_over();
 }
 
 bool CheckpointPlanner::ran_out_of_memory() {
@@ -146,16 +214,18 @@ bool CheckpointPlanner::ran_out_of_memory() {
                                 [](const auto& guide) { return !guide.second.places.empty(); });
   if (!chosen_ && !kept) return false;
   correction_ *= kShort;
-  changed();
+  start_over();
   return true;
 }
 
 void CheckpointPlanner::measured(int64_t bytes) {
-  if (estimate_ <= 0) return;
-  const double ratio = static_cast<double>(bytes) / static_cast<double>(estimate_);
+  if (estimate_ <= sums_) return;
+  const double ratio = static_cast<double>(bytes - sums_) / static_cast<double>(estimate_ - sums_);
   // Below 1 the estimate was careful: the next choice may use what was left.
   if (ratio <= 1.0) return;
   correction_ *= ratio;
+  if (fixed_) return;
+  for (Known& known : known_) known.stale = true;
 }
 
 }  // namespace infinitybatch

@@ -43,14 +43,16 @@ std::vector<ValueLife> value_lives(const tape::Tape& tape) {
 
 }  // namespace
 
-NarrowPlaces::NarrowPlaces(const tape::Tape& tape, size_t most) {
+NarrowPlaces::NarrowPlaces(const tape::Tape& tape, const std::vector<tape::OpCost>& costs,
+                           size_t most) {
   kept_.assign(1, 0);
   for (size_t i = 0; i < tape.ops.size(); ++i) {
-    const tape::OpCost cost = i < tape.costs.size() ? tape.costs[i] : tape::OpCost();
+    const tape::OpCost cost = i < costs.size() ? costs[i] : tape::OpCost();
     kept_.push_back(kept_.back() + cost.kept);
     rise_.push_back(cost.rise);
   }
   find_lives(tape);
+  find_gradients(tape);
   forbid(tape);
   pick(most);
 }
@@ -85,6 +87,16 @@ void NarrowPlaces::find_lives(const tape::Tape& tape) {
   waits_.assign(count + 1, 0);
   int64_t waiting = 0;
   for (size_t i = 0; i <= count; ++i) waits_[i] = waiting += steps[i];
+}
+
+void NarrowPlaces::find_gradients(const tape::Tape& tape) {
+  const std::vector<ValueLife> values = value_lives(tape);
+  gradients_.assign(tape.ops.size() + 1, 0);
+  for (const tape::External& external : tape.externals) {
+    if (!external.tensor.defined() || !external.tensor.requires_grad()) continue;
+    gradients_[values[external.value].to] += static_cast<int64_t>(external.tensor.nbytes());
+  }
+  for (size_t i = tape.ops.size(); i-- > 0;) gradients_[i] += gradients_[i + 1];
 }
 
 /// A tensor and a view of it must not wait together where one of them is written afterwards.

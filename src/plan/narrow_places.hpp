@@ -10,9 +10,9 @@ namespace infinitybatch::plan {
 /// Where a tape can be cut so that little waits, and what lies between.
 class NarrowPlaces {
  public:
-  /// \param tape of a light recording
-  /// \param most how many places at most
-  NarrowPlaces(const tape::Tape& tape, size_t most);
+  /// \param costs of the tape's ops in a light recording
+  /// \param most  how many places at most
+  NarrowPlaces(const tape::Tape& tape, const std::vector<tape::OpCost>& costs, size_t most);
 
   /// In front of these ops; the first is 0, the last behind the last op.
   const std::vector<uint32_t>& positions() const noexcept { return positions_; }
@@ -24,6 +24,9 @@ class NarrowPlaces {
   int64_t short_waits(uint32_t op) const { return waits_[op]; }
   /// For each cut, bytes that wait there and at no cut before.
   std::vector<int64_t> waiting(const std::vector<uint32_t>& cuts) const;
+  /// Bytes of the gradients of leaves that ops from this one on use: their sums are there when
+  /// backward arrives in front of it.
+  int64_t gradients(uint32_t op) const { return gradients_[op]; }
   /// The largest step from one place to the next: no segment can be smaller.
   int64_t smallest_step() const;
 
@@ -34,6 +37,7 @@ class NarrowPlaces {
     int64_t bytes = 0;
   };
   void find_lives(const tape::Tape& tape);
+  void find_gradients(const tape::Tape& tape);
   void forbid(const tape::Tape& tape);
   void pick(size_t most);
 
@@ -41,6 +45,7 @@ class NarrowPlaces {
   std::vector<int64_t> kept_;  // by all ops in front of one
   std::vector<int64_t> rise_;  // of each op
   std::vector<int64_t> waits_;
+  std::vector<int64_t> gradients_;
   std::vector<bool> forbidden_;
   std::vector<uint32_t> positions_;
 };

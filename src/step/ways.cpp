@@ -90,14 +90,10 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
                                              StepReport& report) {
   CheckpointPlanner& planner = checkpoints_[signature_of(job)];
   const int64_t baseline = memory::stats(job.device).live;
-  int64_t gradients = 0;  // their sums, which the first micro-batch leaves behind
-  for (const NamedParameter& each : job.parameters) {
-    if (each.tensor.requires_grad()) gradients += static_cast<int64_t>(each.tensor.nbytes());
-  }
   constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max() / 4;
-  planner.begin(budget ? *budget - baseline - gradients : kUnlimited, job.store != nullptr,
-                options_.checkpoint_segments);
   std::vector<int64_t> sizes = split_by(job.batch_size(), options_.micro_batch_size.value_or(1));
+  planner.begin(budget ? *budget - baseline : kUnlimited, job.store != nullptr, sizes.size() > 1,
+                options_.checkpoint_segments);
   std::vector<int64_t> segments;
   const memory::PeakScope peak(job.device);
   int64_t row = 0;
@@ -119,11 +115,11 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
     follow(std::move(rest), 1, last && hand_out ? 0 : 1);
     row += size;
   }
-  planner.measured(peak.peak() - baseline - gradients);
+  planner.measured(peak.peak() - baseline);
   plan_ = checkpoint_plan(sizes, segments, has_penalty());
   plan_.baseline_bytes = baseline;
   plan_.budget_bytes = budget;
-  plan_.predicted_peak_bytes = baseline + gradients + planner.estimate();
+  plan_.predicted_peak_bytes = baseline + planner.estimate();
   plan_.reason =
       options_.checkpoint_segments
           ? "checkpoint_segments=" + std::to_string(*options_.checkpoint_segments) + " was given"

@@ -43,6 +43,7 @@ FrontierGuide guide_of(const Tape& tape, const std::vector<Segment>& segments) {
     }
     guide.places.push_back(std::move(place));
   }
+  guide.last = segments.back().takes;
   return guide;
 }
 

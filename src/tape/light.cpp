@@ -4,6 +4,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/SequenceNumber.h>
+#include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -46,6 +47,7 @@ void Program::end_cost(c10::ArrayRef<c10::IValue> outputs) {
   rise_.reset();
   tape_.costs.resize(tape_.ops.size());  // restores cost nothing
   tape_.costs.push_back(cost);
+  if (frontiers.tail) return;
   const auto release = [&](const at::Tensor& tensor) {
     if (tensor.defined() && tensor.requires_grad()) release_saved(tensor, first_node_);
   };
@@ -66,12 +68,52 @@ void Program::keep_frontier() {
     const at::Tensor tensor(values_[given.value].impl.lock());
     if (!tensor.defined()) continue;
     const Crossing crossing{given.value, static_cast<int32_t>(cut)};
-    frontiers.waiting[crossing] = given.changed ? tensor.detach().clone() : tensor.detach();
+    const bool copy = given.changed || is_put_back(tensor);
+    frontiers.waiting[crossing] = copy ? tensor.detach().clone() : tensor.detach();
     if (tensor.requires_grad()) frontiers.differentiable.insert(crossing);
   }
   frontiers.random.emplace_back();
   if (guide.places[cut].draws) frontiers.random.back() = generators_.now();
   if (reached) reached(frontiers, static_cast<int32_t>(cut));
+  if (keeps_tail && frontiers.random.size() == guide.places.size()) begin_tail();
+}
+
+/// Whether it lies in a buffer that forward has written: whoever calls forward restores it.
+bool Program::is_put_back(const at::Tensor& tensor) {
+  const Memory* memory = memories_.find(tensor);
+  if (memory == nullptr || memory->made_here) return false;
+  return std::any_of(memory->values.begin(), memory->values.end(), [&](ValueId alias) {
+    const int64_t index = values_[alias].external;
+    return index >= 0 && tape_.externals[static_cast<size_t>(index)].before.defined();
+  });
+}
+
+/// From here on the graph is one that the last segment's replay would build: it begins at leaves
+/// of its own.
+void Program::begin_tail() {
+  std::vector<std::pair<Take, at::Tensor>> taken;
+  for (const Take& take : guide.last) {
+    if (take.from.giver < 0) continue;  // found by the model: without a history
+    if (take.from.value >= values_.size()) return;
+    at::Tensor tensor(values_[take.from.value].impl.lock());
+    if (!tensor.defined()) return;
+    if (!tensor.requires_grad()) continue;
+    // A write into a view gives its base another node, which leads in front of the cut.
+    if (take.written && tensor.is_view()) return;
+    taken.emplace_back(take, std::move(tensor));
+  }
+  for (const auto& [take, tensor] : taken) {
+    const at::Tensor start = tensor.detach().requires_grad_();
+    separated_.push_back(tensor.grad_fn());
+    compat::begin_history(tensor, start);
+    separated_.push_back(tensor.grad_fn());
+    values_[take.from.value].provenance = Provenance::of(tensor);
+    frontiers.starts.emplace_back(take.from, start);
+  }
+  // Casts that autocast made before lead in front of the cut.
+  if (Modes::current().in_autocast) at::autocast::clear_cache();
+  casts_.clear();
+  frontiers.tail = true;
 }
 
 }  // namespace infinitybatch::tape

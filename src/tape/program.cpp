@@ -373,8 +373,9 @@ Tape Program::finish(const Batch& outputs) {
     roots.push_back(std::exchange(leaf.tensor, at::Tensor()));
   }
   if (!tape_.opaque) {
-    if (const char* why = hooked(roots)) give_up(why);
+    if (const char* why = hooked(roots, separated_)) give_up(why);
   }
+  separated_.clear();
   check_externals();
   judge_leftovers();
   if (tape_.opaque && input_written_) {

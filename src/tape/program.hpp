@@ -4,6 +4,7 @@
 #include "memories.hpp"
 #include "provenance.hpp"
 
+#include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/tape/frontiers.hpp>
 #include <infinitybatch/tape/tape.hpp>
@@ -36,6 +37,7 @@ class Program {
   /// See Recorder::lighten and Recorder::keep.
   std::optional<at::Device> light;
   FrontierGuide guide;
+  bool keeps_tail = false;
   Frontiers frontiers;
   std::function<void(const Frontiers&, int32_t)> reached;
 
@@ -64,6 +66,8 @@ class Program {
   void begin_cost();
   void end_cost(c10::ArrayRef<c10::IValue> outputs);
   void keep_frontier();
+  void begin_tail();
+  bool is_put_back(const at::Tensor& tensor);
   bool threw() const;
 
   // Values (values.cpp).
@@ -110,6 +114,8 @@ class Program {
   std::optional<memory::PeakScope> rise_;  // of the op at work, in a light recording
   int64_t live_ = 0;                       // when it began
   uint64_t first_node_ = 0;                // the sequence number of its first graph node
+  /// Where the graph behind the last cut was separated from the one in front: nodes of both sides.
+  std::vector<compat::NodePtr> separated_;
   std::exception_ptr failure_;
 };
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <unordered_set>
 
 namespace infinitybatch::tape {
@@ -48,18 +49,23 @@ const char* strange(const at::Tensor& tensor) {
   return found.has(c10::DispatchKey::Python) ? "a tensor subclass" : "a functorch wrapper";
 }
 
-const char* hooked(const std::vector<at::Tensor>& roots) {
+const char* hooked(const std::vector<at::Tensor>& roots,
+                   const std::vector<compat::NodePtr>& inner) {
   std::vector<torch::autograd::Node*> open;
   std::unordered_set<const torch::autograd::Node*> seen;
   const auto visit = [&](torch::autograd::Node* node) {
     if (node != nullptr && seen.insert(node).second) open.push_back(node);
   };
   for (const at::Tensor& root : roots) visit(root.grad_fn().get());
+  for (const compat::NodePtr& node : inner) visit(node.get());
   while (!open.empty()) {
     torch::autograd::Node* node = open.back();
     open.pop_back();
     // Leaves are met again by the replay; their hooks are the user's business as ever.
-    if (dynamic_cast<torch::autograd::AccumulateGrad*>(node) != nullptr) continue;
+    const bool leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node) != nullptr;
+    const bool is_inner = leaf && std::any_of(inner.begin(), inner.end(),
+                                              [&](const auto& each) { return each.get() == node; });
+    if (leaf && !is_inner) continue;
     if (!node->tensor_pre_hooks().empty()) return "a hook was set on a tensor";
     if (!node->retains_grad_hooks().empty()) return "retain_grad() was called on a tensor";
     if (!node->pre_hooks().empty() || !node->post_hooks().empty()) {

@@ -1,9 +1,12 @@
 #pragma once
 
+#include <infinitybatch/core/torch_compat.hpp>
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace infinitybatch::tape {
 
@@ -30,7 +33,9 @@ const char* strange(const at::Tensor& tensor);
 /// Storage of `tensor`; null where it has none (sparse).
 c10::StorageImpl* storage_of(const at::Tensor& tensor);
 
-/// Hooks that user code set on nodes of the graph behind `roots`; null where there are none.
-const char* hooked(const std::vector<at::Tensor>& roots);
+/// Hooks that user code set on nodes of the graph behind `roots`; null where there are none. Those
+/// of leaves are left out.
+/// \param inner nodes that are looked at as well, and are no leaves of the user's
+const char* hooked(const std::vector<at::Tensor>& roots, const std::vector<compat::NodePtr>& inner);
 
 }  // namespace infinitybatch::tape

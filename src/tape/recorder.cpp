@@ -58,9 +58,10 @@ void Recorder::lighten(at::Device device) {
   program_->light = device;
 }
 
-void Recorder::keep(FrontierGuide guide,
+void Recorder::keep(FrontierGuide guide, bool tail,
                     std::function<void(const Frontiers&, int32_t cut)> reached) {
   program_->guide = std::move(guide);
+  program_->keeps_tail = tail;
   program_->reached = std::move(reached);
 }
 

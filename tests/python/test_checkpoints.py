@@ -102,8 +102,49 @@ class ChangedLater(nn.Module):
         return self.head(first + y)
 
 
+class ViewChangedLater(ChangedLater):
+    """The same, of which only a view waits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.stem(x)
+        half = first[:, 2:6]
+        y = first * 2.0
+        for layer in self.layers:
+            y = torch.tanh(layer(y))
+        half.mul_(0.5)
+        return self.head(torch.cat([y[:, :2], half, y[:, 6:]], 1) * y)
+
+
+class Counting(ChangedLater):
+    """A buffer that forward writes, and that what follows the last cut reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.fill_(2.0)
+        return super().forward(x) * self.calls
+
+
+class Shared(nn.Module):
+    """One weight on both sides of every cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(12):
+            x = x + torch.tanh(self.layer(x))
+        return self.head(x)
+
+
 MODELS = {
+    "a view changed later": (ViewChangedLater, (6, 5)),
     "changed later": (ChangedLater, (6, 5)),
+    "counting": (Counting, (6, 5)),
     "chain": (lambda: Chain(24, 12), (6, 20, 12)),
     "recurrent": (Recurrent, (6, 30, 4)),
     "residual": (Residual, (6, 2, 8, 8)),
@@ -147,6 +188,99 @@ def test_user_code_runs_once_for_each_micro_batch(name: str) -> None:
         calls.clear()
         batch.backward(inputs, targets)
         assert len(calls) == 3
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["as it is", "autocast"])
+@pytest.mark.parametrize("name", [*MODELS, "shared"])
+def test_a_graph_that_is_kept_gives_the_bits_of_one_that_is_played(
+    name: str, autocast: bool
+) -> None:
+    if name == "shared":
+        torch.manual_seed(0)
+        model, inputs, targets = Shared(), torch.randn(6, 8), torch.randn(6, 1)
+    else:
+        model, inputs, targets = make(name)
+    model, inputs, targets = model.float(), inputs.float(), targets.float()
+    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=6, checkpoint_segments=3)
+    steps = []
+    for _ in range(3):  # the first step plays the last segment, the others have kept its graph
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            report = batch.backward(inputs, targets)
+        steps.append([report.loss, *(parameter.grad for parameter in model.parameters())])
+    for step in steps[1:]:
+        assert all(map(torch.equal, steps[0], step))
+
+
+def test_the_last_segment_is_computed_once() -> None:
+    calls: list[int] = []
+    library = torch.library.Library("checkpoints_test", "FRAGMENT")
+    library.define("counted(Tensor x, int place) -> Tensor")
+
+    def counted(x: torch.Tensor, place: int) -> torch.Tensor:
+        calls.append(place)
+        return torch.tanh(x)
+
+    library.impl("counted", counted, "CompositeImplicitAutograd")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(9)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for place, layer in enumerate(self.layers):
+                x = torch.ops.checkpoints_test.counted(layer(x), place)
+            return x
+
+    model = Model()
+    inputs, targets = torch.randn(4, 8), torch.randn(4, 8)
+    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=4, checkpoint_segments=3)
+    batch.backward(inputs, targets)
+    calls.clear()
+    batch.backward(inputs, targets)
+    counts = [calls.count(place) for place in range(9)]
+    assert counts == sorted(counts, reverse=True)
+    assert set(counts) == {1, 2}
+    assert counts.count(1) >= 3
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("how", ["register_hook", "retain_grad"])
+def test_a_hook_on_what_waits_at_the_last_cut_is_noticed(when: str, how: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(9)])
+            self.hooked = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            between = []
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+                between.append(x)
+                if self.hooked and when == "before":
+                    self.hook(x)
+            if self.hooked and when == "behind":
+                for each in between:
+                    self.hook(each)
+            return x
+
+        def hook(self, x: torch.Tensor) -> None:
+            x.register_hook(lambda gradient: 2 * gradient) if how == "register_hook" else (
+                x.retain_grad()
+            )
+
+    model = Model()
+    inputs, targets = torch.randn(4, 8), torch.randn(4, 8)
+    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=4, checkpoint_segments=3)
+    for _ in range(2):
+        batch.backward(inputs, targets)
+    model.zero_grad()
+    model.hooked = True
+    with pytest.raises(ib.Unsupported, match=r"hook was set|retain_grad|graph node was set"):
+        batch.backward(inputs, targets)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_masks_of_replayed_segments_are_those_of_the_recording() -> None:

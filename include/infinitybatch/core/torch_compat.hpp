@@ -61,6 +61,11 @@ inline void set_accumulator(const at::Tensor& variable, const NodePtr& node) {
   torch::autograd::impl::set_grad_accumulator(variable, detail::Ownership<NodePtr>::weak(node));
 }
 
+/// Lets the history of `tensor` begin at the leaf `start`: gradients of it end there.
+inline void begin_history(const at::Tensor& tensor, const at::Tensor& start) {
+  torch::autograd::impl::set_gradient_edge(tensor, torch::autograd::impl::gradient_edge(start));
+}
+
 /// Adds `gradient` to `buffer` as torch's own accumulator does: the first one is taken over without
 /// a copy where nobody else holds it, later ones are added in place.
 /// \param references how many references to `gradient` the caller itself holds

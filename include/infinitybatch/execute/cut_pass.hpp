@@ -45,10 +45,12 @@ class CutPass {
   void record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
               const std::function<Batch()>& forward, const Elsewhere& elsewhere);
   /// With `Job::checkpoints`, in place of `record`: records a micro-batch and cuts its tape where
-  /// they say. Afterwards it stands at its last cut, or, with `to_the_end`, behind it. Returns the
-  /// model's outputs.
+  /// they say. Afterwards it stands at its last cut; where the cuts were known before, the graph
+  /// behind it is kept from the recording. Returns the model's outputs.
   /// \throws Unsupported where forward cannot be cut
   Batch checkpoint(Rows rows, const Batch& inputs, const std::function<Batch()>& forward);
+  /// Graphs of these rows cannot be kept after all (buffers were restored under them).
+  void drop_graph(Rows rows);
   /// Takes these rows from the inputs to the cut in front of a segment. With
   /// `Checkpoints::forget` only what this segment needs waits there then.
   void advance_to(Rows rows, const Batch& inputs, int64_t segment);
@@ -116,6 +118,7 @@ class CutPass {
   void confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded);
   void settle_written(const Part& part, int64_t segment, const Work& work);
   void check_replay(const Part& part, const Batch& inputs, const Batch& outputs) const;
+  static Work tail_of(const Recorded& recorded, tape::Frontiers& frontiers, const Batch& outputs);
   void compare(Rows rows, const Batch& outputs);
   void share_found(tape::Tape& tape);
   void agree(const Part& part);

@@ -3,6 +3,7 @@
 #include <infinitybatch/execute/checkpoints.hpp>
 
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <vector>
 
@@ -12,17 +13,21 @@ namespace infinitybatch {
 ///
 /// A light recording tells what each op keeps. Cuts are looked for where little waits: of each
 /// stretch of equal bytes the narrowest place. By dynamic programming over these, for a bound on
-/// the graph of one segment, the cuts at which the least waits are found; the largest bound whose
-/// peak is inside the budget wins, since fewer segments wait less and cost less. What the estimate
+/// what is there at once (what waits in front of a segment, its graph, the gradients summed until
+/// then), the cuts at which the least waits are found; the largest bound inside the budget wins,
+/// since fewer segments wait less and cost less. Segments are not of equal size: backward begins
+/// with few sums, and ends with little that waits. What the estimate
 /// cannot know (workspace, gradients inside of a segment) is learned: a measured peak, or running
 /// out of memory, corrects it. The problem is that of Feng and Huang, "Optimal Gradient
 /// Checkpoint Search for Arbitrary Computation Graphs" (2018), on a line of ops.
 class CheckpointPlanner : public Checkpoints {
  public:
-  /// \param available bytes for everything but what is live before the micro-batch
+  /// \param available bytes for everything but what is live before the step
   /// \param parked    what waits leaves the device, or is forgotten
+  /// \param summed    sums of gradients are there from other micro-batches
   /// \param fixed     number of segments wished for; nothing: chosen by `available`
-  void begin(int64_t available, bool parked, std::optional<int64_t> fixed = std::nullopt);
+  void begin(int64_t available, bool parked, bool summed,
+             std::optional<int64_t> fixed = std::nullopt);
 
   std::vector<uint32_t> choose(const tape::Tape& tape) override;
 
@@ -30,21 +35,44 @@ class CheckpointPlanner : public Checkpoints {
   void begin_forgetting();
   /// Plans smaller. False where the smallest segments have been tried.
   bool ran_out_of_memory();
-  /// What a micro-batch took above what was live before it.
+  /// What micro-batches took above what was live before the step.
   void measured(int64_t bytes);
 
-  /// Of the last choice, above what is live before the micro-batch.
+  /// Of the last choice, above what is live before the step.
   int64_t estimate() const noexcept { return estimate_; }
   int64_t segments() const noexcept { return segments_; }
 
  private:
+  /// What was chosen for a program: it stays, so that frontiers can be kept where they were.
+  struct Known {
+    std::vector<const tape::OpFacts*> ops;
+    std::vector<uint32_t> slots;
+    std::vector<tape::ValueId> elements;
+    std::vector<tape::ValueId> outputs;
+    /// Of its first recording: later ones keep graphs, and cost something else.
+    std::vector<tape::OpCost> costs;
+    bool stale = false;  // to be chosen anew
+    std::vector<uint32_t> cuts;
+    int64_t estimate = 0;
+    int64_t sums = 0;
+    bool smallest = false;
+    /// Of one program; the rest is left empty.
+    static Known of(const tape::Tape& tape);
+    bool is_program_of(const Known& other) const;
+  };
+  void search(const tape::Tape& tape, Known& known) const;
+  void start_over();
+
+  std::deque<Known> known_;
   int64_t available_ = 0;
   bool parked_ = false;
+  bool summed_ = false;
   std::optional<int64_t> fixed_;
-  double correction_ = 1.0;  // needed ÷ estimated
+  double correction_ = 1.0;  // needed ÷ estimated, beside the sums of gradients
   bool smallest_ = false;    // the last choice was the smallest there is
   bool chosen_ = false;      // in the attempt at work
   int64_t estimate_ = 0;
+  int64_t sums_ = 0;  // of gradients, in the estimate
   int64_t segments_ = 1;
 };
 

@@ -65,8 +65,11 @@ class Recorder {
 
   /// Keeps what waits at the cuts of an earlier recording of the same program. Call it before
   /// `run`.
+  /// \param tail    behind the last cut graph nodes keep what they save again: that part of the
+  ///                graph can run backward to the cut, if the frontiers say so afterwards
   /// \param reached called at each cut, in the middle of forward, with its number
-  void keep(FrontierGuide guide, std::function<void(const Frontiers&, int32_t cut)> reached);
+  void keep(FrontierGuide guide, bool tail,
+            std::function<void(const Frontiers&, int32_t cut)> reached);
   /// What was kept, after `finish`. Another program than the guide's leaves it incomplete.
   Frontiers take_frontiers();
 

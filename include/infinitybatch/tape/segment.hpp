@@ -18,6 +18,7 @@ struct Crossing {
 struct Take {
   Crossing from;
   bool written = false;  ///< the segment changes its memory: start from a copy
+  bool operator==(const Take&) const = default;
 };
 
 /// The ops between two cuts.
