@@ -7,6 +7,7 @@
 #include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace infinitybatch::coupled {
@@ -30,6 +31,19 @@ at::Tensor along_channels(const at::Tensor& values, const at::Tensor& input) {
   std::vector<int64_t> shape(static_cast<size_t>(input.dim()), 1);
   shape[1] = values.size(0);
   return values.view(shape);
+}
+
+/// Where a size is 1 its stride says nothing, and a tensor may pass for both of torch's layouts.
+/// The CPU kernel of batch_norm's backward then reads a gradient in one layout as if it were in the
+/// other and gives wrong sums (torch 2.11 to 2.13). A micro-batch of a single sample meets this
+/// where the whole batch does not, so the gradient gets the strides of the input there.
+void lay_out_gradient(const at::Tensor& input, const at::Tensor& output) {
+  const at::IntArrayRef sizes = input.sizes();
+  if (std::find(sizes.begin(), sizes.end(), 1) == sizes.end()) return;
+  output.register_hook([input](const at::Tensor& gradient) {
+    if (gradient.strides() == input.strides()) return gradient;
+    return at::empty_like(input, gradient.options()).copy_(gradient);
+  });
 }
 
 }  // namespace
@@ -124,8 +138,11 @@ at::Tensor BatchNorm::apply(Rows /*rows*/, const Arguments& arguments,
     weight = weight.defined() ? weight + leaves[0] : leaves[0] + 1;
     bias = bias.defined() ? bias + leaves[1] : leaves[1] + 0;
   }
-  return at::batch_norm(input, weight, bias, given_mean_, given_var_, /*training=*/false,
-                        /*momentum=*/0.0, eps_, arguments[kCudnn].toBool());
+  at::Tensor output =
+      at::batch_norm(input, weight, bias, given_mean_, given_var_, /*training=*/false,
+                     /*momentum=*/0.0, eps_, arguments[kCudnn].toBool());
+  if (differentiable) lay_out_gradient(input.detach(), output);
+  return output;
 }
 
 void BatchNorm::collect_gradient(Rows /*rows*/, const std::vector<at::Tensor>& leaves) {

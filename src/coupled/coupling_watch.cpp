@@ -167,11 +167,25 @@ std::unique_ptr<at::ObserverContext> CouplingWatch::on_op(const at::RecordFuncti
   if (watch->inside_ > 0) return nullptr;
   for (const Watched& watched : kWatched) {
     if (name != watched.op || !couples(watched.kind, op.inputs())) continue;
+    if (watched.kind == Kind::batch_norm && watch->is_parameter(op.inputs()[0])) return nullptr;
     watch->seen_.push_back({std::string(name), reason(watched.kind)});
     ++watch->inside_;
     return std::make_unique<Inside>();
   }
   return nullptr;
+}
+
+void CouplingWatch::know_parameters(const std::vector<NamedParameter>& parameters) {
+  for (const NamedParameter& parameter : parameters) {
+    if (parameter.tensor.has_storage()) {
+      parameters_.insert(parameter.tensor.storage().unsafeGetStorageImpl());
+    }
+  }
+}
+
+bool CouplingWatch::is_parameter(const c10::IValue& value) const {
+  return value.isTensor() && value.toTensor().defined() && value.toTensor().has_storage() &&
+         parameters_.count(value.toTensor().storage().unsafeGetStorageImpl()) != 0;
 }
 
 void CouplingWatch::remember(const at::Tensor& weight) {

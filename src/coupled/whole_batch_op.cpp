@@ -4,6 +4,8 @@
 #include "batch_norm.hpp"
 #include "embedding.hpp"
 
+#include <infinitybatch/tape/arguments.hpp>
+
 #include <algorithm>
 #include <array>
 
@@ -48,6 +50,22 @@ constexpr std::array kKnown{
           }},
 };
 
+/// Whether the op's first argument is a parameter, or lies in its memory, and no op of the tape
+/// writes there. Not known while a tape is being recorded.
+bool given_a_parameter(const tape::Tape& tape, const tape::Op& op) {
+  bool found = false;
+  tape::for_each_argument(tape, op, [&](tape::ValueId value, const tape::Slot& slot) {
+    if (slot.argument != 0 || value >= tape.memories.size()) return;
+    if (tape.memories[value] == tape::kNoMemory) return;
+    for (const tape::External& external : tape.externals) {
+      found = found ||
+              (external.input_leaf < 0 && !external.is_buffer && external.tensor.defined() &&
+               !external.before.defined() && tape.memories[external.value] == tape.memories[value]);
+    }
+  });
+  return found;
+}
+
 const Known* known(const tape::Tape& tape, const tape::Op& op) {
   if (op.facts == nullptr) return nullptr;
   for (const Known& candidate : kKnown) {
@@ -56,7 +74,10 @@ const Known* known(const tape::Tape& tape, const tape::Op& op) {
     const auto flag = op.arguments.begin + static_cast<uint32_t>(candidate.flag);
     if (flag >= op.arguments.end) continue;
     const c10::IValue& value = tape.arguments[flag];
-    if (value.isBool() && value.toBool()) return &candidate;
+    if (!value.isBool() || !value.toBool()) continue;
+    // BatchNorm of weights (weight standardisation) mixes no samples.
+    const bool of_weights = candidate.name == "aten::batch_norm" && given_a_parameter(tape, op);
+    if (!of_weights) return &candidate;
   }
   return nullptr;
 }

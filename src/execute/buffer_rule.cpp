@@ -47,6 +47,14 @@ void BufferRule::end_micro_batch() {
   first_ = false;
 }
 
+void BufferRule::note_write(const at::Tensor& buffer) {
+  for (Entry& entry : entries_) {
+    if (!entry.tensor.is_same(buffer) || entry.written) continue;
+    entry.written = true;
+    if (!first_) entry.left = entry.initial;  // what earlier micro-batches left
+  }
+}
+
 void BufferRule::begin_second_pass() {
   const at::NoGradGuard no_grad;
   second_pass_ = true;

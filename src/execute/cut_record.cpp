@@ -80,6 +80,10 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   if (job_.store != nullptr) recorder.lighten(job_.device);
   const Batch given = recorder.run(forward);
   tape::Tape tape = recorder.finish(given, /*trimmed=*/false);
+  // Statistics may come out as they were (a mean of zeros), and differ the next time.
+  for (const tape::External& external : tape.externals) {
+    if (external.is_buffer && external.before.defined()) buffers_.note_write(external.tensor);
+  }
   for (const coupled::CoupledOp& op : watch.seen()) {
     if (!coupled::has_stand_in(op.op)) refuse(op.op, op.why);
   }

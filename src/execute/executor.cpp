@@ -50,6 +50,7 @@ Executor::Executor(const Job& job)
       buffers_(job.buffers, job.exact_coupling),
       total_(job.device) {
   if (job.cut) cut_pass_.emplace(job, sinks_, buffers_);
+  watch_.know_parameters(job.parameters);
   if (job.match_native_rng) watch_.watch_draws(devices_of(job));
   if (job.coupled == nullptr) {
     denominator_.emplace(job);

@@ -31,6 +31,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
   call_->modes = tape::Modes::current();
   read(inputs);
   for (const NamedParameter& parameter : job.parameters) read(parameter);
+  watch_.know_parameters(job.parameters);
   for (const BufferSlot& slot : job.buffers) {
     if (at::Tensor buffer = slot.get(); buffer.defined()) buffers_.push_back(std::move(buffer));
   }

@@ -272,6 +272,87 @@ def test_instance_norm_is_not_coupled():
     assert found.report.strategy == "stream"
 
 
+class Tokens(nn.Module):
+    """The gradient of its BatchNorm's output is a transposed view: of a single sample its strides
+    may mean one layout or the other, and torch's kernel takes the wrong one.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.norm(self.stem(x).flatten(2).transpose(1, 2)).mean(1))
+
+
+@pytest.mark.parametrize("n, size", [(4, 1), (5, 2), (5, 4)])
+def test_micro_batches_of_one_sample_whose_layout_is_ambiguous(n, size):
+    torch.manual_seed(6)
+    model = Tokens().double()
+    inputs, targets = torch.randn(n, 3, 9, 9, dtype=torch.float64), torch.randint(4, (n,))
+    criterion = nn.CrossEntropyLoss()
+    wanted = native(model, criterion, inputs, targets)
+    assert_same(ours(model, criterion, inputs, targets, micro_batch_size=size), wanted, 1e-12)
+
+
+class TwiceNormalised(nn.Module):
+    """What its second BatchNorm is given has a mean of zero, exactly so in some micro-batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x) * 0.5))
+
+
+def test_statistics_that_a_micro_batch_leaves_as_they_were():
+    torch.manual_seed(8)
+    model = TwiceNormalised().double()
+    inputs, targets = torch.randn(4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+    inputs[1] = -inputs[0]
+    probe = copy.deepcopy(model)
+    probe(inputs[:2])
+    assert not probe.second.running_mean.any()
+    criterion = nn.CrossEntropyLoss()
+    wanted = native(model, criterion, inputs, targets)
+    tolerance = max(1e-12, 10 * noise_of(model, criterion, inputs, targets, wanted))
+    assert_same(ours(model, criterion, inputs, targets, micro_batch_size=2), wanted, tolerance)
+
+
+class StandardisedConv(nn.Conv2d):
+    """Weight standardisation as image models write it: a BatchNorm over the weight."""
+
+    def forward(self, x):
+        weight = F.batch_norm(
+            self.weight.reshape(1, self.out_channels, -1), None, None, training=True, eps=1e-6
+        ).reshape_as(self.weight)
+        return F.conv2d(x, weight, self.bias)
+
+
+@pytest.mark.parametrize("with_batch_norm", [False, True])
+def test_standardised_weights_couple_nothing(with_batch_norm):
+    torch.manual_seed(7)
+    model = nn.Sequential(
+        StandardisedConv(3, 6, 3),
+        nn.BatchNorm2d(6) if with_batch_norm else nn.GroupNorm(2, 6),
+        nn.ReLU(),
+        StandardisedConv(6, 4, 3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    ).double()
+    inputs, targets = torch.randn(7, 3, 8, 8, dtype=torch.float64), torch.randint(4, (7,))
+    for criterion in (nn.CrossEntropyLoss(), contrastive):
+        wanted = native(model, criterion, inputs, targets)
+        loss = ib.losses.coupled(criterion) if criterion is contrastive else criterion
+        found = ours(model, loss, inputs, targets, micro_batch_size=3)
+        plain = "replay" if criterion is contrastive else "stream"
+        assert found.report.strategy == ("cut" if with_batch_norm else plain)
+        assert_same(found, wanted, 1e-12)
+
+
 def test_a_single_sample_without_any_statistics_is_refused():
     inputs, targets = images(4)
     with pytest.raises(ib.CouplingError, match="micro-batches of two samples or more"):

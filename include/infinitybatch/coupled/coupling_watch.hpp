@@ -1,5 +1,6 @@
 #pragma once
 
+#include <infinitybatch/core/model.hpp>
 #include <infinitybatch/coupled/across_batch.hpp>
 
 #include <ATen/core/Generator.h>
@@ -8,6 +9,7 @@
 
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 namespace infinitybatch::coupled {
@@ -47,6 +49,10 @@ class CouplingWatch {
     return seen_.empty() ? std::nullopt : std::optional(seen_.front());
   }
 
+  /// These are the model's, so a BatchNorm over one of them or a view of it (standardised weights)
+  /// mixes no samples.
+  void know_parameters(const std::vector<NamedParameter>& parameters);
+
   /// From now on ops that draw random numbers are noticed too, from the default generators or from
   /// one that they are given.
   /// \param devices whose default generators there are, beside the CPU's
@@ -84,7 +90,10 @@ class CouplingWatch {
   static void after_op(const at::RecordFunction& op, at::ObserverContext* context);
   void remember(const at::Tensor& weight);
 
+  bool is_parameter(const c10::IValue& value) const;
+
   AcrossBatchFunctions functions_;
+  std::unordered_set<const c10::StorageImpl*> parameters_;
   std::vector<CoupledOp> seen_;
   std::vector<Write> writes_;
   int inside_ = 0;                         // ops whose inner ops are not looked at

@@ -19,6 +19,9 @@ class BufferRule {
   /// Call it when a micro-batch is done and its graph is gone.
   void end_micro_batch();
 
+  /// A tape has this buffer written, perhaps without a new version and with the values that it had.
+  void note_write(const at::Tensor& buffer);
+
   /// From now on micro-batches run for the second time: what they leave in the buffers is undone.
   void begin_second_pass();
 
