@@ -64,12 +64,16 @@ class ModelView:
     def is_training(self) -> bool:
         return self.forward.training
 
-    def one_of_many(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward on a single sample of a larger batch that BatchNorm layers will see whole."""
+    def one_of_many(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` for a single sample of a larger batch that BatchNorm layers will see whole."""
         if not self._normalises:
-            return self.forward(*args, **kwargs)
-        with _NormalisesOne():
-            return self.forward(*args, **kwargs)
+            return forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _NormalisesOne():
+                return forward(*args, **kwargs)
+
+        return run
 
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
         if isinstance(self.forward, CallableModel):

@@ -34,6 +34,11 @@ def wrap(
     dimension 0 and whatever is no tensor are seen whole. With DistributedDataParallel the order is
     DDP(ib.wrap(model, process_group=torch.distributed.group.WORLD)).
 
+    BatchNorm in training mode and other ops of the whole batch see all samples, and running
+    statistics are written once in each call. Forward goes from one such layer to the next with all
+    micro-batches; what each of them was given waits until backward, which goes the same way back.
+    The first call runs the forward of its first micro-batch up to four times to make sure of that.
+
     With a budget, which is "auto" where nothing else is given, the fastest micro-batch size that
     fits is found by trying sizes in the first forward with a new kind of batch, which is undone;
     as many micro-batches as fit keep their graph and need no second forward. What the loss needs is
@@ -50,8 +55,9 @@ def wrap(
             (of the device) or "auto". What is allocated between forward and backward, by the loss
             above all, counts as what is there. A size given beside it is kept to, or BudgetExceeded
             is raised.
-        batch_coupling: "exact" raises CouplingError where a layer mixes the samples of a batch
-            (BatchNorm in training); "per_micro_batch" lets each micro-batch be a batch of its own.
+        batch_coupling: "exact" lets layers that mix the samples of a batch (BatchNorm in training,
+            `across_batch`) see the whole of it, and raises CouplingError where that is not possible;
+            "per_micro_batch" lets each micro-batch be a batch of its own.
         reduce: what an output that is one number for each micro-batch is: a "sum" or a "mean" over
             samples. Without it such outputs raise BatchError.
         output_batch_dim: the dimension of outputs along which samples lie, where several could be

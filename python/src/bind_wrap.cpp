@@ -116,7 +116,8 @@ void bind_report(py::module_& module) {
                     "Micro-batches that keep their graph and need no second forward.")
       .def_readonly("strategy", &WrapReport::strategy,
                     "\"replay\" (each forward ran once), \"rerun\" (backward runs some again), "
-                    "\"forward\" (no gradient wanted) or \"native\".")
+                    "\"cut\" (ops of the model see the whole batch), \"forward\" (no gradient "
+                    "wanted) or \"native\".")
       .def_readonly("strategy_reason", &WrapReport::strategy_reason,
                     "Why forwards run twice; empty where they do not.")
       .def_readonly("memory_budget", &WrapReport::memory_budget, "In bytes, or None.")

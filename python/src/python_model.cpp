@@ -57,10 +57,7 @@ Model model_of(const Held& view, const Held& forward, bool keep_outputs) {
   model.forward = [view, forward, keep_outputs](const Batch& inputs) {
     const py::gil_scoped_acquire gil;
     py::object callable = py::reinterpret_borrow<py::object>(forward.handle());
-    // A wrapped model is called by way of its own function, which hands arguments on by itself.
-    if (coupled::OneOfMany::at_work() && py::object(view.handle().attr("forward")).is(callable)) {
-      callable = view.handle().attr("one_of_many");
-    }
+    if (coupled::OneOfMany::at_work()) callable = view.handle().attr("one_of_many")(callable);
     Batch outputs = to_batch(call_model(callable, inputs), Side::returned, "outputs");
     if (keep_outputs) check_can_be_kept(outputs);
     return outputs;

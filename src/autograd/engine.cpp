@@ -48,9 +48,9 @@ struct DrainNode : Node {
   variable_list apply(variable_list&&) override { return {}; }
 };
 
-void execute(const edge_list& roots, const variable_list& gradients) {
+void execute(const edge_list& roots, const variable_list& gradients, bool keep = false) {
   torch::autograd::Engine::get_default_engine().execute(
-      roots, gradients, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/true);
+      roots, gradients, /*keep_graph=*/keep, /*create_graph=*/false, /*accumulate_grad=*/true);
 }
 
 template <typename Run>
@@ -65,8 +65,8 @@ auto run_or_drain(const Run& run) {
   }
 }
 
-void execute_or_drain(const edge_list& roots, const variable_list& gradients) {
-  run_or_drain([&] { execute(roots, gradients); });
+void execute_or_drain(const edge_list& roots, const variable_list& gradients, bool keep = false) {
+  run_or_drain([&] { execute(roots, gradients, keep); });
 }
 
 /// Nodes that were met. Most graphs of a micro-batch's loss are small enough to be searched
@@ -94,11 +94,12 @@ at::Tensor no_gradient() {
   return at::empty({0}, at::TensorOptions().dtype(at::kFloat).device(at::kCPU));
 }
 
-void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients) {
+void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients,
+                  bool keep) {
   edge_list edges;
   edges.reserve(roots.size());
   for (const at::Tensor& root : roots) edges.push_back(torch::autograd::impl::gradient_edge(root));
-  execute_or_drain(edges, gradients);
+  execute_or_drain(edges, gradients, keep);
 }
 
 std::vector<at::Tensor> gradients_at(const at::Tensor& root, const edge_list& edges) {

@@ -162,6 +162,12 @@ GradientSinks::Entry& GradientSinks::add(const at::Tensor& variable, bool instal
   return *entries_.back();
 }
 
+void GradientSinks::adopt(const at::Tensor& leaf) {
+  const NodePtr current = compat::accumulator_of(leaf);
+  add(leaf, /*install=*/true).previous = current;
+  parameter_count_ = entries_.size();
+}
+
 void GradientSinks::uninstall() {
   for (const auto& entry : entries_) {
     if (!entry->installed) continue;

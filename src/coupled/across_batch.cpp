@@ -70,7 +70,13 @@ AcrossBatchFunctions::~AcrossBatchFunctions() {
   forget();
 }
 
+void AcrossBatchFunctions::close() {
+  forget();
+  open_ = false;
+}
+
 void AcrossBatchFunctions::forget() {
+  if (!open_) return;
   functions.erase(functions.lower_bound(first_), functions.end());
   next_function = first_;
 }
@@ -139,6 +145,13 @@ at::Tensor AcrossBatch::apply(Rows rows, const Arguments& /*arguments*/,
   return leaves.front().clone();
 }
 
+void AcrossBatch::begin_backward(bool keep) {
+  keep_ = keep;
+  gradients_.clear();
+  for (at::Tensor& input : inputs_) input.mutable_grad().reset();
+  for (auto& [key, part] : parts_) part.gradient.reset();
+}
+
 void AcrossBatch::collect_gradient(Rows rows, const std::vector<at::Tensor>& leaves) {
   if (!leaves.empty()) parts_.at(rows.begin).gradient = leaves.front().grad();
 }
@@ -158,10 +171,10 @@ void AcrossBatch::combine_gradients(autograd::GradientSinks& sinks) {
   const at::Tensor gradient = at::cat(rows);
   rows.clear();
   sinks.redirect_other_leaves({result_}, inputs_);
-  const at::Tensor root = std::exchange(result_, at::Tensor());
-  autograd::run_backward({root}, {gradient});
+  const at::Tensor root = keep_ ? result_ : std::exchange(result_, at::Tensor());
+  autograd::run_backward({root}, {gradient}, keep_);
   for (const at::Tensor& input : inputs_) gradients_.push_back(input.grad());
-  inputs_.clear();
+  if (!keep_) inputs_.clear();
 }
 
 void AcrossBatch::correct(Rows rows, size_t which, const at::Tensor& input,

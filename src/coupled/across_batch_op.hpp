@@ -15,6 +15,7 @@ class AcrossBatch final : public WholeBatchOp {
   void collect(Rows rows, const Arguments& arguments) override;
   void combine(SettledBuffers& buffers) override;
   at::Tensor apply(Rows rows, const Arguments& arguments, std::vector<at::Tensor>& leaves) override;
+  void begin_backward(bool keep) override;
   void collect_gradient(Rows rows, const std::vector<at::Tensor>& leaves) override;
   void combine_gradients(autograd::GradientSinks& sinks) override;
   size_t corrected() const override { return gradients_.size(); }
@@ -33,6 +34,7 @@ class AcrossBatch final : public WholeBatchOp {
   std::map<int64_t, Part> parts_;      // by first sample
   std::vector<at::Tensor> inputs_;     // joined, leaves
   at::Tensor result_;                  // with its graph
+  bool keep_ = false;                  // the result's graph, for another backward pass
   std::vector<at::Tensor> gradients_;  // of the joined inputs; undefined where none is wanted
 };
 

@@ -145,6 +145,10 @@ at::Tensor BatchNorm::apply(Rows /*rows*/, const Arguments& arguments,
   return output;
 }
 
+void BatchNorm::begin_backward(bool /*keep*/) {
+  for (at::Tensor* gradient : {&sum_, &product_, &scale_, &shift_}) gradient->reset();
+}
+
 void BatchNorm::collect_gradient(Rows /*rows*/, const std::vector<at::Tensor>& leaves) {
   if (leaves.empty() || !leaves[0].grad().defined()) return;
   const at::NoGradGuard no_grad;

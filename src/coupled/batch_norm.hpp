@@ -23,6 +23,7 @@ class BatchNorm final : public WholeBatchOp {
   void collect(Rows rows, const Arguments& arguments) override;
   void combine(SettledBuffers& buffers) override;
   at::Tensor apply(Rows rows, const Arguments& arguments, std::vector<at::Tensor>& leaves) override;
+  void begin_backward(bool keep) override;
   void collect_gradient(Rows rows, const std::vector<at::Tensor>& leaves) override;
   void combine_gradients(autograd::GradientSinks& sinks) override;
   size_t corrected() const override { return scale_.defined() ? 1 : 0; }

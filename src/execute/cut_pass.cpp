@@ -143,9 +143,16 @@ void CutPass::combine(int64_t segment) {
   }
 }
 
+void CutPass::begin_backward(bool keep) {
+  keep_ = keep;
+  for (const auto& op : ops_) op->begin_backward(keep);
+  for (auto& [begin, part] : parts_) part.gradients = WaitingRoom();
+}
+
 Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
   Part& part = parts_.at(rows.begin);
   part_ = &part;
+  if (job_.outside != nullptr) input_leaves_ = inputs.tensors();
   const bool last = segment + 1 == segments(rows);
   if (!last) {
     if (has_op_before(segment + 1)) correct(part, rows, inputs, segment + 1);
@@ -175,6 +182,7 @@ Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
 std::vector<at::Tensor> CutPass::leaves() const {
   std::vector<at::Tensor> leaves = work_.op_leaves;
   for (const auto& [crossing, leaf] : work_.leaves) leaves.push_back(leaf);
+  leaves.insert(leaves.end(), input_leaves_.begin(), input_leaves_.end());
   return leaves;
 }
 
@@ -222,6 +230,7 @@ void CutPass::collect(Rows rows, int64_t segment) {
 
 void CutPass::free() {
   work_ = Work();
+  input_leaves_.clear();
   if (job_.store == nullptr || part_ == nullptr) return;
   part_->waiting.park(*job_.store);
   part_->gradients.park(*job_.store);
@@ -262,11 +271,12 @@ void CutPass::correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t s
   at::Tensor gradient;
   op_before(segment).correct(rows, which, leaf, gradient);
   if (!gradient.defined()) return;
-  sinks_.redirect_other_leaves({leaf});
+  sinks_.redirect_other_leaves({leaf}, input_leaves_);
   autograd::run_backward({leaf}, {gradient});
 }
 
 void CutPass::drop(Part& part, int64_t segment) {
+  if (keep_) return;
   part.waiting.erase_if([&](tape::Crossing crossing, bool) {
     return part.recorded->first_user.at(crossing) == segment;
   });

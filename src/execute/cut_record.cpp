@@ -5,6 +5,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/coupled/random_draw.hpp>
+#include <infinitybatch/execute/outside_loss.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 
 #include <ATen/Context.h>
@@ -79,6 +80,7 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   if (disturbed) recorder.disturb(coupled::is_provisional);
   if (job_.store != nullptr) recorder.lighten(job_.device);
   const Batch given = recorder.run(forward);
+  if (job_.outside != nullptr && watch.seen().empty()) throw NothingToCut();
   tape::Tape tape = recorder.finish(given, /*trimmed=*/false);
   // Statistics may come out as they were (a mean of zeros), and differ the next time.
   for (const tape::External& external : tape.externals) {

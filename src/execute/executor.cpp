@@ -4,6 +4,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/coupled/one_of_many.hpp>
+#include <infinitybatch/execute/outside_loss.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
@@ -52,7 +53,9 @@ Executor::Executor(const Job& job)
   if (job.cut) cut_pass_.emplace(job, sinks_, buffers_);
   watch_.know_parameters(job.parameters);
   if (job.match_native_rng) watch_.watch_draws(devices_of(job));
-  if (job.coupled == nullptr) {
+  if (job.outside != nullptr) {
+    // computes no loss here
+  } else if (job.coupled == nullptr) {
     denominator_.emplace(job);
   } else if (job.cut) {
     whole_outputs_.emplace(job);
@@ -210,7 +213,10 @@ void Executor::load_for(Rows rows, int64_t segment) {
 void Executor::advance(Rows rows, int64_t segment, bool retain) {
   load_for(rows, segment);
   Batch outputs = cut_pass_->advance(rows, inputs_, segment, retain);
-  if (is_last(rows, segment)) {
+  if (is_last(rows, segment) && job_.outside != nullptr) {
+    job_.outside->take(rows, outputs);
+    outputs = Batch();
+  } else if (is_last(rows, segment)) {
     const Batch& seen = whole_outputs_->add(rows, outputs);
     outputs = Batch();  // its graph holds what may leave the device now
     if (job_.on_micro_batch) {
@@ -225,7 +231,9 @@ void Executor::resume(Rows rows, int64_t segment) {
   load_for(rows, segment);
   outputs_ = cut_pass_->resume(rows, inputs_, segment);
   if (!is_last(rows, segment)) return;
-  if (whole_outputs_) {
+  if (job_.outside != nullptr) {
+    job_.outside->compare(rows, outputs_);
+  } else if (whole_outputs_) {
     whole_outputs_->compare(rows, outputs_);
   } else {
     targets_ = load_rows(*job_.targets, rows, job_.device);
@@ -290,24 +298,30 @@ void Executor::differentiate(const at::Tensor& share, const std::vector<at::Tens
 void Executor::backward(Rows rows, int64_t segment) {
   if (two_pass_) return two_pass_->backward(rows);
   if (!cut_pass_) return differentiate(share_);
-  if (!is_last(rows, segment)) return cut_pass_->backward(rows, segment, {}, {});
-  if (whole_outputs_) {
+  if (!is_last(rows, segment) || job_.outside != nullptr || whole_outputs_) {
     std::vector<at::Tensor> roots;
     std::vector<at::Tensor> gradients;
     const Batch outputs = std::exchange(outputs_, Batch());
     for (size_t i = 0; i < outputs.leaves().size(); ++i) {
       const at::Tensor& output = outputs.leaves()[i].tensor;
       if (!output.defined() || !output.requires_grad()) continue;
-      at::Tensor gradient =
-          seeds_.empty() ? whole_outputs_->gradient(rows, i, output.device()) : seeds_[i];
+      at::Tensor gradient = gradient_of(rows, i, output);
       if (!gradient.defined()) continue;  // the loss ignores this output
       roots.push_back(output);
       gradients.push_back(std::move(gradient));
     }
-    return cut_pass_->backward(rows, segment, std::move(roots), std::move(gradients));
+    cut_pass_->backward(rows, segment, std::move(roots), std::move(gradients));
+    if (job_.outside != nullptr) job_.outside->collect(rows, inputs_);
+    return;
   }
   differentiate(share_, cut_pass_->leaves());
   cut_pass_->collect(rows, segment);
+}
+
+at::Tensor Executor::gradient_of(Rows rows, size_t leaf, const at::Tensor& output) const {
+  if (!seeds_.empty()) return seeds_[leaf];
+  if (job_.outside != nullptr) return job_.outside->gradient(rows, leaf, output);
+  return whole_outputs_->gradient(rows, leaf, output.device());
 }
 
 void Executor::free() {
@@ -365,6 +379,17 @@ void Executor::finish() {
     return;
   }
   if (job_.keep_outputs) final_outputs_ = concatenate(std::move(kept_), kept_rows_, "outputs");
+}
+
+void Executor::finish_forward() {
+  buffers_.commit();
+  sinks_.uninstall();
+  watch_.close();
+}
+
+void Executor::begin_backward(bool keep) {
+  sinks_.install();
+  cut_pass_->begin_backward(keep);
 }
 
 void Executor::roll_back() {

@@ -61,6 +61,11 @@ std::vector<int64_t> split_evenly(int64_t batch_size, int64_t size) {
   return sizes;
 }
 
+std::vector<int64_t> split_for_cuts(int64_t batch_size, int64_t size) {
+  const bool single = size > 2 && batch_size > size && batch_size % size == 1;
+  return single ? split_evenly(batch_size, size) : split_by(batch_size, size);
+}
+
 const std::vector<Operation>& stream_operations() {
   static const std::vector<Operation> operations{
       Operation::load, Operation::forward, Operation::loss, Operation::backward, Operation::free};

@@ -73,7 +73,9 @@ int64_t Planner::two_pass_peak(int64_t size, int64_t retained) const {
 /// all of them are held.
 int64_t Planner::most_retained(int64_t size) const {
   const int64_t count = (request_.batch_size + size - 1) / size;
-  if (request_.parked || !known_->profile || !whole_loss(static_cast<size_t>(count))) return 0;
+  if (request_.parked || !request_.keeps_graphs || !known_->profile ||
+      !whole_loss(static_cast<size_t>(count)))
+    return 0;
   const int64_t baseline = request_.baseline_bytes;
   const auto fit = [&](int64_t retained) {
     const auto above = static_cast<double>(two_pass_peak(size, retained) - baseline);

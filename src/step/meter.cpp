@@ -113,6 +113,17 @@ Measurement run(Executor& executor, const Piece& piece, int64_t first_row, at::D
   return measured;
 }
 
+Measurement run_planned(Executor& executor, const Piece& piece, int64_t first_row,
+                        at::Device device) {
+  const auto perform = [&](const Instruction& instruction, Rows rows) {
+    if (instruction.segment >= 0 && executor.segments() != piece.plan.segments) {
+      throw SegmentsChanged(executor.segments());
+    }
+    executor.run(instruction, rows);
+  };
+  return run(perform, &executor.sinks(), piece, first_row, device);
+}
+
 Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Piece& piece,
                 int64_t first_row, at::Device device) {
   Measurement measured;

@@ -1,5 +1,6 @@
 #include <infinitybatch/step/virtual_batch.hpp>
 
+#include "meter.hpp"
 #include "virtual_batch_state.hpp"
 
 #include <infinitybatch/core/errors.hpp>

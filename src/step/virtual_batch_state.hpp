@@ -18,17 +18,6 @@
 
 namespace infinitybatch {
 
-/// A model ran another number of ops of the whole batch than the plan was made for.
-class SegmentsChanged : public Error {
- public:
-  explicit SegmentsChanged(int64_t segments)
-      : Error("the plan is for another number of segments"), segments_(segments) {}
-  int64_t segments() const noexcept { return segments_; }
-
- private:
-  int64_t segments_;
-};
-
 /// What a VirtualBatch knows between steps, and what it does in one. The step itself, and what
 /// answers its failures, stand in virtual_batch.cpp; the ways that a step can go, one function
 /// each, in ways.cpp; what options may be, in options.cpp.

@@ -14,17 +14,6 @@
 namespace infinitybatch {
 namespace {
 
-/// Runs a piece of the planner's, whose instructions are for a number of segments.
-Measurement run_planned(Executor& executor, const Piece& piece, int64_t row, at::Device device) {
-  const Perform perform = [&](const Instruction& instruction, Rows rows) {
-    if (instruction.segment >= 0 && executor.segments() != piece.plan.segments) {
-      throw SegmentsChanged(executor.segments());
-    }
-    executor.run(instruction, rows);
-  };
-  return run(perform, &executor.sinks(), piece, row, device);
-}
-
 void append(std::vector<int64_t>& to, const std::vector<int64_t>& from) {
   to.insert(to.end(), from.begin(), from.end());
 }
@@ -42,6 +31,7 @@ void VirtualBatch::State::follow_fixed_size(Executor& executor, const Job& job, 
                                             StepReport& report) {
   std::vector<int64_t> sizes = split_by(job.batch_size(), *options_.micro_batch_size);
   if (job.cut) {
+    sizes = split_for_cuts(job.batch_size(), *options_.micro_batch_size);
     follow_cuts(executor, job, std::move(sizes), hand_out);
     report.micro_batch_sizes = plan_.micro_batch_sizes;
     return;
@@ -63,8 +53,6 @@ void VirtualBatch::State::follow_fixed_size(Executor& executor, const Job& job, 
 
 void VirtualBatch::State::follow_cuts(Executor& executor, const Job& job,
                                       std::vector<int64_t> sizes, bool hand_out) {
-  // Layers may refuse a single sample left over.
-  if (sizes.back() == 1 && sizes.front() > 2) sizes = split_evenly(job.batch_size(), sizes.front());
   const auto count = static_cast<int64_t>(sizes.size());
   const int64_t retained = std::min(options_.retained_micro_batches, count);
   const auto plan = [&](int64_t segments) {

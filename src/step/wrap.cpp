@@ -5,6 +5,7 @@
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
+#include <infinitybatch/execute/outside_loss.hpp>
 #include <infinitybatch/step/admission.hpp>
 
 #include <utility>
@@ -38,16 +39,43 @@ Batch Wrap::forward(const Batch& inputs) const {
     publish(*wrapped_, std::move(report));
     return outputs;
   }
-  ForwardPass pass(wrapped_, job, inputs);
-  try {
-    Batch outputs = pass.run({split_by(total, size), /*retained=*/one ? 1 : 0}, total);
-    publish(*wrapped_, report_of(*pass.call(), pass.sizes()));
-    return outputs;
-  } catch (...) {
-    keep_foreign_exception(std::current_exception());
-    pass.roll_back();
-    throw;
+  bool coupled = false;
+  const auto attempt = [&](const auto& run) {
+    ForwardPass pass(wrapped_, job, inputs);
+    try {
+      Batch outputs = run(pass);
+      publish(*wrapped_, report_of(*pass.call(), pass.sizes()));
+      return outputs;
+    } catch (...) {
+      keep_foreign_exception(std::current_exception());
+      coupled = pass.saw_coupling();
+      pass.roll_back();
+      throw;
+    }
+  };
+  const auto stream = [&](ForwardPass& pass) {
+    return pass.run({split_by(total, size), /*retained=*/one ? 1 : 0}, total);
+  };
+  const auto cut = [&](ForwardPass& pass) { return pass.run_cuts(split_for_cuts(total, size)); };
+  std::atomic<bool>& sees_all = wrapped_->sees_whole_batch();
+  if (one) return attempt(stream);
+  if (sees_all) {
+    try {
+      return attempt(cut);
+    } catch (const NothingToCut&) {
+      sees_all = false;
+    }
   }
+  const Rerunnable rerunnable(inputs);
+  try {
+    return attempt(stream);
+  } catch (const CouplingError&) {
+    if (!coupled) throw;  // a buffer that depends on the samples
+  }
+  rerunnable.check();
+  Batch outputs = attempt(cut);
+  sees_all = true;
+  return outputs;
 }
 
 std::optional<WrapReport> Wrap::last_report() const {

@@ -1,8 +1,9 @@
 #include "wrap_budget.hpp"
+#include "wrap_cuts.hpp"
+#include "wrap_seam.hpp"
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/autograd/gradient_sinks.hpp>
-#include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
@@ -10,6 +11,7 @@
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <optional>
@@ -68,14 +70,12 @@ class BackwardPass {
   BackwardPass(const WrappedCall& call, const std::vector<at::Tensor>& gradients, bool use_tapes,
                std::unique_ptr<WrappedCall::Kept> kept)
       : call_(call),
-        gradients_(gradients),
+        seam_(call, gradients),
         use_tapes_(use_tapes),
         kept_(std::move(kept)),
         own_sinks_(kept_ ? nullptr
                          : std::make_unique<autograd::GradientSinks>(call.leaves, /*nested=*/true)),
-        sinks_(kept_ ? *kept_->sinks : *own_sinks_),
-        differs_(at::zeros({}, at::TensorOptions().dtype(at::kBool).device(call.device))),
-        of_inputs_(call.wanted_inputs.size()) {
+        sinks_(kept_ ? *kept_->sinks : *own_sinks_) {
     sinks_.install();
   }
   ~BackwardPass() { sinks_.uninstall(); }
@@ -97,11 +97,11 @@ class BackwardPass {
   }
   bool replayed() const noexcept { return replayed_; }
   /// Whether outputs differ from those of forward. Waits for the device.
-  bool differs() const { return differs_.item<bool>(); }
+  bool differs() const { return seam_.differs(); }
 
   std::vector<at::Tensor> gradients() {
     std::vector<at::Tensor> sums = sinks_.take();
-    sums.insert(sums.end(), of_inputs_.begin(), of_inputs_.end());
+    sums.insert(sums.end(), seam_.of_inputs().begin(), seam_.of_inputs().end());
     return sums;
   }
 
@@ -111,17 +111,13 @@ class BackwardPass {
   void run(const WrappedCall::Part& part);
   void differentiate(const WrappedCall::Part& part, const Batch& micro, Batch outputs);
   Batch outputs_of(const WrappedCall::Part& part, const Batch& micro);
-  void compare(const WrappedCall::Part& part, const Batch& outputs);
-  void collect(const WrappedCall::Part& part, const Batch& micro);
 
   const WrappedCall& call_;
-  const std::vector<at::Tensor>& gradients_;
+  WrapSeam seam_;
   const bool use_tapes_;
   const std::unique_ptr<WrappedCall::Kept> kept_;
   const std::unique_ptr<autograd::GradientSinks> own_sinks_;
   autograd::GradientSinks& sinks_;
-  at::Tensor differs_;  // 0-dimensional bool
-  std::vector<at::Tensor> of_inputs_;
   bool replayed_ = false;
 };
 
@@ -129,7 +125,7 @@ void BackwardPass::run(const WrappedCall::Part& part) {
   const Batch micro = call_.micro_batch(part.rows);
   part.buffers->restore();
   Batch outputs = outputs_of(part, micro);
-  compare(part, outputs);
+  seam_.compare(part.rows, part.numbers, outputs);
   differentiate(part, micro, std::move(outputs));
 }
 
@@ -138,14 +134,11 @@ void BackwardPass::differentiate(const WrappedCall::Part& part, const Batch& mic
   std::vector<at::Tensor> seeds;
   for (size_t i = 0; i < outputs.leaves().size(); ++i) {
     const at::Tensor& output = outputs.leaves()[i].tensor;
-    const int number = i < call_.gradient_of_output.size() ? call_.gradient_of_output[i] : -1;
-    if (number < 0 || !output.defined() || !output.requires_grad()) continue;
-    const at::Tensor& gradient = gradients_[static_cast<size_t>(number)];
-    if (!gradient.defined()) continue;  // nothing depends on this output
-    at::Tensor seed = call_.outputs.part_of_gradient(i, gradient, part.rows);
-    if (seed.sizes() != output.sizes()) continue;  // `compare` has noted it
+    if (!output.defined() || !output.requires_grad()) continue;
+    at::Tensor seed = seam_.gradient(part.rows, i, output);
+    if (!seed.defined()) continue;
     roots.push_back(output);
-    seeds.push_back(seed.to(output.device(), output.scalar_type()));
+    seeds.push_back(std::move(seed));
   }
   // The graph keeps what it needs of them.
   outputs = Batch();
@@ -153,7 +146,7 @@ void BackwardPass::differentiate(const WrappedCall::Part& part, const Batch& mic
     sinks_.redirect_other_leaves(roots, micro.tensors());
     autograd::run_backward(roots, seeds);
     roots.clear();
-    collect(part, micro);
+    seam_.collect(part.rows, micro);
   }
   at::autocast::clear_cache();
   sinks_.forget_dead_leaves();
@@ -172,34 +165,6 @@ Batch BackwardPass::outputs_of(const WrappedCall::Part& part, const Batch& micro
   for (const Version& version : call_.parameter_versions) version.check();
   const AsInForward as_in_forward(call_, part.random);
   return call_.wrapped->model.forward(micro);
-}
-
-void BackwardPass::compare(const WrappedCall::Part& part, const Batch& outputs) {
-  note_differences(part.numbers, outputs, differs_);
-  Batch seen = call_.outputs.whole;
-  for (size_t i = 0; i < seen.leaves().size(); ++i) {
-    Leaf& leaf = seen.leaves()[i];
-    if (!leaf.tensor.defined()) continue;
-    // What the caller has changed in place since cannot be compared any more.
-    if (leaf.batch_dim == Leaf::kShared || !call_.output_versions[i].holds()) leaf.tensor.reset();
-  }
-  note_differences(rows(seen, part.rows.begin, part.rows.end), outputs, differs_);
-}
-
-void BackwardPass::collect(const WrappedCall::Part& part, const Batch& micro) {
-  const at::NoGradGuard no_grad;
-  for (size_t i = 0; i < of_inputs_.size(); ++i) {
-    const size_t index = call_.wanted_inputs[i];
-    const at::Tensor gradient = micro.leaves()[index].tensor.grad();
-    if (!gradient.defined()) continue;
-    const Leaf& whole = call_.inputs.leaves()[index];
-    if (!of_inputs_[i].defined()) of_inputs_[i] = at::zeros_like(whole.tensor);
-    if (whole.batch_dim == Leaf::kShared) {
-      of_inputs_[i].add_(gradient.to(of_inputs_[i].device()));
-    } else {
-      of_inputs_[i].narrow(whole.batch_dim, part.rows.begin, part.rows.size()).copy_(gradient);
-    }
-  }
 }
 
 std::vector<at::Tensor> run_once(const WrappedCall& call, const std::vector<at::Tensor>& gradients,
@@ -257,6 +222,9 @@ class WrapNode : public Node {
 };
 
 std::vector<at::Tensor> run(WrappedCall& call, const std::vector<at::Tensor>& gradients) {
+  if (call.cuts) {
+    return call.cuts->backward(gradients, torch::autograd::get_current_graph_task_keep_graph());
+  }
   bool differs = false;
   std::unique_ptr<WrappedCall::Kept> kept = call.take_kept();
   if (call.wrapped->use_tapes) {

@@ -7,6 +7,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
+#include <infinitybatch/execute/outside_loss.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/step/admission.hpp>
@@ -41,6 +42,20 @@ bool drop_graphs(Wrapped& wrapped) {
   for (const auto& call : calls_of(wrapped)) any = (call->take_kept() != nullptr) || any;
   return any;
 }
+
+/// Stands for the caller's loss while sizes are measured: outputs wait for it.
+class RehearsedLoss final : public OutsideLoss {
+ public:
+  void take(Rows /*rows*/, const Batch& outputs) override { outputs_.push_back(detached(outputs)); }
+  void compare(Rows /*rows*/, const Batch& /*outputs*/) override {}
+  at::Tensor gradient(Rows /*rows*/, size_t /*leaf*/, const at::Tensor& /*output*/) const override {
+    return {};
+  }
+  void collect(Rows /*rows*/, const Batch& /*inputs*/) override {}
+
+ private:
+  std::vector<Batch> outputs_;
+};
 
 /// The user's part has no loss that a rehearsal could compute.
 const CoupledLoss& no_loss() {
@@ -80,7 +95,8 @@ class BudgetedForward {
         planning_(*wrapped),
         high_water_(job_.device),
         counted_(std::make_unique<memory::ForeignStorages>(reachable_tensors(job_))),
-        budget_(options_.memory_budget->resolve(job_.device)) {
+        budget_(options_.memory_budget->resolve(job_.device)),
+        rerunnable_(inputs) {
     if (!planning_.allowed()) {
       throw StateError(
           "this wrapped model is at work already, in another thread or further up in this one; "
@@ -93,6 +109,7 @@ class BudgetedForward {
     job_.use_tapes = wrapped_->use_tapes;
     job_.interrupt = options_.interrupt;
     job_.nested = true;
+    job_.cut = wrapped_->sees_whole_batch();
     for (const auto& call : calls_of(*wrapped_)) {
       if (!call->differentiated) ++planner_;
     }
@@ -107,6 +124,8 @@ class BudgetedForward {
   }
   Request request() const;
   Batch attempt();
+  void answer_coupling();
+  void answer_other_segments(int64_t segments);
   void rehearse();
   Split choose();
   Batch without_gradients(ForwardPass& pass);
@@ -128,6 +147,9 @@ class BudgetedForward {
   bool planned_ = false;    // the planner knows of the attempt at work
   bool finishing_ = false;  // the last attempt failed while outputs were joined
   int64_t restarts_ = 0;
+  const Rerunnable rerunnable_;
+  bool uncut_ = false;           // tapes cannot be cut, or need not be
+  int changes_ = 0;              // of the number of segments
   std::exception_ptr coupling_;  // why only the whole batch as one micro-batch is exact
 };
 
@@ -143,7 +165,12 @@ Request BudgetedForward::request() const {
   request.batch_size = job_.batch_size();
   request.baseline_bytes = live(job_.device);
   request.budget_bytes = budget_;
-  request.two_pass = with_gradients_;
+  request.two_pass = with_gradients_ || job_.cut;
+  if (!job_.cut) return request;
+  request.signature += "|cut into " + std::to_string(wrapped_->segments);
+  request.segments = wrapped_->segments;
+  // Backward takes what waits apart as it goes, so that it could not begin again without graphs.
+  request.keeps_graphs = false;
   return request;
 }
 
@@ -160,10 +187,14 @@ Batch BudgetedForward::run() {
     finishing_ = false;
     try {
       return attempt();
+    } catch (const NothingToCut&) {
+      uncut_ = true;
+      wrapped_->sees_whole_batch() = job_.cut = false;
+      --restarts_;
+    } catch (const SegmentsChanged& changed) {
+      answer_other_segments(changed.segments());
     } catch (const CouplingError&) {
-      const bool may_try = !options_.micro_batch_size && job_.device.is_cpu();
-      if (!may_try || !planned_ || !planner().try_whole_batch()) throw;
-      coupling_ = std::current_exception();
+      answer_coupling();
     } catch (const BudgetExceeded&) {
       if (drop_graphs(*wrapped_)) continue;
       if (coupling_) std::rethrow_exception(coupling_);
@@ -177,6 +208,37 @@ Batch BudgetedForward::run() {
       answer_out_of_memory(limit ? &*limit : nullptr, finishing_);
     }
   }
+}
+
+/// Called with a CouplingError at work.
+void BudgetedForward::answer_coupling() {
+  rerunnable_.check();
+  if (!job_.cut && !uncut_) {
+    job_.cut = true;
+    --restarts_;  // nothing has run out of memory
+    return;
+  }
+  // What forward does between the ops of the whole batch cannot be cut. As one micro-batch it needs
+  // not be.
+  coupling_ = std::current_exception();
+  const bool was_cut = std::exchange(job_.cut, false);
+  uncut_ = true;
+  wrapped_->sees_whole_batch() = false;
+  const bool may_try = !options_.micro_batch_size && job_.device.is_cpu();
+  if (!may_try) std::rethrow_exception(coupling_);
+  if (was_cut) return;  // the planner has yet to meet the model as it is
+  if (!planned_ || !planner().try_whole_batch()) std::rethrow_exception(coupling_);
+}
+
+void BudgetedForward::answer_other_segments(int64_t segments) {
+  rerunnable_.check();
+  wrapped_->segments = segments;
+  --restarts_;
+  if (++changes_ <= 3) return;
+  throw CouplingError("aten::batch_norm",
+                      "the model does not run its layers that see the whole batch equally often "
+                      "each time; give micro_batch_size alone, put them into eval mode, or accept "
+                      "another gradient with batch_coupling=\"per_micro_batch\"");
 }
 
 void BudgetedForward::answer_out_of_memory(const memory::Limit* limit, bool finishing) {
@@ -221,16 +283,27 @@ void BudgetedForward::rehearse() {
   };
   Job job = job_;
   job.inputs = &wanting;
+  std::optional<RehearsedLoss> loss;
   std::optional<Executor> executor;
+  const auto begin = [&] {
+    executor.reset();
+    if (job.cut) job.outside = &loss.emplace();
+    executor.emplace(job);
+  };
   try {
     for (int pass = 0; pass < kPasses; ++pass) {
-      executor.emplace(job);
+      begin();
       planner().begin(request());
       planned_ = true;
       int64_t row = 0;
       while (const std::optional<Piece> piece = planner().next()) {
-        planner().observe(*piece, infinitybatch::run(*executor, *piece, row, job.device));
+        planner().observe(*piece, run_planned(*executor, *piece, row, job.device));
         row += piece->plan.batch_size;
+        if (!job.cut) continue;
+        // Each piece stands for a whole batch.
+        job.check_recordings = false;
+        executor->roll_back();
+        begin();
       }
       executor->roll_back();
       executor.reset();
@@ -252,7 +325,7 @@ Split BudgetedForward::choose() {
   planner().begin(wanted);
   planned_ = true;
   piece_ = planner().two_pass();
-  if (!planner().foresees_whole_loss(piece_.plan)) {
+  if (with_gradients_ && !planner().foresees_whole_loss(piece_.plan)) {
     // Nothing is known yet of what comes between forward and backward.
     wanted.budget_bytes -= (wanted.budget_bytes - wanted.baseline_bytes) / 2;
     try {
@@ -267,7 +340,8 @@ Split BudgetedForward::choose() {
 }
 
 Batch BudgetedForward::attempt() {
-  if (with_gradients_ && !options_.micro_batch_size) rehearse();
+  const bool rehearsed = with_gradients_ || job_.cut;
+  if (rehearsed && !options_.micro_batch_size) rehearse();
   // From here on: what a rehearsal needs is no part of the plan.
   auto high_water = std::make_unique<memory::HighWater>(job_.device);
   ForwardPass pass(wrapped_, job_, inputs_);
@@ -277,12 +351,18 @@ Batch BudgetedForward::attempt() {
     Batch outputs;
     if (options_.micro_batch_size) {
       piece_ = Piece();
-      outputs = pass.run({split_by(rows_.size, *options_.micro_batch_size), 0}, rows_.size);
+      const int64_t size = *options_.micro_batch_size;
+      outputs = job_.cut && size < rows_.size
+                    ? pass.run_cuts(split_for_cuts(rows_.size, size))
+                    : pass.run({split_by(rows_.size, size), 0}, rows_.size);
+    } else if (job_.cut) {
+      outputs = pass.run_cuts(choose().sizes, piece_.plan.segments);
     } else if (with_gradients_) {
       outputs = pass.run(choose(), rows_.size);
     } else {
       outputs = without_gradients(pass);
     }
+    if (job_.cut) wrapped_->sees_whole_batch() = true;
     call->report = report_of(*call, pass.sizes());
     call->report->memory_budget = budget_;
     call->report->predicted_peak_bytes = piece_.plan.predicted_peak_bytes;
@@ -410,7 +490,7 @@ std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
       if (limit && !limit->allocation_failed()) throw;
       // `run` has consumed what this call kept.
       const bool kept = restarts == 0 && call.report->retained > 0;
-      if (drop_graphs(*call.wrapped) || kept) continue;
+      if (!call.cuts && (drop_graphs(*call.wrapped) || kept)) continue;
       const int64_t refused = limit ? limit->refused() : budget + 1;
       if (refused == 0) throw;  // by the system
       afterwards.peak(refused);
@@ -425,7 +505,7 @@ std::shared_ptr<WrapReport> report_of(const WrappedCall& call, const std::vector
   auto report = std::make_shared<WrapReport>();
   report->micro_batch_sizes = sizes;
   report->retained = call.kept_count();
-  report->strategy = call.parts.empty() ? "forward" : "replay";
+  report->strategy = call.cuts ? "cut" : call.parts.empty() ? "forward" : "replay";
   for (const WrappedCall::Part& part : call.parts) {
     if (!part.tape.opaque) continue;
     report->strategy = "rerun";

@@ -1,7 +1,11 @@
 #include "wrap_forward.hpp"
 
+#include "meter.hpp"
+#include "wrap_cuts.hpp"
+
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/coupled/one_of_many.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 
@@ -18,12 +22,29 @@ namespace infinitybatch {
 using torch::autograd::AccumulateGrad;
 using torch::autograd::Node;
 
+Rerunnable::Rerunnable(const Batch& inputs) {
+  for (const at::Tensor& tensor : inputs.tensors()) {
+    versions_.push_back(Version::of("an input", tensor));
+  }
+}
+
+void Rerunnable::check() const {
+  for (const Version& version : versions_) {
+    if (version.holds()) continue;
+    throw Unsupported(
+        "forward changes its inputs in place, and has to run on them again for a layer that sees "
+        "the whole batch; write that out of place, as in x = x - mean. The rows that it ran on are "
+        "changed");
+  }
+}
+
 ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const Batch& inputs)
     : options_(wrapped->options),
       exact_(options_.batch_coupling == BatchCoupling::exact),
       recording_(at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()),
       call_(std::make_shared<WrappedCall>()),
-      buffer_rule_(job.buffers, exact_) {
+      buffer_rule_(job.buffers, exact_),
+      job_(job) {
   call_->wrapped = std::move(wrapped);
   call_->device = job.device;
   call_->devices = devices_of(job);
@@ -60,7 +81,45 @@ Batch ForwardPass::run(const Split& split, int64_t total) {
   return finish();
 }
 
+Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, std::optional<int64_t> segments) {
+  call_->cuts = std::make_unique<WrapCuts>(*call_, job_, values_, [this](const Batch& micro) {
+    const uint64_t first_node = at::sequence_number::peek();
+    Batch outputs = call_->wrapped->model.forward(micro);
+    learn_from_recording(outputs, micro, first_node);
+    return outputs;
+  });
+  WrapCuts& cuts = *call_->cuts;
+  int64_t row = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    cuts.record({row, row + sizes[i]});
+    row += sizes[i];
+    // A second size tells along which dimension outputs lie.
+    if (i == 0 && ambiguous_ && sizes.size() > 1 && sizes[0] > 1 && sizes.front() == sizes.back()) {
+      --sizes[1];
+      sizes.push_back(1);
+    }
+  }
+  if (segments && cuts.segments() != *segments) throw SegmentsChanged(cuts.segments());
+  cuts.forward(cut_plan(sizes, cuts.segments(), /*retained=*/0, /*coupled=*/true,
+                        /*penalty=*/false));
+  outputs_ = cuts.take_outputs();
+  row_counts_ = std::move(sizes);
+  return finish();
+}
+
+void ForwardPass::learn_from_recording(const Batch& outputs, const Batch& micro,
+                                       uint64_t first_node) {
+  ambiguous_ = is_ambiguous(outputs, batch_size(micro, "inputs"), options_);
+  if (!recording_) return;
+  const size_t known = call_->leaves.size();
+  note_graph(outputs, micro, first_node);
+  for (size_t i = known; i < call_->leaves.size(); ++i) {
+    call_->cuts->adopt(call_->leaves[i].tensor);
+  }
+}
+
 void ForwardPass::roll_back() {
+  if (call_->cuts) call_->cuts->roll_back();
   buffer_rule_.roll_back();
   watch_.undo_writes();
   before_.restore();
@@ -92,6 +151,8 @@ void ForwardPass::read(const NamedParameter& parameter) {
 }
 
 Batch ForwardPass::call_model(const Batch& micro) {
+  // Layers that refuse a single sample would not refuse the batch.
+  const coupled::OneOfMany one(exact_ && one_of_many_);
   const coupled::CouplingWatch::Scope watching(watch_);
   return call_->wrapped->model.forward(micro);
 }
@@ -114,6 +175,7 @@ Batch ForwardPass::call_model_and_keep(const Batch& micro) {
 void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   if (options_.interrupt) options_.interrupt();
   keep = keep && recording_;
+  one_of_many_ = rows.size() == 1 && total > 1;
   const Batch micro = call_->micro_batch(rows);
   Batch outputs;
   WrappedCall::Part part;
@@ -143,11 +205,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   outputs_.push_back(detached(outputs));
   row_counts_.push_back(rows.size());
   if (recording_) {
-    std::vector<Leaf> numbers = outputs_.back().leaves();
-    for (Leaf& leaf : numbers) {
-      if (leaf.tensor.defined() && leaf.tensor.dim() > 0) leaf.tensor.reset();
-    }
-    part.numbers = Batch(std::move(numbers), outputs_.back().structure());
+    part.numbers = numbers_of(outputs_.back());
     call_->parts.push_back(std::move(part));
   }
   at::autocast::clear_cache();
@@ -208,6 +266,7 @@ Batch ForwardPass::finish() {
   }
   JoinedOutputs joined = join(std::move(outputs_), row_counts_, options_);
   buffer_rule_.commit();
+  if (call_->cuts) call_->cuts->finish_forward();
   Batch outputs = joined.whole;
   if (!recording_ ||
       std::find(wants_gradient_.begin(), wants_gradient_.end(), true) == wants_gradient_.end()) {

@@ -17,6 +17,17 @@ struct Split {
   int64_t retained = 0;  ///< of the last micro-batches: keep their graph, beside the tape
 };
 
+/// Inputs that a forward may have to run on again.
+class Rerunnable {
+ public:
+  explicit Rerunnable(const Batch& inputs);
+  /// \throws Unsupported where they have been changed in place
+  void check() const;
+
+ private:
+  std::vector<Version> versions_;
+};
+
 /// One forward pass over all micro-batches of a wrapped model.
 class ForwardPass {
  public:
@@ -26,6 +37,11 @@ class ForwardPass {
 
   /// All micro-batches, and the outputs of all.
   Batch run(const Split& split, int64_t total);
+  /// The same for a model with ops that see the whole batch.
+  /// \param segments that it was planned for
+  /// \throws NothingToCut where there are none
+  /// \throws SegmentsChanged where there are more or fewer than planned
+  Batch run_cuts(std::vector<int64_t> sizes, std::optional<int64_t> segments = std::nullopt);
 
   /// One micro-batch: `finish` comes after the last.
   void run(Rows rows, int64_t total, bool keep = false);
@@ -33,6 +49,8 @@ class ForwardPass {
   Batch finish();
   /// Whether micro-batches are joined; running out of memory then is no matter of their size.
   bool finishing() const noexcept { return finishing_; }
+  /// Whether an op that couples samples has run.
+  bool saw_coupling() const noexcept { return !watch_.seen().empty(); }
 
   /// Buffers, rewritten weights and random state as the pass found them.
   void roll_back();
@@ -44,6 +62,7 @@ class ForwardPass {
   void read(const Batch& inputs);
   void read(const NamedParameter& parameter);
   Batch call_model(const Batch& micro);
+  void learn_from_recording(const Batch& outputs, const Batch& micro, uint64_t first_node);
   /// The same, in a graph that ends in sinks of its own.
   Batch call_model_and_keep(const Batch& micro);
   void note_graph(const Batch& outputs, const Batch& micro, uint64_t first_node);
@@ -58,11 +77,14 @@ class ForwardPass {
   std::shared_ptr<const BufferValues> values_;
   RngSnapshot before_;
   std::unordered_set<c10::TensorImpl*> known_leaves_;
+  const Job& job_;
   std::vector<Batch> outputs_;
   std::vector<int64_t> row_counts_;
   std::vector<bool> wants_gradient_;  // of each leaf of the outputs
   // What the node's edges need; the call itself holds inputs without their graph.
   Batch inputs_;
+  bool one_of_many_ = false;  // a single sample is at work
+  bool ambiguous_ = false;    // along which dimension the outputs of a recording lie
   bool finishing_ = false;
 };
 

@@ -1,5 +1,7 @@
 #include "wrapped_call.hpp"
 
+#include "wrap_cuts.hpp"
+
 #include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
 
@@ -40,6 +42,9 @@ void Version::check() const {
                    std::to_string(tensor._version()) + ", expected " + std::to_string(version) +
                    "); run backward before changing it");
 }
+
+WrappedCall::WrappedCall() = default;
+WrappedCall::~WrappedCall() = default;
 
 WrappedCall::Kept& WrappedCall::keep() {
   if (!kept_) kept_ = std::make_unique<Kept>();

@@ -18,6 +18,8 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -28,6 +30,9 @@ struct Wrapped {
   Model model;
   WrapOptions options;
   std::atomic<bool> use_tapes = true;  ///< false once a replay gave other outputs
+  /// Whether ops of the model see the whole batch, in eval and in training mode.
+  std::array<std::atomic<bool>, 2> cut{};
+  std::atomic<bool>& sees_whole_batch() { return cut[model.is_training() ? 1 : 0]; }
 
   // With a memory budget:
   std::atomic<bool> planning = false;  ///< one thread at a time asks the planners
@@ -37,10 +42,12 @@ struct Wrapped {
   std::array<Planner, kCalls> planners;
   std::array<uint64_t, kCalls> begun{};  ///< counts what each planner was asked
   Planner without_gradients;
+  int64_t segments = 1;  ///< of the cut tapes that were recorded last
 
   std::mutex mutex;  ///< over what follows
   std::vector<std::weak_ptr<struct WrappedCall>> calls;
   std::shared_ptr<WrapReport> report;  ///< of the last call
+  std::set<std::string> checked;       ///< kinds of batch whose recordings have been checked
 };
 
 /// Tensors of all buffers and their values at one moment. Restoring raises no version: graphs that
@@ -71,8 +78,15 @@ struct Version {
   void check() const;
 };
 
+class WrapCuts;
+
 /// Everything that the backward pass of one call needs to know of its forward pass.
 struct WrappedCall {
+  WrappedCall();
+  ~WrappedCall();
+  WrappedCall(const WrappedCall&) = delete;
+  WrappedCall& operator=(const WrappedCall&) = delete;
+
   struct Part {
     Rows rows;
     RngSnapshot random;
@@ -102,7 +116,7 @@ struct WrappedCall {
   std::vector<std::pair<at::Tensor, bool>> requires_grad;  ///< of every parameter
   std::vector<Version> parameter_versions;
   std::vector<Version> input_versions;
-  std::vector<Part> parts;
+  std::vector<Part> parts;  ///< empty with `cuts`
   std::vector<BufferSlot> buffers;
   tape::Modes modes;
   JoinedOutputs outputs;                 ///< tensors detached; they share memory with the caller's
@@ -129,6 +143,9 @@ struct WrappedCall {
   /// For backward, and for whoever needs the memory: null where nothing is kept (any more).
   std::unique_ptr<Kept> take_kept();
   int64_t kept_count() const;
+
+  /// Where ops of the model see the whole batch. The last member: it refers to the others.
+  std::unique_ptr<WrapCuts> cuts;
 
  private:
   mutable std::mutex mutex_;

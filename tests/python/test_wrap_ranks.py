@@ -1,5 +1,6 @@
 """Wrapped modules inside DistributedDataParallel, on two ranks of gloo."""
 
+import copy
 from typing import Any
 
 import infinitybatch as ib
@@ -58,6 +59,45 @@ def with_a_budget(rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize("body", [without_agreement, with_agreement, with_a_budget])
 def test_ddp_around_it(body):
     check(on_two_ranks(body))
+
+
+def normalised() -> nn.Module:
+    """Each rank's layers see the whole of the rank's own batch, as without micro-batches."""
+    torch.manual_seed(0)
+    return Calls(
+        lambda self, x: self.head(torch.tanh(self.norm(self.net(x)))),
+        net=mlp(),
+        norm=nn.BatchNorm1d(5),
+        head=nn.Linear(5, 4),
+    ).double()
+
+
+def with_batch_norm(rank: int) -> dict[str, Any]:
+    inner = normalised()
+    model = DDP(ib.wrap(inner, micro_batch_size=4, process_group=dist.group.WORLD))
+    for _ in range(2):
+        model.zero_grad()
+        contrastive(model(batches()[rank])).backward()
+    return {"mean": inner.norm.running_mean.numpy(), **numbers(inner)}
+
+
+def test_ops_of_the_whole_batch():
+    found = on_two_ranks(with_batch_norm)
+    native = normalised()
+    replicas = [copy.deepcopy(native) for _ in range(2)]
+    for _ in range(2):
+        for replica in replicas:  # the first rank's statistics are everybody's, before each forward
+            replica.load_state_dict(replicas[0].state_dict())
+        outputs = [replica(x) for replica, x in zip(replicas, batches(), strict=True)]
+    for output in outputs:
+        (contrastive(output) / 2).backward()
+    wanted = {
+        n: a.grad + dict(replicas[1].named_parameters())[n].grad
+        for n, a in replicas[0].named_parameters()
+    }
+    for each, replica in zip(found, replicas, strict=True):
+        close(torch.from_numpy(each.pop("mean")), replica.norm.running_mean)
+        close({name: torch.from_numpy(g) for name, g in each.items()}, wanted)
 
 
 def uneven(rank: int) -> dict[str, Any]:

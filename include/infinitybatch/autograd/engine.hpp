@@ -7,11 +7,13 @@
 
 namespace infinitybatch::autograd {
 
-/// Runs the graph behind `roots` backward and frees it. Gradients go wherever the graph's leaves
-/// send them. Autocast is off meanwhile, as it is when `backward()` is called outside the autocast
-/// region. After a failure the engine's queue of this thread holds nothing of the failed run.
+/// Runs the graph behind `roots` backward and, but for `keep`, frees it. Gradients go wherever the
+/// graph's leaves send them. Autocast is off meanwhile, as it is when `backward()` is called
+/// outside the autocast region. After a failure the engine's queue of this thread holds nothing of
+/// the failed run.
 /// \param gradients one for each root, same shape and device
-void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients);
+void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients,
+                  bool keep = false);
 
 /// The gradients of `root`, one number, at `edges`: they are caught there and go no further. The
 /// graph stays. Autocast and failures as in `run_backward`.

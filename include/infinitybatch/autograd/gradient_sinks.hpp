@@ -38,6 +38,10 @@ class GradientSinks {
   void redirect_other_leaves(const std::vector<at::Tensor>& roots,
                              const std::vector<at::Tensor>& except = {});
 
+  /// From now on this leaf too is one that the constructor was given. Call it before any graph runs
+  /// backward.
+  void adopt(const at::Tensor& leaf);
+
   /// Lets go of leaves that died with their micro-batch. Call it when the graph is gone.
   void forget_dead_leaves();
 

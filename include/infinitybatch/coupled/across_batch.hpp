@@ -45,9 +45,12 @@ class AcrossBatchFunctions {
   AcrossBatchFunctions& operator=(const AcrossBatchFunctions&) = delete;
   /// Lets go of them. Numbers begin again, so that two recordings of one forward are alike.
   void forget();
+  /// Lets go of them for good: it may live on beside later ones.
+  void close();
 
  private:
   int64_t first_;
+  bool open_ = true;
 };
 
 }  // namespace coupled

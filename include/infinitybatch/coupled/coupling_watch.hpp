@@ -67,6 +67,9 @@ class CouplingWatch {
     functions_.forget();
   }
 
+  /// Nothing will be watched any more; watches that were made later may come to work.
+  void close() { functions_.close(); }
+
   /// \throws CouplingError where a coupled op ran on `rows` of `total` samples, but not all of them
   void check(int64_t rows, int64_t total) const;
 

@@ -55,6 +55,9 @@ class WholeBatchOp {
   /// \param leaves gets leaves of the result's graph whose gradient `collect_gradient` reads
   virtual at::Tensor apply(Rows rows, const Arguments& arguments,
                            std::vector<at::Tensor>& leaves) = 0;
+  /// In front of a backward pass: forgets the gradients of an earlier one.
+  /// \param keep another one may follow; without it each `combine_gradients` is the last
+  virtual void begin_backward(bool /*keep*/) {}
   /// \param leaves as `apply` gave them
   virtual void collect_gradient(Rows rows, const std::vector<at::Tensor>& leaves) = 0;
   /// \param sinks for gradients of leaves that the op itself uses

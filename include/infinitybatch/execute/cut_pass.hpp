@@ -72,6 +72,9 @@ class CutPass {
   /// The op in front of `segment` has seen all rows.
   void combine(int64_t segment);
 
+  /// In front of a backward pass that is not the first, or not the last.
+  /// \param keep another one may follow: what waits goes on waiting
+  void begin_backward(bool keep);
   /// Plays a segment with a graph. Returns the model's outputs where it is the last one.
   Batch resume(Rows rows, const Batch& inputs, int64_t segment);
   /// Leaves of the graph at work whose gradients belong here, not to the sinks.
@@ -153,6 +156,8 @@ class CutPass {
   std::map<std::string, std::string> foreign_before_;
   std::optional<std::map<std::string, std::string>> foreign_after_;  // one forward
   Work work_;
+  std::vector<at::Tensor> input_leaves_;             // of the graph at work, with `Job::outside`
+  bool keep_ = false;                                // what waits, for another backward pass
   std::map<const void*, at::Tensor> found_buffers_;  // their values, by tensor
   Part* part_ = nullptr;                             // at work
 };

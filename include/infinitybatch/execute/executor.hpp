@@ -33,6 +33,14 @@ class Executor {
   /// Buffers and rewritten weights as the step found them.
   void roll_back();
 
+  /// With `Job::outside`, once the outputs are there: buffers get what the forward of the whole
+  /// batch leaves in them, and the parameters' gradients go to the sinks no more.
+  /// \throws CouplingError naming a buffer on which micro-batches do not agree
+  void finish_forward();
+  /// Then, in front of the rest of the plan; uninstall the sinks after it.
+  /// \param keep the rest may run once more
+  void begin_backward(bool keep);
+
   /// The whole batch's loss, detached, in the loss's own type. Once `hand_out` has run neither this
   /// nor `take_outputs` can fail any more.
   at::Tensor loss() const;
@@ -79,6 +87,8 @@ class Executor {
   at::Tensor loss_sum(Rows rows) const;
   /// \param except leaves whose gradients do not belong to the sinks
   void differentiate(const at::Tensor& share, const std::vector<at::Tensor>& except = {});
+  /// Of one output leaf of these rows, with cuts and a loss of all outputs.
+  at::Tensor gradient_of(Rows rows, size_t leaf, const at::Tensor& output) const;
 
   const Job& job_;
   autograd::GradientSinks sinks_;

@@ -11,6 +11,7 @@ namespace infinitybatch {
 
 struct StaticTapes;
 class Checkpoints;
+class OutsideLoss;
 namespace park {
 class Store;
 }
@@ -31,6 +32,7 @@ struct Job {
   const Model* model = nullptr;
   const SeparableLoss* loss = nullptr;  ///< one of the two is set
   const CoupledLoss* coupled = nullptr;
+  OutsideLoss* outside = nullptr;  ///< with `cut`, in place of both: the loss is somebody else's
   const BatchSource* inputs = nullptr;
   const BatchSource* targets = nullptr;
   std::vector<NamedParameter> parameters;

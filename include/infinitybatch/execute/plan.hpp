@@ -83,6 +83,10 @@ std::vector<int64_t> split_by(int64_t batch_size, int64_t size);
 /// As few micro-batches of at most `size` samples as possible, all equal to within one sample.
 std::vector<int64_t> split_evenly(int64_t batch_size, int64_t size);
 
+/// `split_by`, or evenly where that leaves a single sample over, which layers that see the whole
+/// batch may refuse.
+std::vector<int64_t> split_for_cuts(int64_t batch_size, int64_t size);
+
 /// The streaming strategy: micro-batch after micro-batch, forward to backward, then one hand-out.
 Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty);
 

@@ -53,8 +53,8 @@ struct WrapReport {
   std::vector<int64_t> micro_batch_sizes;  ///< in the order they ran
   int64_t retained = 0;  ///< micro-batches that keep their graph and need no second forward
   /// "replay" (each forward of the user's ran once), "rerun" (backward runs some of them again,
-  /// `strategy_reason` says why), "forward" (no gradient is wanted) or "native" (no budget, and one
-  /// micro-batch).
+  /// `strategy_reason` says why), "cut" (ops of the model see the whole batch: from cut to cut),
+  /// "forward" (no gradient is wanted) or "native" (no budget, and one micro-batch).
   std::string strategy;
   std::string strategy_reason;
   // With a memory budget:
@@ -78,6 +78,11 @@ struct WrapReport {
 /// `torch::autograd::grad` see one full gradient. Outputs that were changed in place since forward
 /// are not compared. With a fixed size alone a batch of one micro-batch runs natively.
 ///
+/// Where ops of the model see the whole batch (BatchNorm in training mode, `across_batch`) forward
+/// goes from one to the next with all micro-batches, as VirtualBatch does, and buffers get the
+/// statistics of the whole batch once; what each such op was given waits until backward, which goes
+/// the same way back. A backward that fails half way uses this up, unless the graph was to be kept.
+///
 /// With a memory budget the micro-batch size is the fastest that fits, and as many micro-batches as
 /// fit keep their graph. The first forward with a new kind of batch tries sizes, undoes it, and
 /// leaves half of the room for the loss, of which nothing is known yet; the second one plans with
@@ -97,7 +102,8 @@ class Wrap {
   /// the
   ///               model's device, one micro-batch at a time
   /// \throws BatchError    inputs that cannot be split, outputs that cannot be joined
-  /// \throws CouplingError a layer that mixes samples, or a buffer that depends on them
+  /// \throws CouplingError a layer that mixes samples where forward cannot be cut, or a buffer that
+  ///               depends on them
   /// \throws Unsupported   tensors that no gradient can pass exactly
   /// \throws BudgetExceeded  no micro-batch size stays inside the budget. Backward throws it where
   /// the

@@ -1,6 +1,7 @@
 // Wrapped models against the models themselves. What Python adds is tested from Python.
 #include "support.hpp"
 
+#include <infinitybatch/coupled/across_batch.hpp>
 #include <infinitybatch/step/wrap.hpp>
 
 namespace infinitybatch::testing {
@@ -174,6 +175,67 @@ TEST(Wrap, ABudgetThatIsTooSmall) {
     EXPECT_GT(error.needed(), error.limit());
   }
   EXPECT_EQ(memory::stats(at::kCPU).live, live);
+}
+
+/// Two BatchNorm layers and an op of the user's own, which all see the whole batch.
+struct SeesAll : nn::Module {
+  SeesAll() {
+    torch::manual_seed(6);
+    first = register_module("first", nn::Linear(4, 6));
+    norm = register_module("norm", nn::BatchNorm1d(6));
+    after = register_module("after", nn::BatchNorm1d(6));
+    last = register_module("last", nn::Linear(7, 3));
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const auto spread = [](const std::vector<at::Tensor>& all) {
+      return all[0].std(0, /*unbiased=*/false).mean().expand({all[0].size(0), 1});
+    };
+    const at::Tensor h = norm(first(x)).tanh();
+    return last(at::cat({after(h.square()), across_batch(spread, {h})}, 1));
+  }
+  nn::Linear first = nullptr, last = nullptr;
+  nn::BatchNorm1d norm = nullptr, after = nullptr;
+};
+
+TEST(Wrap, OpsOfTheWholeBatchAreExact) {
+  const auto native = std::make_shared<SeesAll>();
+  const at::Tensor x = at::randn({9, 4}, at::kDouble).requires_grad_();
+  auto leaves = native->parameters();
+  leaves.push_back(x);
+  const auto wanted = gradients(contrastive(native->forward(x)), leaves);
+  for (const int64_t size : {2, 3, 4, 8, 9}) {
+    SCOPED_TRACE(size);
+    const auto net = std::make_shared<SeesAll>();
+    std::vector<at::Tensor> own = net->parameters();
+    own.push_back(x);
+    const Wrap wrapped(net, in_micro_batches_of(size));
+    const at::Tensor outputs = wrapped.forward(x).tensor();
+    EXPECT_EQ(wrapped.last_report()->strategy, size < 9 ? "cut" : "native");
+    const at::Tensor loss = contrastive(outputs);
+    // What waits may be asked for once more.
+    if (size < 9) expect_close(torch::autograd::grad({loss}, own, {}, true), wanted);
+    expect_close(gradients(loss, own), wanted);
+    const auto buffers = net->named_buffers();
+    for (const auto& each : native->named_buffers()) {
+      EXPECT_LE(error(buffers[each.key()], each.value()), 1e-12) << each.key();
+    }
+  }
+}
+
+TEST(Wrap, OpsOfTheWholeBatchUnderABudget) {
+  const auto net = std::make_shared<SeesAll>();
+  const at::Tensor x = at::randn({512, 4}, at::kDouble);
+  const auto wanted = gradients(contrastive(net->forward(x)), net->parameters());
+  WrapOptions options;
+  options.memory_budget = memory::stats(at::kCPU).live + (int64_t{8} << 20);
+  const Wrap wrapped(net, options);
+  for (int step = 0; step < 3; ++step) {
+    const at::Tensor loss = contrastive(wrapped.forward(x).tensor());
+    expect_close(gradients(loss, net->parameters()), wanted);
+    EXPECT_LE(wrapped.last_report()->peak_bytes, wrapped.last_report()->memory_budget);
+    EXPECT_EQ(wrapped.last_report()->strategy, "cut");
+  }
 }
 
 TEST(Wrap, WhereOthersDoNotAgreeNoGradientLeaves) {
