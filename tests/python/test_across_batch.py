@@ -229,7 +229,3 @@ def test_misuse():
         "does not come from the samples",
         positions=nn.Embedding(6, 6, scale_grad_by_freq=True),
     )
-    model = discriminator()
-    wrapped = ib.wrap(model, micro_batch_size=2)
-    with pytest.raises(ib.CouplingError, match="across_batch"):
-        wrapped(torch.randn(4, 6, dtype=torch.float64))
