@@ -24,7 +24,6 @@ WrapCuts::WrapCuts(const WrappedCall& call, const Job& job,
   job_.model = &model_;
   job_.inputs = &inputs_;
   job_.targets = &targets_;
-  job_.parameters = call.leaves;
   job_.outside = this;
   job_.cut = true;
   job_.nested = true;

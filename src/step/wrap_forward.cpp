@@ -93,10 +93,11 @@ Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, std::optional<int64_t> s
   for (size_t i = 0; i < sizes.size(); ++i) {
     cuts.record({row, row + sizes[i]});
     row += sizes[i];
-    // A second size tells along which dimension outputs lie.
+    // A second size tells along which dimension outputs lie. Two halves: layers may refuse a
+    // single sample.
     if (i == 0 && ambiguous_ && sizes.size() > 1 && sizes[0] > 1 && sizes.front() == sizes.back()) {
-      --sizes[1];
-      sizes.push_back(1);
+      sizes.push_back(sizes[1] / 2);
+      sizes[1] -= sizes.back();
     }
   }
   if (segments && cuts.segments() != *segments) throw SegmentsChanged(cuts.segments());

@@ -194,6 +194,24 @@ def two_streams() -> nn.Module:
     )
 
 
+def shortcut() -> nn.Module:
+    """As ResNet's first block of a stage: what waits at the shortcut's cut is changed behind it."""
+
+    def forward(self, x):
+        main, short = self.norm(self.main(x)), self.after(self.short(x))
+        main += short
+        return self.head(F.relu(main).mean((2, 3)))
+
+    return Calls(
+        forward,
+        main=nn.Conv2d(3, 4, 3),
+        norm=nn.BatchNorm2d(4),
+        short=nn.Conv2d(3, 4, 3),
+        after=nn.BatchNorm2d(4),
+        head=nn.Linear(4, 5),
+    )
+
+
 def one_dimension() -> nn.Module:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5)
@@ -249,6 +267,7 @@ MODELS = {
     "computed weight": computed_weight,
     "beside views": beside_views,
     "two streams": two_streams,
+    "shortcut": shortcut,
     "SyncBatchNorm on one process": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(Residual(2)),
 }
 

@@ -484,7 +484,7 @@ def test_under_a_budget(room):
         assert report.strategy == "cut" and report.peak_bytes <= budget
         assert len(report.micro_batch_sizes) > 1 or room == 1 << 30
         if step > 1:
-            assert report.predicted_peak_bytes == pytest.approx(report.peak_bytes, rel=0.05)
+            assert report.peak_bytes <= 1.01 * report.predicted_peak_bytes
         contrastive(native(x)).backward()
         close(grads(inner), grads(native))
         close(buffers(inner), buffers(native))

@@ -181,10 +181,10 @@ TEST(Wrap, ABudgetThatIsTooSmall) {
 struct SeesAll : nn::Module {
   SeesAll() {
     torch::manual_seed(6);
-    first = register_module("first", nn::Linear(4, 6));
+    first = register_module("first", nn::Linear(nn::LinearOptions(4, 6).bias(false)));
     norm = register_module("norm", nn::BatchNorm1d(6));
     after = register_module("after", nn::BatchNorm1d(6));
-    last = register_module("last", nn::Linear(7, 3));
+    last = register_module("last", nn::Linear(7, 5));
     to(at::kDouble);
   }
   at::Tensor forward(const at::Tensor& x) {
@@ -204,7 +204,7 @@ TEST(Wrap, OpsOfTheWholeBatchAreExact) {
   auto leaves = native->parameters();
   leaves.push_back(x);
   const auto wanted = gradients(contrastive(native->forward(x)), leaves);
-  for (const int64_t size : {2, 3, 4, 8, 9}) {
+  for (const int64_t size : {3, 4, 8, 9}) {  // a single sample is refused by the layer itself
     SCOPED_TRACE(size);
     const auto net = std::make_shared<SeesAll>();
     std::vector<at::Tensor> own = net->parameters();
