@@ -1,3 +1,4 @@
+#include <infinitybatch/core/generator_state.hpp>
 #include <infinitybatch/core/rng.hpp>
 
 #include <ATen/Context.h>
@@ -30,7 +31,7 @@ std::vector<Source> registered() {
 }
 
 std::function<void()> save_generator(const at::Generator& generator) {
-  return [generator, state = state_of(generator)] { set_state(generator, state); };
+  return [generator, state = GeneratorState(generator)] { state.put_back(generator); };
 }
 
 }  // namespace

@@ -1,13 +1,11 @@
 #include <infinitybatch/coupled/random_streams.hpp>
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/rng.hpp>
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 namespace infinitybatch::coupled {
@@ -15,7 +13,7 @@ namespace {
 
 RandomStreams::Position states_of(const std::vector<at::Generator>& generators) {
   RandomStreams::Position position;
-  for (const at::Generator& generator : generators) position.push_back(state_of(generator));
+  for (const at::Generator& generator : generators) position.emplace_back(generator);
   return position;
 }
 
@@ -25,7 +23,7 @@ class Guard {
   explicit Guard(const std::vector<at::Generator>& generators)
       : generators_(generators), before_(states_of(generators)) {}
   ~Guard() {
-    for (size_t i = 0; i < generators_.size(); ++i) set_state(generators_[i], before_[i]);
+    for (size_t i = 0; i < generators_.size(); ++i) before_[i].put_back(generators_[i]);
   }
   Guard(const Guard&) = delete;
   Guard& operator=(const Guard&) = delete;
@@ -34,11 +32,6 @@ class Guard {
   const std::vector<at::Generator>& generators_;
   RandomStreams::Position before_;
 };
-
-bool same_state(const at::Tensor& a, const at::Tensor& b) {
-  return a.nbytes() == b.nbytes() &&
-         std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
-}
 
 }  // namespace
 
@@ -62,7 +55,7 @@ void RandomStreams::meet(const tape::Tape& tape) {
     met.push_back(draw.generator);
     if (index == own_.size()) {
       own_.push_back({{draw.generator}, {draw.state}, {draw.state}});
-    } else if (!same_state(own_[index].begin.front(), draw.state)) {
+    } else if (!(own_[index].begin.front() == draw.state)) {
       throw CouplingError(
           "torch.Generator",
           "forward draws from a torch.Generator that stands elsewhere for each micro-batch (it is "
@@ -74,13 +67,13 @@ void RandomStreams::meet(const tape::Tape& tape) {
 }
 
 void RandomStreams::rewind() const {
-  for (const Stream& own : own_) set_state(own.generators.front(), own.begin.front());
+  for (const Stream& own : own_) own.begin.front().put_back(own.generators.front());
 }
 
 void RandomStreams::settle() const {
   const auto settle = [](const Stream& stream) {
     for (size_t i = 0; i < stream.generators.size(); ++i) {
-      set_state(stream.generators[i], stream.now[i]);
+      stream.now[i].put_back(stream.generators[i]);
     }
   };
   settle(default_);
@@ -88,8 +81,7 @@ void RandomStreams::settle() const {
 }
 
 bool RandomStreams::untouched() const {
-  const Position now = states_of(default_.generators);
-  return std::equal(now.begin(), now.end(), default_.begin.begin(), same_state);
+  return states_of(default_.generators) == default_.begin;
 }
 
 void RandomStreams::take() {
@@ -121,7 +113,7 @@ RandomStreams::Position RandomStreams::draw(Which which, const std::optional<at:
   const std::vector<at::Generator> generators =
       which < 0 ? default_.generators : std::vector<at::Generator>{*given};
   const Guard guard(generators);
-  for (size_t i = 0; i < generators.size(); ++i) set_state(generators[i], from[i]);
+  for (size_t i = 0; i < generators.size(); ++i) from[i].put_back(generators[i]);
   draw();
   return states_of(generators);
 }

@@ -31,7 +31,7 @@ class StoryTeller {
     size_t operation = 0;
     for (size_t i = 0; i <= trace_.events.size(); ++i) {
       for (; sink < trace_.sinks.size() && trace_.sinks[sink].event <= i; ++sink) {
-        gradient(trace_.sinks[sink].what);
+        gradient(trace_.sinks[sink]);
       }
       for (; operation < trace_.operation_starts.size() && trace_.operation_starts[operation] <= i;
            ++operation) {
@@ -68,14 +68,15 @@ class StoryTeller {
     }
   }
 
-  void gradient(const autograd::SinkEvent& event) {
+  void gradient(const MicroBatchTrace::SinkMark& mark) {
+    const autograd::SinkEvent& event = mark.what;
     const auto found = live_.find(event.gradient);
     if (found == live_.end()) return;  // a view, or sparse: freed like any other block
     given_.insert(found->second);
     // A parameter that several segments use has one buffer.
     const bool again = !seen_.insert(event.buffer).second;
     story_.events.push_back({ProfileEvent::Kind::gradient, found->second, event.buffer_bytes,
-                             event.buffer == event.gradient, again});
+                             mark.taken_over(), again});
   }
 
   const MicroBatchTrace& trace_;
@@ -95,6 +96,13 @@ bool same_plot(const Story& a, const Story& b) {
 }
 
 }  // namespace
+
+void MicroBatchTrace::inherit(const MicroBatchTrace& earlier) {
+  if (earlier.sinks.size() != sinks.size()) return;
+  for (size_t i = 0; i < sinks.size(); ++i) {
+    sinks[i].inherited = earlier.sinks[i].taken_over();
+  }
+}
 
 std::vector<Step> steps_of(const Plan& plan) {
   std::vector<Step> steps;

@@ -24,12 +24,15 @@ class Effects {
     switch (instruction.operation) {
       case Operation::retain: {
         // The user's forward, and what it leaves behind is not only the outputs but the graph too.
+        // What is kept of the outputs is the graph's own tensor.
         const Effect forward = tell(Operation::record, size);
-        return {forward.rise, forward.net + tell(Operation::replay, size).net};
+        const int64_t graph = tell(Operation::replay, size).net - tell(Operation::seed, size).net;
+        return {forward.rise, forward.net + graph};
       }
       case Operation::advance_retained: {
         const Effect advance = tell({Operation::advance, instruction.segment}, size);
-        const int64_t graph = tell({Operation::resume, instruction.segment}, size).net;
+        const int64_t graph = tell({Operation::resume, instruction.segment}, size).net -
+                              tell({Operation::seed, instruction.segment}, size).net;
         return {std::max(advance.rise, advance.net + graph), advance.net + graph};
       }
       case Operation::resume:
@@ -86,6 +89,11 @@ class Effects {
 };
 
 }  // namespace
+
+int64_t outputs_of(const MicroBatchProfile& profile, const Plan& plan, int64_t samples) {
+  const int64_t segment = plan.strategy == "cut" ? plan.segments - 1 : -1;
+  return profile.effect({Operation::seed, segment}, samples, /*first=*/true).net;
+}
 
 int64_t simulate_peak(const Plan& plan, const MicroBatchProfile& profile, int64_t baseline,
                       bool begun, Effect whole_loss) {

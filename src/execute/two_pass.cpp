@@ -2,6 +2,7 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/tape/draws.hpp>
 #include <infinitybatch/tape/mismatch.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 
@@ -67,17 +68,21 @@ void TwoPass::again(Rows rows, const Batch& inputs, const std::function<Batch()>
   } else {
     opaque_ = part.tape.opaque;
     const RngSnapshot now = RngSnapshot::capture(devices_);
+    const tape::GeneratorsGuard generators(part.tape);  // the user's own too
     part.random.restore();
+    tape::set_states(part.tape.initial);
     // Past the version counter: where forward doesn't write them nothing changes, and graphs that
     // are kept stay valid.
     for (size_t i = 0; i < part.buffers.size(); ++i) {
       buffers_[i].variable_data().copy_(part.buffers[i]);
     }
-    part.buffers.clear();
     at_work_ = forward();
     now.restore();
   }
-  part.tape = tape::Tape();
+  if (!job_.tapes_stay) {
+    part.buffers.clear();
+    part.tape = tape::Tape();
+  }
   outputs_.compare(rows, at_work_);
 }
 

@@ -345,7 +345,9 @@ void Planner::observe(const Piece& piece, const Measurement& measured) {
   if (borrowed_) return observe_borrowed(piece, measured);
   if (measured.whole_loss) {
     const bool one = piece.plan.micro_batch_sizes.size() == 1;
-    known_->whole_loss[{request_.batch_size, one}] = *measured.whole_loss;
+    const int64_t held = held_beside_joined(piece.plan);
+    known_->whole_loss[{request_.batch_size, one}] = {measured.whole_loss->rise - held,
+                                                      measured.whole_loss->net - held};
   }
   if (piece.settled) return;
   if (piece.plan.strategy == "replay" || piece.plan.strategy == "cut") {
@@ -394,6 +396,8 @@ void Planner::learn_times(const Piece& piece, const std::vector<double>& seconds
 
 void Planner::learn(MicroBatchTrace trace) {
   std::vector<MicroBatchTrace>& traces = known_->traces;
+  // The first of all shows which gradients become buffers, and may not be among those compared.
+  if (!traces.empty()) trace.inherit(traces.back());
   traces.push_back(std::move(trace));
   if (traces.size() < 2) return;
   known_->profile = MicroBatchProfile::fit(traces[traces.size() - 2], traces.back(),

@@ -44,6 +44,24 @@ std::optional<MicroBatchProfile::Effect> Planner::whole_loss(size_t micro_batche
   return std::nullopt;
 }
 
+int64_t Planner::held_beside_joined(const Plan& plan) const {
+  const auto count = static_cast<int64_t>(plan.micro_batch_sizes.size());
+  const bool copied = count > 1 || request_.copies_one;
+  if (!known_->profile || !request_.whole_loss || !copied) return 0;
+  int64_t bytes = 0;
+  for (int64_t i = count - plan.retained; i < count; ++i) {
+    bytes += outputs_of(*known_->profile, plan, plan.micro_batch_sizes[static_cast<size_t>(i)]);
+  }
+  return bytes;
+}
+
+MicroBatchProfile::Effect Planner::whole_loss_of(const Plan& plan) const {
+  const auto known = whole_loss(plan.micro_batch_sizes.size());
+  if (!known) return {};
+  const int64_t held = held_beside_joined(plan);
+  return {known->rise + held, known->net + held};
+}
+
 bool Planner::knows_whole_loss(size_t micro_batches) const {
   return !request_.whole_loss ||
          known_->whole_loss.contains({request_.batch_size, micro_batches == 1});
@@ -51,6 +69,8 @@ bool Planner::knows_whole_loss(size_t micro_batches) const {
 
 void Planner::saw_whole_loss(const Plan& plan, MicroBatchProfile::Effect effect) {
   const bool one = plan.micro_batch_sizes.size() == 1;
+  const int64_t held = held_beside_joined(plan);
+  effect = {effect.rise - held, effect.net - held};
   const auto [found, is_new] = known_->whole_loss.try_emplace({request_.batch_size, one}, effect);
   MicroBatchProfile::Effect& known = found->second;
   if (!is_new && effect.rise <= known.rise && effect.net <= known.net) return;
@@ -64,9 +84,8 @@ bool Planner::foresees_whole_loss(const Plan& plan) const {
 
 int64_t Planner::two_pass_peak(int64_t size, int64_t retained) const {
   const Plan plan = whole_plan(size, retained);
-  return simulate_peak(
-      plan, *known_->profile, request_.baseline_bytes, /*begun=*/false,
-      whole_loss(plan.micro_batch_sizes.size()).value_or(MicroBatchProfile::Effect()));
+  return simulate_peak(plan, *known_->profile, request_.baseline_bytes, /*begun=*/false,
+                       whole_loss_of(plan));
 }
 
 /// Graphs that fit beside everything else. None before the loss has been measured: it comes while
@@ -119,11 +138,9 @@ Piece Planner::two_pass() {
 void Planner::observe_two_pass(const Piece& piece, const Measurement& measured) {
   if (!known_->profile) return;
   const int64_t baseline = request_.baseline_bytes;
-  const int64_t predicted =
-      simulate_peak(
-          piece.plan, *known_->profile, baseline, /*begun=*/false,
-          whole_loss(piece.plan.micro_batch_sizes.size()).value_or(MicroBatchProfile::Effect())) -
-      baseline;
+  const int64_t predicted = simulate_peak(piece.plan, *known_->profile, baseline, /*begun=*/false,
+                                          whole_loss_of(piece.plan)) -
+                            baseline;
   if (predicted <= 0) return;
   const auto ratio =
       static_cast<double>(measured.peak_bytes - baseline) / static_cast<double>(predicted);

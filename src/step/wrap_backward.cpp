@@ -7,6 +7,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
+#include <infinitybatch/tape/draws.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
@@ -49,9 +50,10 @@ class Restoring {
 /// Random numbers, and the modes of forward, for running user code again.
 class AsInForward {
  public:
-  AsInForward(const WrappedCall& call, const RngSnapshot& random)
-      : random_(RngSnapshot::capture(call.devices)) {
-    random.restore();
+  AsInForward(const WrappedCall& call, const WrappedCall::Part& part)
+      : random_(RngSnapshot::capture(call.devices)), generators_(part.tape) {
+    part.random.restore();
+    tape::set_states(part.tape.initial);
     call.modes.apply();
   }
   ~AsInForward() { random_.restore(); }
@@ -61,6 +63,7 @@ class AsInForward {
  private:
   tape::ModesGuard modes_;
   RngSnapshot random_;
+  tape::GeneratorsGuard generators_;  // the user's own too
 };
 
 /// One backward pass over all micro-batches, last to first. Nothing leaves it before `gradients`.
@@ -163,7 +166,7 @@ Batch BackwardPass::outputs_of(const WrappedCall::Part& part, const Batch& micro
     return tape::replay(part.tape, micro);
   }
   for (const Version& version : call_.parameter_versions) version.check();
-  const AsInForward as_in_forward(call_, part.random);
+  const AsInForward as_in_forward(call_, part);
   return call_.wrapped->model.forward(micro);
 }
 

@@ -109,6 +109,7 @@ class BudgetedForward {
     job_.use_tapes = wrapped_->use_tapes;
     job_.interrupt = options_.interrupt;
     job_.nested = true;
+    job_.tapes_stay = true;  // the caller may run backward again
     job_.cut = wrapped_->sees_whole_batch();
     for (const auto& call : calls_of(*wrapped_)) {
       if (!call->differentiated) ++planner_;
@@ -166,6 +167,7 @@ Request BudgetedForward::request() const {
   request.baseline_bytes = live(job_.device);
   request.budget_bytes = budget_;
   request.two_pass = with_gradients_ || job_.cut;
+  request.copies_one = true;
   if (!job_.cut) return request;
   request.signature += "|cut into " + std::to_string(wrapped_->segments);
   request.segments = wrapped_->segments;
@@ -326,15 +328,21 @@ Split BudgetedForward::choose() {
   planned_ = true;
   piece_ = planner().two_pass();
   if (with_gradients_ && !planner().foresees_whole_loss(piece_.plan)) {
-    // Nothing is known yet of what comes between forward and backward.
-    wanted.budget_bytes -= (wanted.budget_bytes - wanted.baseline_bytes) / 2;
-    try {
-      planner().begin(wanted);
-      piece_ = planner().two_pass();
-    } catch (const BudgetExceeded&) {
-      planner().begin(request());
-      piece_ = planner().two_pass();
+    // Nothing is known yet of what comes between forward and backward: as much is left as can be,
+    // half of the room at most.
+    const int64_t room = wanted.budget_bytes - wanted.baseline_bytes;
+    for (int64_t left = room / 2; left > room / 64; left /= 2) {
+      wanted.budget_bytes = budget_ - left;
+      try {
+        planner().begin(wanted);
+        piece_ = planner().two_pass();
+        return {piece_.plan.micro_batch_sizes, piece_.plan.retained};
+      } catch (const BudgetExceeded&) {
+        // Not even the smallest micro-batches fit beside so much.
+      }
     }
+    planner().begin(request());
+    piece_ = planner().two_pass();
   }
   return {piece_.plan.micro_batch_sizes, piece_.plan.retained};
 }

@@ -74,8 +74,8 @@ Batch ForwardPass::run(const Split& split, int64_t total) {
     // A second size tells along which dimension outputs lie.
     if (i == 0 && one_size && sizes[0] > 1 && is_ambiguous(outputs_[0], sizes[0], options_)) {
       --sizes[1];
-      sizes.push_back(1);
-      ++keep_from;
+      sizes.insert(sizes.begin() + 2, 1);
+      ++keep_from;  // as many rows as planned
     }
   }
   return finish();

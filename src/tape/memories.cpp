@@ -9,19 +9,19 @@ namespace infinitybatch::tape {
 
 Memory* Memories::find(const at::Tensor& tensor) {
   const auto found = memories_.find(storage_of(tensor));
-  return found == memories_.end() ? nullptr : found->second.get();
+  return found == memories_.end() ? nullptr : found->second;
 }
 
 Memory* Memories::add(const at::Tensor& tensor) {
   c10::StorageImpl* storage = storage_of(tensor);
   if (storage == nullptr) return nullptr;
-  std::unique_ptr<Memory>& memory = memories_[storage];
-  if (!memory) {
-    memory = std::make_unique<Memory>(tensor.storage().getWeakStorageImpl());
+  Memory*& memory = memories_[storage];
+  if (memory == nullptr) {
+    memory = &all_.emplace_back(tensor.storage().getWeakStorageImpl());
     memory->resizable = storage->resizable();
     memory->bytes = static_cast<int64_t>(storage->nbytes());
   }
-  return memory.get();
+  return memory;
 }
 
 bool Memories::inside_another(const at::Tensor& tensor) const {
@@ -40,9 +40,9 @@ bool Memories::inside_another(const at::Tensor& tensor) const {
 
 void Memories::number(std::vector<uint32_t>& numbers, std::vector<int64_t>& bytes) const {
   uint32_t next = 0;
-  for (const auto& [storage, memory] : memories_) {
-    for (const ValueId value : memory->values) numbers[value] = next;
-    bytes.push_back(memory->bytes);
+  for (const Memory& memory : all_) {
+    for (const ValueId value : memory.values) numbers[value] = next;
+    bytes.push_back(memory.bytes);
     ++next;
   }
 }

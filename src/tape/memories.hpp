@@ -3,10 +3,11 @@
 #include <infinitybatch/tape/tape.hpp>
 
 #include <c10/core/StorageImpl.h>
+#include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include <memory>
+#include <deque>
 #include <utility>
 #include <vector>
 
@@ -17,7 +18,7 @@ struct Memory {
   explicit Memory(c10::weak_intrusive_ptr<c10::StorageImpl> of) : storage(std::move(of)) {}
 
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;  ///< keeps the address from being used again
-  std::vector<ValueId> values;                        ///< tensors that lie in it
+  c10::SmallVector<ValueId, 4> values;                ///< tensors that lie in it
   bool made_here = false;                             ///< by an op of this recording
   bool from_empty = false;                            ///< by an op that leaves it uninitialised
   bool raw = false;                                   ///< and no op has written it yet
@@ -42,7 +43,8 @@ class Memories {
   static bool exported(const Memory& memory, const at::Tensor& tensor);
 
  private:
-  ska::flat_hash_map<const c10::StorageImpl*, std::unique_ptr<Memory>> memories_;
+  std::deque<Memory> all_;  // in the order in which they were met; they stay where they are
+  ska::flat_hash_map<const c10::StorageImpl*, Memory*> memories_;
 };
 
 /// All of the memory that `tensor` lies in, as a tensor of bytes with a version of its own.

@@ -30,11 +30,6 @@ bool is_plain(const c10::IValue& value) {
   return std::all_of(elements.begin(), elements.end(), is_plain);
 }
 
-bool same_state(const at::Tensor& a, const at::Tensor& b) {
-  return a.nbytes() == b.nbytes() &&
-         std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
-}
-
 template <typename T>
 uint32_t position(const std::vector<T>& array) {
   return static_cast<uint32_t>(array.size());
@@ -228,13 +223,13 @@ void Program::take_argument(const c10::IValue& argument, size_t position_in_op) 
 
 void Program::take_generator(const at::Generator& generator) {
   if (generators_.watches(generator)) return;
-  Draw draw{generator, state_of(generator), /*passed=*/true};
+  Draw draw{generator, GeneratorState(generator), /*passed=*/true};
   const auto known = std::find_if(passed_.begin(), passed_.end(),
                                   [&](const Draw& other) { return other.generator == generator; });
   if (known == passed_.end()) {
     passed_.push_back(draw);
     passed_after_.push_back(draw.state);
-  } else if (!same_state(passed_after_[static_cast<size_t>(known - passed_.begin())], draw.state)) {
+  } else if (!(passed_after_[static_cast<size_t>(known - passed_.begin())] == draw.state)) {
     tape_.strayed = true;
   }
   if (!tape_.opaque) tape_.draws.push_back(std::move(draw));
@@ -244,8 +239,8 @@ void Program::take_generator(const at::Generator& generator) {
 bool Program::passed_drew() {
   bool drew = false;
   for (size_t i = 0; i < passed_.size(); ++i) {
-    at::Tensor now = state_of(passed_[i].generator);
-    drew = drew || !same_state(now, passed_after_[i]);
+    GeneratorState now(passed_[i].generator);
+    drew = drew || !(now == passed_after_[i]);
     passed_after_[i] = std::move(now);
   }
   return drew;
@@ -395,8 +390,9 @@ Tape Program::finish(const Batch& outputs) {
   tape_.value_count = values_.size();
   tape_.memories.assign(values_.size(), kNoMemory);
   memories_.number(tape_.memories, tape_.memory_bytes);
-  tape_.strayed = tape_.strayed || generators_.strayed();
-  if (generators_.touched()) tape_.initial = generators_.initial();
+  const bool strayed = generators_.strayed();
+  tape_.strayed = tape_.strayed || strayed;
+  if (strayed || generators_.drew()) tape_.initial = generators_.initial();
   return std::move(tape_);
 }
 

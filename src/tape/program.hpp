@@ -45,7 +45,8 @@ class Program {
   struct Value {
     c10::weak_intrusive_ptr<c10::TensorImpl> impl;  // keeps the address from being used again
     Provenance provenance;
-    int64_t external = -1;  // index into Tape::externals
+    Memory* memory = nullptr;  // that `provenance.storage` is; null without one
+    int64_t external = -1;     // index into Tape::externals
   };
 
   void give_up(std::string reason);
@@ -78,6 +79,8 @@ class Program {
   ValueId find_external(const at::Tensor& tensor);
   ValueId add_external(const at::Tensor& tensor, int64_t input_leaf);
   ValueId add_value(const at::Tensor& tensor);
+  /// After an op that may have changed it.
+  void look_again(Value& value, const at::Tensor& tensor);
   void restore_raw(const at::Tensor& tensor, ValueId value);
   void before_write(const at::Tensor& tensor, ValueId value);
   /// Refuses where `tensor` outlives the call and nobody puts it back.
@@ -94,8 +97,8 @@ class Program {
   ska::flat_hash_map<const c10::TensorImpl*, size_t> buffers_;
   std::vector<at::Tensor> held_buffers_;
   Generators generators_;
-  std::vector<Draw> passed_;              // the user's own generators, as the call found them
-  std::vector<at::Tensor> passed_after_;  // as ops have left them
+  std::vector<Draw> passed_;                  // the user's own generators, as the call found them
+  std::vector<GeneratorState> passed_after_;  // as ops have left them
   std::vector<c10::Stream> streams_;
   size_t saved_tensor_hooks_ = 0;
 

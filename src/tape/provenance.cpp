@@ -1,12 +1,12 @@
 #include "provenance.hpp"
 
 #include <c10/core/DispatchKeySet.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <unordered_set>
 
 namespace infinitybatch::tape {
 
@@ -15,17 +15,28 @@ c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return impl->has_storage() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
 }
 
+namespace {
+
+/// Tensor::_version without the call by way of autograd's table of hooks.
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+}  // namespace
+
 Provenance Provenance::of(const at::Tensor& tensor) {
   Provenance here;
   here.storage = storage_of(tensor);
   // Inference tensors have no version.
-  if (!tensor.is_inference()) here.version = static_cast<uint32_t>(tensor._version());
+  if (!tensor.is_inference()) here.version = version_of(tensor);
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
   if (meta == nullptr) return here;
   // The node of a view may have to be made anew; any other is there.
   here.node = meta->is_view_ ? tensor.grad_fn().get() : meta->grad_fn_.get();
   here.output = meta->output_nr_;
-  here.requires_grad = tensor.requires_grad();
+  // A view asks its base as well.
+  here.requires_grad =
+      meta->is_view_ ? tensor.requires_grad() : meta->requires_grad_ || meta->grad_fn_;
   return here;
 }
 
@@ -52,7 +63,7 @@ const char* strange(const at::Tensor& tensor) {
 const char* hooked(const std::vector<at::Tensor>& roots,
                    const std::vector<compat::NodePtr>& inner) {
   std::vector<torch::autograd::Node*> open;
-  std::unordered_set<const torch::autograd::Node*> seen;
+  ska::flat_hash_set<const torch::autograd::Node*> seen;
   const auto visit = [&](torch::autograd::Node* node) {
     if (node != nullptr && seen.insert(node).second) open.push_back(node);
   };
@@ -61,15 +72,21 @@ const char* hooked(const std::vector<at::Tensor>& roots,
   while (!open.empty()) {
     torch::autograd::Node* node = open.back();
     open.pop_back();
-    // Leaves are met again by the replay; their hooks are the user's business as ever.
-    const bool leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node) != nullptr;
-    const bool is_inner = leaf && std::any_of(inner.begin(), inner.end(),
-                                              [&](const auto& each) { return each.get() == node; });
-    if (leaf && !is_inner) continue;
-    if (!node->tensor_pre_hooks().empty()) return "a hook was set on a tensor";
-    if (!node->retains_grad_hooks().empty()) return "retain_grad() was called on a tensor";
-    if (!node->pre_hooks().empty() || !node->post_hooks().empty()) {
-      return "a hook was set on a graph node";
+    const char* why = nullptr;
+    if (!node->tensor_pre_hooks().empty()) {
+      why = "a hook was set on a tensor";
+    } else if (!node->retains_grad_hooks().empty()) {
+      why = "retain_grad() was called on a tensor";
+    } else if (!node->pre_hooks().empty() || !node->post_hooks().empty()) {
+      why = "a hook was set on a graph node";
+    }
+    // Leaves are met again by the replay; their hooks are the user's business as ever. Asked only
+    // here: casts are slow.
+    if (why != nullptr) {
+      const bool is_inner = std::any_of(inner.begin(), inner.end(),
+                                        [&](const auto& each) { return each.get() == node; });
+      const bool leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node) != nullptr;
+      if (is_inner || !leaf) return why;
     }
     for (const torch::autograd::Edge& edge : node->next_edges()) visit(edge.function.get());
   }

@@ -1,7 +1,7 @@
-#include "generators.hpp"
 #include "memories.hpp"
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/tape/draws.hpp>
 #include <infinitybatch/tape/segment.hpp>
 
 #include <ATen/Functions.h>
@@ -14,27 +14,6 @@
 
 namespace infinitybatch::tape {
 namespace {
-
-/// Puts the state of every generator back that a tape sets.
-class GeneratorsGuard {
- public:
-  explicit GeneratorsGuard(const Tape& tape) {
-    for (const Draw& draw : tape.initial)
-      before_.push_back({draw.generator, state_of(draw.generator)});
-    for (const Draw& draw : tape.draws) {
-      if (draw.passed) before_.push_back({draw.generator, state_of(draw.generator)});
-    }
-  }
-  ~GeneratorsGuard() {
-    // In reverse: a generator that is met twice ends as it was found first.
-    for (size_t i = before_.size(); i-- > 0;) set_state(before_[i].generator, before_[i].state);
-  }
-  GeneratorsGuard(const GeneratorsGuard&) = delete;
-  GeneratorsGuard& operator=(const GeneratorsGuard&) = delete;
-
- private:
-  std::vector<Draw> before_;
-};
 
 /// Runs ops on values. Modes are put back by whoever made it.
 class Player {
@@ -123,7 +102,7 @@ class Player {
 
   void set_generators(const Op& op) {
     for (uint32_t d = op.draws.begin; d < op.draws.end; ++d) {
-      set_state(tape_.draws[d].generator, tape_.draws[d].state);
+      tape_.draws[d].state.put_back(tape_.draws[d].generator);
     }
   }
 
@@ -184,10 +163,6 @@ void bind_externals(const Tape& tape, const Segment& segment, const Batch& input
   }
 }
 
-void set_states(const std::vector<Draw>& states) {
-  for (const Draw& draw : states) set_state(draw.generator, draw.state);
-}
-
 }  // namespace
 
 void play(const Tape& tape, const Segment& segment, const Batch& inputs,
@@ -199,7 +174,7 @@ void play(const Tape& tape, const Segment& segment, const Batch& inputs,
   if (segment.draws) set_states(random);
   player.play(segment.ops, first);
   if (!segment.draws) return;
-  for (Draw& draw : random) draw.state = state_of(draw.generator);
+  for (Draw& draw : random) draw.state = GeneratorState(draw.generator);
 }
 
 std::vector<c10::IValue> first_arguments(const Tape& tape, const Segment& segment,

@@ -37,15 +37,17 @@ void trim(Tape& tape) {
   for (const External& external : tape.externals) {
     if (external.before.defined()) released[external.value] = true;  // its end may be asked for
   }
-  std::vector<std::vector<ValueId>> releases(tape.ops.size());
+  std::vector<ValueId> last;  // of each op those that it uses last, from the last op on
+  std::vector<Range> releases(tape.ops.size());
   for (size_t i = tape.ops.size(); i-- > 0;) {
     if (!keep[i]) continue;
     const Op& op = tape.ops[i];
     const auto last_use = [&](ValueId value) {
       if (released[value]) return;
       released[value] = true;
-      releases[i].push_back(value);
+      last.push_back(value);
     };
+    releases[i].begin = static_cast<uint32_t>(last.size());
     if (restored[i] != kNoValue) last_use(restored[i]);
     for (uint32_t o = op.outputs.begin; o < op.outputs.end; ++o) {
       ValueId& output = tape.outputs[o];
@@ -57,6 +59,7 @@ void trim(Tape& tape) {
       }
     }
     for_each_argument(tape, op, [&](ValueId value, const Slot&) { last_use(value); });
+    releases[i].end = static_cast<uint32_t>(last.size());
   }
   std::vector<OpCost> costs;
   for (size_t i = 0; i < tape.ops.size(); ++i) {
@@ -65,7 +68,8 @@ void trim(Tape& tape) {
     if (!tape.costs.empty()) costs.push_back(tape.costs[i]);
     Op op = tape.ops[i];
     op.releases.begin = static_cast<uint32_t>(tape.releases.size());
-    tape.releases.insert(tape.releases.end(), releases[i].begin(), releases[i].end());
+    tape.releases.insert(tape.releases.end(), last.begin() + releases[i].begin,
+                         last.begin() + releases[i].end);
     op.releases.end = static_cast<uint32_t>(tape.releases.size());
     ops.push_back(op);
   }

@@ -35,7 +35,7 @@ ValueId Program::use(const at::Tensor& tensor, Access access) {
     }
   }
   if (tape_.opaque) return kNoValue;
-  Memory* memory = memories_.find(tensor);
+  Memory* memory = values_[value].memory;
   if (memory != nullptr && Memories::exported(*memory, tensor)) {
     if (!memory->raw) {
       give_up("memory of this forward was handed to NumPy, which may have written it");
@@ -85,15 +85,22 @@ ValueId Program::add_external(const at::Tensor& tensor, int64_t input_leaf) {
 
 ValueId Program::add_value(const at::Tensor& tensor) {
   const auto id = static_cast<ValueId>(values_.size());
-  values_.push_back(
-      {c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()), Provenance::of(tensor)});
+  Memory* memory = memories_.add(tensor);
+  values_.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
+                     Provenance::of(tensor), memory});
   numbers_[tensor.unsafeGetTensorImpl()] = id;
-  if (Memory* memory = memories_.add(tensor)) memory->values.push_back(id);
+  if (memory != nullptr) memory->values.push_back(id);
   return id;
 }
 
+void Program::look_again(Value& value, const at::Tensor& tensor) {
+  const Provenance now = Provenance::of(tensor);
+  if (now.storage != value.provenance.storage) value.memory = memories_.find(tensor);
+  value.provenance = now;
+}
+
 void Program::restore_raw(const at::Tensor& tensor, ValueId value) {
-  Memory* memory = memories_.find(tensor);
+  Memory* memory = values_[value].memory;
   if (memory == nullptr || !memory->raw) return;
   // Nobody who dispatches has written it: what is read there came another way (`torch.tensor`,
   // NumPy), and is a constant of this recording.
@@ -185,13 +192,13 @@ void Program::refresh(const at::Tensor& tensor) {
   const Memory* memory = memories_.find(tensor);
   if (memory == nullptr) {
     const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
-    if (found != numbers_.end()) values_[found->second].provenance = Provenance::of(tensor);
+    if (found != numbers_.end()) look_again(values_[found->second], tensor);
     return;
   }
   for (const ValueId alias : memory->values) {
     Value& value = values_[alias];
     const at::Tensor alive(value.impl.lock());
-    if (alive.defined()) value.provenance = Provenance::of(alive);
+    if (alive.defined()) look_again(value, alive);
   }
 }
 
@@ -203,7 +210,7 @@ ValueId Program::define(const at::Tensor& tensor) {
   const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
   if (found != numbers_.end()) {
     // In place, or given back as it came.
-    values_[found->second].provenance = Provenance::of(tensor);
+    look_again(values_[found->second], tensor);
     if (facts_->leaves_raw && facts_->writes) {
       if (Memory* memory = memories_.find(tensor); memory != nullptr && memory->made_here) {
         memory->raw = memory->from_empty = true;  // resize_
@@ -211,9 +218,9 @@ ValueId Program::define(const at::Tensor& tensor) {
     }
     return found->second;
   }
-  const bool known_memory = memories_.find(tensor) != nullptr;
   const ValueId value = add_value(tensor);
-  if (Memory* memory = memories_.find(tensor); memory != nullptr && !known_memory) {
+  // Nobody else lies in memory that the op has made.
+  if (Memory* memory = values_[value].memory; memory != nullptr && memory->values.size() == 1) {
     memory->made_here = true;
     memory->raw = memory->from_empty = facts_->leaves_raw;
   }

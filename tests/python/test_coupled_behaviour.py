@@ -243,6 +243,31 @@ def test_replay_rerun_and_kept_graphs_give_the_same_bits():
             assert torch.equal(a, b), key
 
 
+@pytest.mark.parametrize("opaque", [False, True])
+def test_generators_of_the_users_own_are_put_back_for_a_second_forward(opaque):
+    def step(way):
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(3)
+
+        def forward(self, x):
+            x = ThroughPython.apply(x) if opaque else x.clone()
+            return self.net(x + torch.randn(x.shape, dtype=x.dtype, generator=generator))
+
+        model = Calls(forward, net=mlp())
+        inputs, labels = torch.randn(11, 6, dtype=torch.float64), torch.arange(11) % 3
+        if way == "wrap":
+            batch_hard(ib.wrap(model, micro_batch_size=4)(inputs), labels).backward()
+        else:
+            loss = ib.losses.coupled(batch_hard)
+            ib.VirtualBatch(model, loss, micro_batch_size=4, **WAYS[way]).backward(inputs, labels)
+        return [generator.get_state(), *(p.grad for p in model.parameters())]
+
+    wanted = step("all retained")
+    for way in ("replay", "some retained", "wrap"):
+        for a, b in zip(step(way), wanted, strict=True):
+            assert torch.equal(a, b), way
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("opaque", [False, True])
 def test_hooks_of_parameters_see_the_full_gradient_once(opaque, way):

@@ -96,10 +96,37 @@ def test_the_whole_step_stays_inside_and_is_exact(name):
             close(grads(model), grads(native))
             if step > 4:
                 assert report.predicted_peak_bytes is not None
-        # Above: one micro-batch of all is told by what several leave behind.
-        assert 0.98 <= report.predicted_peak_bytes / report.peak_bytes <= 1.2
+        assert abs(report.predicted_peak_bytes / report.peak_bytes - 1) <= 1e-3
         kept.append(report.retained * max(report.micro_batch_sizes))
     assert kept[-1] >= 32  # rows whose forward runs once
+
+
+def test_what_forward_begins_backward_can_end():
+    """Tapes stay until the graph of a call is gone, here each with a copy of a buffer."""
+
+    def forward(self, x):
+        self.steps += 1
+        return self.net(x)
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 4))
+    model = Calls(forward, net=net, steps=torch.zeros(2048)).double()
+    x = torch.randn(64, 64).double()
+    begun = 0
+    for room in range(600, 840, 20):
+        model.zero_grad(set_to_none=True)
+        budget = live() + (room << 10)
+        wrapped = ib.wrap(model, memory_budget=budget)
+        try:
+            outputs = wrapped(x)
+        except ib.BudgetExceeded:
+            assert begun == 0  # more room is never too little
+            continue
+        contrastive(outputs).backward()
+        del outputs
+        assert wrapped.last_report.peak_bytes <= budget
+        begun += 1
+    assert 0 < begun < 12
 
 
 def test_a_whole_batch_that_fits_runs_each_forward_once_and_draws_as_natively():
@@ -152,7 +179,7 @@ def test_memory_that_is_taken_after_forward_costs_graphs_not_the_step():
     native = copy.deepcopy(model)
     contrastive(native(x)).backward()
     gradients = sum(p.nbytes for p in model.parameters())
-    for factor in (1.5, 2.0, 2.5, 3.0, 4.0, 1.2, 1.4, 1.6, 5.0, 3.0, 4.0):
+    for factor in (1.5, 2.0, 2.5, 3.0, 4.0, 1.2, 1.4, 1.6, 5.0, 3.0, 4.0, 1.3, 1.8, 2.2, 2.8, 3.5):
         for part in range(8):
             model.zero_grad(set_to_none=True)
             budget = live() + int(factor * need)
@@ -210,7 +237,7 @@ def test_without_gradients_only_the_forward_has_to_fit():
     model, x = conv()
     wanted = copy.deepcopy(model)(x).detach()
     before = live()
-    budget = before + (1 << 19)
+    budget = before + (3 << 17)  # less than the loss needs
     wrapped = ib.wrap(model, memory_budget=budget)
     with torch.no_grad():
         for _ in range(3):

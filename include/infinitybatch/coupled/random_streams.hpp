@@ -1,9 +1,9 @@
 #pragma once
 
+#include <infinitybatch/core/generator_state.hpp>
 #include <infinitybatch/tape/tape.hpp>
 
 #include <ATen/core/Generator.h>
-#include <ATen/core/TensorBody.h>
 
 #include <functional>
 #include <optional>
@@ -37,7 +37,7 @@ class RandomStreams {
   static constexpr Which kDefault = -1;
   Which which(const std::optional<at::Generator>& given) const;
 
-  using Position = std::vector<at::Tensor>;
+  using Position = std::vector<GeneratorState>;
   const Position& position(Which which) const;
   void move(Which which, Position to);
 

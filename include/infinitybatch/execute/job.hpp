@@ -48,6 +48,7 @@ struct Job {
   coupled::DrawLaws* draw_laws = nullptr;  ///< then: what is known of this kind of batch
   bool check_recordings = true;            ///< with `cut`: whether the first recording is checked
   bool use_tapes = true;                   ///< false: a second forward always runs the user's code
+  bool tapes_stay = false;                 ///< what a recording keeps is held beyond its replay
   std::function<void(const MicroBatch&)> on_micro_batch;
   bool nested = false;    ///< may run inside another step of this thread
   at::Tensor loss_scale;  ///< undefined means 1

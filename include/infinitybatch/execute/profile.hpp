@@ -16,11 +16,17 @@ struct MicroBatchTrace {
   struct SinkMark {
     size_t event = 0;  ///< comes before this allocation event
     autograd::SinkEvent what;
+    bool inherited = false;  ///< it was so in an earlier trace
+    /// Whether the first gradient becomes the buffer.
+    bool taken_over() const { return inherited || what.buffer == what.gradient; }
   };
   int64_t size = 0;  ///< samples
   std::vector<memory::AllocationEvent> events;
   std::vector<size_t> operation_starts;  ///< first event of each operation, in order
   std::vector<SinkMark> sinks;
+
+  /// Takes over from an earlier trace which gradients became their buffers: later ones are added.
+  void inherit(const MicroBatchTrace& earlier);
 };
 
 /// Bytes as a function of the micro-batch size.

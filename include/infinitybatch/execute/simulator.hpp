@@ -13,4 +13,7 @@ namespace infinitybatch {
 int64_t simulate_peak(const Plan& plan, const MicroBatchProfile& profile, int64_t baseline,
                       bool begun = false, MicroBatchProfile::Effect whole_loss = {});
 
+/// Bytes of a micro-batch's outputs as far as they want a gradient: 0 where only one pass is made.
+int64_t outputs_of(const MicroBatchProfile& profile, const Plan& plan, int64_t samples);
+
 }  // namespace infinitybatch

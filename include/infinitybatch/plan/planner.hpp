@@ -27,6 +27,7 @@ struct Request {
   bool parked = false;       ///< what waits at cuts leaves the device, so no graph is kept there
   bool keeps_graphs = true;  ///< with `two_pass`: as many as fit
   bool whole_loss = true;    ///< with `two_pass`: the loss is computed on the outputs of all
+  bool copies_one = false;   ///< outputs of a single micro-batch are copied where others are joined
 };
 
 /// A stretch of a step: consecutive micro-batches, and what to measure while they run.
@@ -147,7 +148,12 @@ class Planner {
   /// Micro-batches as they are measured.
   Plan measured_plan(std::vector<int64_t> sizes) const;
   /// Of a plan with so many micro-batches: measured with one or several, or the other of these.
+  /// Without graphs that are kept.
   std::optional<MicroBatchProfile::Effect> whole_loss(size_t micro_batches) const;
+  /// The same where `plan` keeps some; nothing where it is not known.
+  MicroBatchProfile::Effect whole_loss_of(const Plan& plan) const;
+  /// Bytes of outputs that graphs which are kept go on holding once all have been joined.
+  int64_t held_beside_joined(const Plan& plan) const;
   bool knows_whole_loss(size_t micro_batches) const;
   /// What the smallest plan consists of, for people.
   std::string smallest_plan() const;

@@ -62,7 +62,7 @@ std::vector<c10::IValue> first_arguments(const Tape& tape, const Segment& segmen
                                          const Batch& inputs, std::vector<at::Tensor>& values);
 
 /// Takes one number from the generator, and returns the state of a new stream that begins with it.
-at::Tensor fork(at::Generator generator);
+GeneratorState fork(at::Generator generator);
 
 /// What the model returned, from `values` after its last segment.
 Batch result_of(const Tape& tape, const std::vector<at::Tensor>& values);

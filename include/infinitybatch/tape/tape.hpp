@@ -1,6 +1,7 @@
 #pragma once
 
 #include <infinitybatch/core/batch.hpp>
+#include <infinitybatch/core/generator_state.hpp>
 #include <infinitybatch/tape/modes.hpp>
 #include <infinitybatch/tape/op_facts.hpp>
 
@@ -68,7 +69,7 @@ struct External {
 /// State of a random generator in front of an op that draws.
 struct Draw {
   at::Generator generator;
-  at::Tensor state;
+  GeneratorState state;
   bool passed = false;  ///< an argument of the op: put back as the replay found it
 };
 
