@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from workloads import Workload, for_coupled
 
 TITLE = "Coupled losses: time and peak beside native, gradient caching and checkpointing"
+ROOM = 1.25
 EXPLANATION = (
     "InfoNCE over the whole batch, whose first half are the anchors and whose second half their "
     "partners, encoded by one model in micro-batches that are equally large on all sides. The accumulated pass is the same loop with the outputs' gradient given: forward "
@@ -27,7 +28,11 @@ EXPLANATION = (
     "the same and are used themselves (sentence-transformers computes its loss in micro-batches "
     "too). Checkpointing is torch.utils.checkpoint, not re-entrant, of each micro-batch. "
     '"infinitybatch, at their peak" is given the smallest peak of the gradient caches as its memory '
-    "budget and plans by itself: which micro-batch size, how many graphs are retained. "
+    "budget and plans by itself: which micro-batch size, how many graphs are retained; "
+    f'"infinitybatch, where it fits" has {ROOM:.2f} of native\'s peak and plans by itself too. With '
+    "all graphs retained in micro-batches of the given size the accumulated pass is the least that "
+    "there is, so where that takes longer than native (each micro-batch adds its gradients of the "
+    "weights to the sums, which the whole batch writes once) ours does as well. "
     "Contestants run in "
     "turn, in a new order each round; CPU is the process's time over all threads; ratios are medians "
     "of the rounds' ratios with 95 % bootstrap intervals."
@@ -44,6 +49,7 @@ NATIVE, PASS, FORWARD, CHECKPOINT, CACHING = (
 )
 CACHES = (CACHING, "GradCache", "sentence-transformers")
 NONE = "infinitybatch, none retained"
+FITS = "infinitybatch, where it fits"
 
 
 def at_peak_of(name: str) -> str:
@@ -158,13 +164,14 @@ def contestants_of(workload: Workload, size: int) -> tuple[dict[str, Contestant]
 
 
 def ours_at_peaks(contestants: dict[str, Contestant], size: int) -> dict[str, Ours]:
-    """Ours once for each gradient cache, allowed no more than that one takes. What is too little for
-    any plan is left out.
+    """Ours once for each gradient cache, allowed no more than that one takes, and once with room for
+    the whole batch. What is too little for any plan is left out.
     """
     native = contestants[NATIVE]
     peaks = {at_peak_of(n): c.peak_bytes() for n, c in contestants.items() if n in CACHES}
     if len(peaks) > 1:  # the algorithm by hand stands for peers that are not installed
         del peaks[at_peak_of(CACHING)]
+    peaks[FITS] = int(ROOM * native.peak_bytes())
     batch = (native.model, native.inputs, native.targets)
     ours = {name: Ours(*batch, micro_batch_size=size) for name in peaks}
     for contestant in (*contestants.values(), *ours.values()):
@@ -290,7 +297,10 @@ def goals_of(
         ratio = ratio_of(samples[ours], samples[name], "cpu")
         measured = f"{ratio} at {peaks[ours] / peaks[name]:.3f} of its peak"
         goals.append(Goal(promise, measured, ratio.median < 1 and peaks[ours] <= peaks[name]))
-    ratio = ratio_of(samples["infinitybatch, all retained"], samples[NATIVE], "cpu")
-    promise = f"{workload.name}, all retained: at most native's CPU time"
-    goals.append(Goal(promise, str(ratio), ratio.median <= 1))
+    for name in ("infinitybatch, all retained", FITS):
+        if name not in samples:
+            continue
+        ratio = ratio_of(samples[name], samples[NATIVE], "cpu")
+        promise = f"{workload.name}, {name}: at most native's CPU time"
+        goals.append(Goal(promise, str(ratio), ratio.median <= 1))
     return goals

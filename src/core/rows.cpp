@@ -118,8 +118,8 @@ int64_t follows_rows(const std::vector<Batch>& parts, const std::vector<int64_t>
   throw BatchError(name + " has shape " + shape(first) + " for " +
                    std::to_string(row_counts.front()) +
                    " rows: no dimension follows the micro-batch, so the parts cannot be joined; "
-                   "return one value for each sample, or (where keep_outputs asks for it) use "
-                   "on_micro_batch instead");
+                   "return one value for each sample (a mean over samples is then for the loss to "
+                   "take), or (where keep_outputs asks for it) use on_micro_batch instead");
 }
 
 }  // namespace

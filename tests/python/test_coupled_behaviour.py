@@ -442,7 +442,7 @@ def test_outputs_without_rows_are_refused():
     model = Calls(lambda self, x: self.net(x).sum(), net=mlp())
     inputs = torch.randn(11, 6, dtype=torch.float64)
     loss = ib.losses.coupled(lambda output: output.square())
-    with pytest.raises(ib.BatchError, match="output"):
+    with pytest.raises(ib.BatchError, match="output.*a mean over samples is then for the loss"):
         ib.VirtualBatch(model, loss, micro_batch_size=4).backward(inputs)
     ib.VirtualBatch(model, loss, micro_batch_size=11).backward(inputs)  # nothing to put together
     assert model.net[0].weight.grad is not None
