@@ -271,7 +271,7 @@ void CutPass::correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t s
   at::Tensor gradient;
   op_before(segment).correct(rows, which, leaf, gradient);
   if (!gradient.defined()) return;
-  sinks_.redirect_other_leaves({leaf}, input_leaves_);
+  sinks_.redirect_other_leaves({leaf});
   autograd::run_backward({leaf}, {gradient});
 }
 

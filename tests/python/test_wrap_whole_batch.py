@@ -319,9 +319,10 @@ def test_an_abandoned_call_does_not_disturb_a_later_one():
     held: dict[str, Any] = {}
 
     def forward(self, x):
-        held.pop("outputs", None)  # the node of the call before dies in the midst of this one
         x = F.leaky_relu(self.first(x), 0.2)
-        return self.last(torch.cat([x, ib.across_batch(minibatch_deviation, x)], 1))
+        x = torch.cat([x, ib.across_batch(minibatch_deviation, x)], 1)
+        held.pop("outputs", None)  # the node of the call before dies in the midst of this one
+        return self.last(x)
 
     inner = Calls(forward, first=nn.Linear(6, 8), last=nn.Linear(9, 5)).double()
     inner.load_state_dict(native.state_dict())
@@ -344,10 +345,11 @@ def test_a_forward_that_fails_half_way():
     calls = {"left": 1000}
 
     def forward(self, x):
+        x = F.dropout(self.last(self.norm(self.first(x))), 0.0, True)
         calls["left"] -= 1
-        if calls["left"] == 0:
+        if calls["left"] == 0:  # statistics are written by then
             raise Fault
-        return F.dropout(self.last(self.norm(self.first(x))), 0.0, True)
+        return x
 
     inner = Calls(
         forward, first=nn.Linear(6, 8), norm=nn.BatchNorm1d(8), last=nn.Linear(8, 5)
@@ -445,6 +447,32 @@ def test_what_changes_between_forward_and_backward():
     contrastive(wanted).backward()
     close(grads(inner), grads(native))
     close(buffers(inner), buffers(native))
+
+
+def test_a_buffer_and_a_weight_that_change_behind_the_graph_s_back():
+    """Natively a term's value is not asked for again; a replay would see it."""
+    torch.manual_seed(23)
+    inner = Calls(
+        lambda self, x: self.last(self.norm(self.net(x)) + self.shift),
+        net=mlp(),
+        norm=nn.BatchNorm1d(5),
+        last=nn.Linear(5, 4),
+        shift=torch.rand(5),
+    ).double()
+    native = copy.deepcopy(inner)
+    wrapped = ib.wrap(inner, micro_batch_size=4)
+    outputs, wanted = wrapped(X), native(X)
+    for module in (inner, native):
+        module.shift.add_(1)
+    contrastive(outputs).backward()
+    contrastive(wanted).backward()
+    close(grads(inner), grads(native))
+    assert torch.equal(inner.shift, native.shift)
+    loss = contrastive(wrapped(X))
+    inner.last.bias.data.add_(1)  # raises no version
+    with pytest.raises(ib.Unsupported, match="other outputs"):
+        loss.backward()
+    close(grads(inner), grads(native))
 
 
 def test_copies_and_hooks():
@@ -583,5 +611,23 @@ def test_inputs_that_forward_changes_are_refused():
     inner = Calls(
         lambda self, x: self.norm(self.net(x.mul_(2))), net=mlp(), norm=nn.BatchNorm1d(5)
     ).double()
+    x = X.clone()
     with pytest.raises(ib.Unsupported, match="in place"):
-        ib.wrap(inner, micro_batch_size=4)(X.clone())
+        ib.wrap(inner, micro_batch_size=4)(x)
+    assert torch.equal(x, torch.cat([X[:4] * 2, X[4:]]))  # it ran on these once
+
+
+def test_weights_that_forward_rewrites_are_refused_and_put_back():
+    inner = Calls(
+        lambda self, x: self.norm(self.words((x.abs() * 9).long() % 20).mean(1)),
+        words=nn.Embedding(20, 6),
+        norm=nn.BatchNorm1d(6),
+    ).double()
+    wrapped = ib.wrap(inner, micro_batch_size=4)
+    wrapped(X)
+    inner.words.max_norm = 0.5
+    before = copy.deepcopy(inner.state_dict())
+    for _ in range(2):
+        with pytest.raises(ib.CouplingError, match="max_norm"):
+            wrapped(X)
+        assert all(torch.equal(v, before[n]) for n, v in inner.state_dict().items())
