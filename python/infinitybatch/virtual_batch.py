@@ -62,7 +62,7 @@ class VirtualBatch:
             recorded once for each number of rows, checked on a second micro-batch, and then the
             recording is used again, in later steps too. User code, hooks on modules and Python's
             random numbers run no more.
-        checkpoint_segments: with a fixed `micro_batch_size` and a separable loss: the graph of a
+        checkpoint_segments: with a fixed `micro_batch_size`, for any loss: the graph of a
             micro-batch is never there as a whole; its recording is cut into about as many segments
             (2 or more), which are played again one after the other, last first. A plan for a
             `memory_budget` does so by itself where one sample does not fit.

@@ -18,6 +18,13 @@ namespace {
                     "; leave checkpoint_segments out, or give a larger memory_budget");
 }
 
+/// \param why the tape cannot tell what forward did
+[[noreturn]] void cannot_tell(const std::string& why) {
+  cannot_cut(why +
+             "; operators can be cut around (torch.library.custom_op with register_autograd), and "
+             "torch.utils.checkpoint around the model's blocks needs no cuts");
+}
+
 }  // namespace
 
 Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Batch()>& forward) {
@@ -29,27 +36,31 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
   {
     tape::Recorder recorder(inputs, held_buffers_, devices_);
     recorder.lighten(job_.device);
-    if (job_.checkpoints->forget) guide.places.clear();
-    recorder.keep(guide, /*tail=*/true, [&](const tape::Frontiers& so_far, int32_t cut) {
-      // What waited before is read no more, as a rule: it can leave while forward goes on.
-      if (job_.store != nullptr) kept.park(*job_.store);
-      for (const auto& [crossing, tensor] : so_far.waiting) {
-        if (crossing.giver == cut) kept[crossing] = tensor;
-      }
-    });
+    if (job_.checkpoints->forget || job_.checkpoints->again) guide = tape::FrontierGuide();
+    // Until a coupled loss is known the other micro-batches need the room.
+    recorder.keep(guide, /*tail=*/job_.coupled == nullptr,
+                  [&](const tape::Frontiers& so_far, int32_t cut) {
+                    // What waited before is read no more, as a rule: it can leave while forward
+                    // goes on.
+                    if (job_.store != nullptr) kept.park(*job_.store);
+                    for (const auto& [crossing, tensor] : so_far.waiting) {
+                      if (crossing.giver == cut) kept[crossing] = tensor;
+                    }
+                  });
     const Batch given = recorder.run(forward);
     recorded->tape = recorder.finish(given);
     frontiers = recorder.take_frontiers();
     outputs = given;
   }
   if (recorded->tape.refusal) cannot_cut(*recorded->tape.refusal);
-  if (recorded->tape.opaque) cannot_cut(*recorded->tape.opaque);
+  if (recorded->tape.opaque) cannot_tell(*recorded->tape.opaque);
   std::vector<tape::Cut> cuts;
   for (const uint32_t op : job_.checkpoints->choose(recorded->tape)) cuts.push_back({op});
   recorded->segments = tape::cut(recorded->tape, cuts);
   recorded->note_users();
   Part& part = parts_[rows.begin];
   part_ = &part;
+  share_found(recorded->tape);
   begin(part, recorded);
   const tape::FrontierGuide followed =
       std::exchange(guide, tape::guide_of(recorded->tape, recorded->segments));
@@ -61,13 +72,14 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
     for (size_t s = 0; s < frontiers.random.size(); ++s) {
       part.random[s + 1] = std::move(frontiers.random[s]);
     }
-    return detached(outputs);
+    return outputs;
   }
   frontiers = tape::Frontiers();
   // Segments that nobody has replayed yet: the outputs have to come out bit for bit.
-  outputs = detached(outputs);
-  to_compare_.insert_or_assign(rows.begin, outputs);
-  if (!job_.checkpoints->forget) advance_to(rows, inputs, segments(rows) - 1);
+  if (job_.coupled == nullptr) to_compare_.insert_or_assign(rows.begin, detached(outputs));
+  if (!job_.checkpoints->forget && !job_.checkpoints->again) {
+    advance_to(rows, inputs, segments(rows) - 1);
+  }
   return outputs;
 }
 

@@ -43,6 +43,7 @@ bool CutPass::reads_inputs(Rows rows, int64_t segment) const {
   const bool next_op = segment + 1 < segments() && has_op_before(segment + 1);
   if (job_.checkpoints != nullptr && part.retained.contains(segment)) return false;
   if (job_.checkpoints != nullptr && job_.checkpoints->forget) return true;
+  if (job_.checkpoints != nullptr && job_.checkpoints->again && is_last(part, segment)) return true;
   return segment_of(part, segment).reads_inputs ||
          (next_op && segment_of(part, segment + 1).reads_inputs);
 }
@@ -119,7 +120,7 @@ Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool ret
   Work work = play(part, rows, inputs, segment, random);
   settle_written(part, segment, work);
   keep(part, segment, work);
-  const bool last = segment + 1 == segments(rows);
+  const bool last = is_last(part, segment);
   if (!last) part.random[static_cast<size_t>(segment) + 1] = std::move(random);
   if (has_op_before(segment + 1) && !last) {
     const tape::Segment& next = segment_of(part, segment + 1);
@@ -153,13 +154,15 @@ Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
   Part& part = parts_.at(rows.begin);
   part_ = &part;
   if (job_.outside != nullptr) input_leaves_ = inputs.tensors();
-  const bool last = segment + 1 == segments(rows);
+  const bool last = is_last(part, segment);
   if (!last) {
     if (has_op_before(segment + 1)) correct(part, rows, inputs, segment + 1);
     drop(part, segment + 1);
   }
   if (job_.checkpoints != nullptr && job_.checkpoints->forget) {
     part.waiting = WaitingRoom();
+    advance_to(rows, inputs, segment);
+  } else if (job_.checkpoints != nullptr && job_.checkpoints->again && last) {
     advance_to(rows, inputs, segment);
   }
   const auto retained = part.retained.find(segment);

@@ -187,7 +187,13 @@ void Executor::record_for_cuts(Rows rows) {
     return std::exchange(outputs_, Batch());
   };
   if (job_.checkpoints != nullptr) {
-    cut_pass_->checkpoint(rows, inputs_, [&] { return call(rows); });
+    {
+      const Batch outputs = cut_pass_->checkpoint(rows, inputs_, [&] { return call(rows); });
+      if (whole_outputs_) {
+        const Batch& seen = whole_outputs_->add(rows, outputs);
+        if (job_.on_micro_batch) job_.on_micro_batch({rows.begin, rows.end, seen, targets_});
+      }
+    }
     free();
     // Buffers that were restored under a graph could belong to what it has saved.
     if (buffers_.written()) cut_pass_->drop_graph(rows);
@@ -370,10 +376,12 @@ void Executor::finish() {
   }
   if (whole_outputs_) {
     if (whole_outputs_->differ()) {
-      throw Unsupported(
-          "the part of forward after the last op of the whole batch gave other outputs when it was "
-          "replayed, so its gradient would not belong to the loss; a kernel in it is not "
-          "deterministic");
+      const std::string part = job_.checkpoints != nullptr
+                                   ? "forward"
+                                   : "the part of forward after the last op of the whole batch";
+      throw Unsupported(part +
+                        " gave other outputs when it was replayed, so its gradient would not "
+                        "belong to the loss; a kernel in it is not deterministic");
     }
     if (job_.keep_outputs) final_outputs_ = whole_outputs_->all();
     return;

@@ -174,21 +174,29 @@ Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t 
 }
 
 Plan checkpoint_plan(std::vector<int64_t> micro_batch_sizes, const std::vector<int64_t>& segments,
-                     bool penalty) {
+                     bool coupled, bool penalty) {
   Plan plan;
   plan.strategy = "checkpoint";
   plan.batch_size = std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
+  plan.segments = *std::max_element(segments.begin(), segments.end());
   auto& instructions = plan.instructions;
-  for (size_t k = 0; k < micro_batch_sizes.size(); ++k) {
-    const auto i = static_cast<int64_t>(k);
-    plan.segments = std::max(plan.segments, segments[k]);
-    instructions.push_back({Operation::record, i});
-    for (int64_t segment = segments[k] - 1; segment >= 0; --segment) {
+  const auto count = static_cast<int64_t>(micro_batch_sizes.size());
+  const auto play = [&](int64_t i) {
+    const int64_t last = segments[static_cast<size_t>(i)] - 1;
+    for (int64_t segment = last; segment >= 0; --segment) {
       instructions.push_back({Operation::resume, i, segment});
-      if (segment + 1 == segments[k]) instructions.push_back({Operation::loss, i});
+      if (segment == last && !coupled) instructions.push_back({Operation::loss, i});
       instructions.push_back({Operation::backward, i, segment});
       instructions.push_back({Operation::free, i, segment});
     }
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    instructions.push_back({Operation::record, i});
+    if (!coupled) play(i);
+  }
+  if (coupled) {
+    instructions.push_back({Operation::whole_loss, -1});
+    for (int64_t i = count; i-- > 0;) play(i);
   }
   if (penalty) instructions.push_back({Operation::penalty, -1});
   instructions.push_back({Operation::hand_out, -1});
@@ -275,9 +283,12 @@ std::string Plan::explain() const {
             "backward in the same way, last segment first (" + std::to_string(retained) + " of " +
             std::to_string(micro_batch_sizes.size()) + " keep their graph); then hand out once\n";
   } else if (strategy == "checkpoint") {
-    text += "instructions for each micro-batch: record; its tape is cut into " +
-            std::to_string(segments) +
-            " segments; then, last segment first: resume, backward, free; hand out once\n";
+    const bool coupled = computes_whole_loss();
+    text += std::string("instructions") + (coupled ? ": record" : " for each micro-batch: record") +
+            (coupled ? " each micro-batch" : "") + "; its tape is cut into " +
+            std::to_string(segments) + " segments; then" +
+            (coupled ? " the loss of all, and micro-batch by micro-batch" : "") +
+            ", last segment first: resume, backward, free; hand out once\n";
   } else {
     text += "instructions: record each micro-batch (" + std::to_string(retained) + " of " +
             std::to_string(micro_batch_sizes.size()) +

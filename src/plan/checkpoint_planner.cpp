@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
+#include <set>
 #include <utility>
 
 namespace infinitybatch {
@@ -27,8 +29,14 @@ struct Choice {
 
 class Search {
  public:
-  Search(const plan::NarrowPlaces& places, bool parked, bool summed)
-      : places_(places), ends_(places.positions()), parked_(parked), summed_(summed) {
+  struct Beside {
+    bool parked = false;  // what waits leaves the device
+    bool summed = false;  // the gradients' sums are there from the beginning
+    int64_t others = 0;   // micro-batches at all of whose cuts something waits
+    int64_t outputs = 0;  // bytes of the outputs of all, and their gradient
+  };
+  Search(const plan::NarrowPlaces& places, const Beside& beside)
+      : places_(places), ends_(places.positions()), beside_(beside) {
     for (size_t i = 0; i + 1 < ends_.size(); ++i) {
       steps_.push_back(places.largest(ends_[i], ends_[i + 1]));
     }
@@ -36,7 +44,7 @@ class Search {
 
   /// Without cuts.
   int64_t whole() const { return peak({}); }
-  /// Of the gradients' sums, which no choice can do without.
+  /// Of the gradients' sums and the outputs, which no choice can do without.
   int64_t sums() const { return sums(0); }
 
   /// The cuts at which the least waits while no segment needs more than `bound`; nothing where
@@ -56,7 +64,7 @@ class Search {
         if (waits[i] == kNever) continue;
         const int64_t arrives = places_.short_waits(ends_[i]);
         const int64_t sum = waits[i] + arrives;
-        if (own + (parked_ ? arrives : sum) > bound || sum > waits[j]) continue;
+        if (own + (beside_.parked ? arrives : sum) > bound || sum > waits[j]) continue;
         waits[j] = sum;
         before[j] = i;
       }
@@ -78,7 +86,9 @@ class Search {
  private:
   int64_t graph(size_t i, size_t j) const { return places_.kept(ends_[i], ends_[j]); }
   /// What backward has summed up when it is done with the ops behind a place.
-  int64_t sums(size_t i) const { return places_.gradients(summed_ ? 0 : ends_[i]); }
+  int64_t sums(size_t i) const {
+    return places_.gradients(beside_.summed ? 0 : ends_[i]) + beside_.outputs;
+  }
   /// The gradient of what waits there.
   int64_t handed(size_t j) const {
     return j + 1 < ends_.size() ? places_.short_waits(ends_[j]) : 0;
@@ -89,15 +99,17 @@ class Search {
   int64_t peak(const std::vector<size_t>& cuts) const {
     const std::vector<int64_t> arrives = places_.waiting(positions(cuts));
     int64_t waiting = 0;
+    const int64_t elsewhere =
+        beside_.others * std::accumulate(arrives.begin(), arrives.end(), int64_t{0});
     int64_t most = 0;
     for (size_t s = 0; s <= cuts.size(); ++s) {
       const size_t begin = s == 0 ? 0 : cuts[s - 1];
       const size_t end = s == cuts.size() ? ends_.size() - 1 : cuts[s];
-      if (s > 0) waiting = (parked_ ? 0 : waiting) + arrives[s - 1];
+      if (s > 0) waiting = (beside_.parked ? 0 : waiting) + arrives[s - 1];
       const int64_t inside = 2 * places_.largest(ends_[begin], ends_[end]);
       most = std::max(most, waiting + handed(end) + graph(begin, end) + inside + sums(begin));
     }
-    return most;
+    return most + (beside_.parked ? 0 : elsewhere);
   }
 
   std::vector<uint32_t> positions(const std::vector<size_t>& cuts) const {
@@ -109,17 +121,34 @@ class Search {
   const plan::NarrowPlaces& places_;
   const std::vector<uint32_t>& ends_;
   std::vector<int64_t> steps_;  // the most that one op holds between a place and the next
-  bool parked_;
-  bool summed_;  // the gradients' sums are there from the beginning
+  Beside beside_;
 };
 
 }  // namespace
 
-void CheckpointPlanner::begin(int64_t available, bool parked, bool summed,
+namespace {
+
+/// Of what the model returned.
+int64_t result_bytes(const tape::Tape& tape) {
+  std::set<uint32_t> memories;
+  for (const tape::ValueId value : tape.result_values) {
+    if (value != tape::kNoValue) memories.insert(tape.memories[value]);
+  }
+  memories.erase(tape::kNoMemory);
+  int64_t bytes = 0;
+  for (const uint32_t memory : memories) bytes += tape.memory_bytes[memory];
+  return bytes;
+}
+
+}  // namespace
+
+void CheckpointPlanner::begin(int64_t available, bool parked, bool summed, int64_t coupled,
                               std::optional<int64_t> fixed) {
   parked = parked || forget;
   chosen_ = false;
-  if (available_ != available || parked_ != parked || summed_ != summed || fixed_ != fixed) {
+  const bool same = available_ == available && parked_ == parked && summed_ == summed &&
+                    coupled_ == coupled && fixed_ == fixed;
+  if (!same) {
     start_over();
     correction_ = 1.0;
     smallest_ = false;
@@ -127,6 +156,7 @@ void CheckpointPlanner::begin(int64_t available, bool parked, bool summed,
   available_ = available;
   parked_ = parked;
   summed_ = summed;
+  coupled_ = coupled;
   fixed_ = fixed;
 }
 
@@ -165,7 +195,12 @@ std::vector<uint32_t> CheckpointPlanner::choose(const tape::Tape& tape) {
 
 void CheckpointPlanner::search(const tape::Tape& tape, Known& known) const {
   const plan::NarrowPlaces places(tape, known.costs, kPlaces);
-  const Search search(places, parked_, summed_);
+  Search::Beside beside{parked_, summed_};
+  if (coupled_ > 0) {
+    if (!again) beside.others = coupled_ - 1;
+    beside.outputs = 2 * coupled_ * result_bytes(tape);
+  }
+  const Search search(places, beside);
   // What no choice can do without is known exactly; the estimate is of the rest.
   const auto sums = static_cast<double>(search.sums());
   const double whole = static_cast<double>(search.whole()) - sums;
@@ -184,7 +219,8 @@ void CheckpointPlanner::search(const tape::Tape& tape, Known& known) const {
     known.smallest = static_cast<double>(best.peak) - sums > room;
     return known.smallest;
   };
-  if (fixed_ || room <= 0 || room >= whole || weigh(room)) {
+  if (!fixed_ && room > 0 && room < whole) weigh(room);
+  if (known.smallest) {
     double above = whole;
     for (int step = 0; step < kBounds && above >= narrowest; ++step) {
       above = whole * std::pow(narrowest / whole, static_cast<double>(step) / (kBounds - 1));
@@ -200,6 +236,12 @@ void CheckpointPlanner::search(const tape::Tape& tape, Known& known) const {
 void CheckpointPlanner::start_over() {
   changed();
   known_.clear();
+}
+
+void CheckpointPlanner::begin_again() {
+  again = true;
+  start_over();
+  correction_ = 1.0;
 }
 
 void CheckpointPlanner::begin_forgetting() {

@@ -45,11 +45,18 @@ void VirtualBatch::State::check_checkpoint_options() const {
                           " without micro_batch_size; a plan for a memory_budget chooses "
                           "the segments itself");
   }
-  if (std::holds_alternative<CoupledLoss>(loss_)) {
-    throw InvalidArgument(given + " with a coupled loss; it is offered for separable losses");
+  if (options_.retained_micro_batches > 0) {
+    throw InvalidArgument(given +
+                          " together with retained_micro_batches, which keeps graphs whole");
   }
-  if (options_.static_graph || !options_.use_tapes) {
-    throw InvalidArgument(given + " together with static_graph or use_tapes=false");
+  if (options_.static_graph) {
+    throw InvalidArgument(given +
+                          " together with static_graph, which runs no forward whose cuts could be "
+                          "kept; leave static_graph out: with segments user code runs once for "
+                          "each micro-batch, and its outputs are those of its replay");
+  }
+  if (!options_.use_tapes) {
+    throw InvalidArgument(given + " together with use_tapes=false: segments are pieces of a tape");
   }
 }
 

@@ -143,7 +143,8 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
     } catch (const Unsupported& error) {
       if (job.checkpoints == nullptr || !streamed_ || options_.checkpoint_segments) throw;
       check_inputs();
-      give_up_checkpoints(job, *budget + 1, *budget, error.what_without_backtrace());
+      give_up_checkpoints(job, *budget + 1, *budget,
+                          std::string("a single sample (") + error.what_without_backtrace() + ")");
     } catch (...) {
       if (!budget || !is_out_of_memory(std::current_exception())) throw;
       // The user's own error says nothing of our sizes. A fixed size cannot be answered by a
@@ -153,11 +154,13 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       check_inputs();
       const int64_t needed = limit ? limit->refused() : *budget + 1;
       if (job.checkpoints != nullptr) {
-        CheckpointPlanner& planner = checkpoints_[signature_of(job)];
-        if (!planner.ran_out_of_memory() && !begin_parking(job) && !begin_forgetting(planner)) {
-          give_up_checkpoints(job, std::max(needed, *budget + 1), *budget, "");
-        }
-        continue;
+        if (checkpoint_smaller(job)) continue;
+        give_up_checkpoints(
+            job, std::max(needed, *budget + 1), *budget,
+            failed_in_loss_
+                ? "the loss on the outputs of all " + std::to_string(job.batch_size()) + " samples"
+                : "the smallest segment of a single sample, beside what waits for "
+                  "it and the gradients of the parameters");
       }
       try {
         answer_out_of_memory(needed, *budget);
@@ -178,7 +181,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     StepReport report;
     inputs_written_ = false;
     checked = job;
-    const bool rehearsed = job.coupled != nullptr || (job.cut && job.checkpoints == nullptr);
+    const bool rehearsed = (job.coupled != nullptr || job.cut) && job.checkpoints == nullptr;
     if (rehearsed && !options_.micro_batch_size) {
       if (rehearse(job, *budget)) checked.check_recordings = false;
       random.restore();
@@ -218,9 +221,9 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
 }
 
 bool VirtualBatch::State::begin_checkpoints(Job& job) {
-  const bool possible = !options_.micro_batch_size && job.coupled == nullptr && !job.cut &&
-                        options_.use_tapes && job.exact_coupling && !coupling_ &&
-                        planner_.smallest_failed();
+  const bool possible = !options_.micro_batch_size && !job.cut && options_.use_tapes &&
+                        job.exact_coupling && !coupling_ && planner_.smallest_failed() &&
+                        !failed_in_loss_;
   if (!possible || job.checkpoints != nullptr) return false;
   streamed_ = std::current_exception();
   job.cut = true;
@@ -230,7 +233,7 @@ bool VirtualBatch::State::begin_checkpoints(Job& job) {
 }
 
 void VirtualBatch::State::give_up_checkpoints(const Job& job, int64_t needed, int64_t budget,
-                                              const std::string& why) {
+                                              const std::string& what) {
   checkpoints_.erase(signature_of(job));
   std::optional<int64_t> smallest;
   try {
@@ -240,11 +243,22 @@ void VirtualBatch::State::give_up_checkpoints(const Job& job, int64_t needed, in
     smallest = error.smallest_feasible();
     if (smallest) needed = error.needed();
   }
-  throw BudgetExceeded(
-      needed, budget, smallest,
-      why.empty() ? "the smallest segment of a single sample, beside what waits for it and "
-                    "the gradients of the parameters"
-                  : "a single sample (" + why + ")");
+  throw BudgetExceeded(needed, budget, smallest, what);
+}
+
+bool VirtualBatch::State::checkpoint_smaller(Job& job) {
+  CheckpointPlanner& planner = checkpoints_[signature_of(job)];
+  // Beside the loss of all outputs there is only what waits.
+  if (failed_in_loss_) return begin_parking(job) || begin_again(job, planner);
+  return planner.ran_out_of_memory() || begin_parking(job) || begin_again(job, planner) ||
+         begin_forgetting(planner);
+}
+
+bool VirtualBatch::State::begin_again(const Job& job, CheckpointPlanner& planner) const {
+  const bool parks = options_.parking.when != Parking::When::never;
+  if (job.coupled == nullptr || planner.again || planner.forget || parks) return false;
+  planner.begin_again();
+  return true;
 }
 
 bool VirtualBatch::State::begin_parking(Job& job) {

@@ -54,11 +54,15 @@ class VirtualBatch::State {
   /// From now on batches of this kind are computed so; false where they cannot be.
   bool begin_checkpoints(Job& job);
   /// They did not help: as if they had never begun. \throws BudgetExceeded
-  /// \param why they cannot be; empty where they need too much
+  /// \param what it is that does not fit
   [[noreturn]] void give_up_checkpoints(const Job& job, int64_t needed, int64_t budget,
-                                        const std::string& why);
+                                        const std::string& what);
+  /// Cuts for memory, but smaller ones or on another rung; false where there is none.
+  bool checkpoint_smaller(Job& job);
   /// From now on what waits of batches of this kind leaves the device; false where it cannot.
   bool begin_parking(Job& job);
+  /// What waits until a coupled loss is known does not, but is made again after it.
+  bool begin_again(const Job& job, CheckpointPlanner& planner) const;
   /// The last rung, where nothing may be parked: frontiers are computed again instead.
   bool begin_forgetting(CheckpointPlanner& planner) const;
   bool plan_smaller(Job& job) { return begin_checkpoints(job) || begin_parking(job); }

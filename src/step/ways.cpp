@@ -81,33 +81,41 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
   constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max() / 4;
   std::vector<int64_t> sizes = split_by(job.batch_size(), options_.micro_batch_size.value_or(1));
   planner.begin(budget ? *budget - baseline : kUnlimited, job.store != nullptr, sizes.size() > 1,
+                job.coupled != nullptr ? static_cast<int64_t>(sizes.size()) : 0,
                 options_.checkpoint_segments);
   std::vector<int64_t> segments;
-  const memory::PeakScope peak(job.device);
   int64_t row = 0;
-  const auto follow = [&](Plan plan, size_t from, size_t left_out) {
+  int64_t most = baseline;
+  const auto follow = [&](Plan plan, size_t from, size_t to, bool counts = true) {
     Piece piece;
     piece.settled = true;
-    auto& instructions = plan.instructions;
-    instructions.erase(instructions.begin(), instructions.begin() + static_cast<int64_t>(from));
-    instructions.resize(instructions.size() - left_out);
+    const auto begin = plan.instructions.begin();
+    plan.instructions = {begin + static_cast<int64_t>(from), begin + static_cast<int64_t>(to)};
     piece.plan = std::move(plan);
+    const memory::PeakScope peak(job.device);
     run(executor, piece, row, job.device);
+    if (counts) most = std::max(most, peak.peak());
   };
+  const bool coupled = job.coupled != nullptr;
   for (const int64_t size : sizes) {
-    Plan recording = checkpoint_plan({size}, {0}, /*penalty=*/false);
-    follow(std::move(recording), 0, 1);
+    follow(checkpoint_plan({size}, {0}, coupled, /*penalty=*/false), 0, 1);
     segments.push_back(executor.segments(Rows{row, row + size}));
     const bool last = segments.size() == sizes.size();
-    Plan rest = checkpoint_plan({size}, {segments.back()}, last && has_penalty());
-    follow(std::move(rest), 1, last && hand_out ? 0 : 1);
+    const Plan rest = checkpoint_plan({size}, {segments.back()}, coupled, last && has_penalty());
+    if (!coupled) follow(rest, 1, rest.instructions.size() - (last && hand_out ? 0 : 1));
     row += size;
   }
-  planner.measured(peak.peak() - baseline);
-  plan_ = checkpoint_plan(sizes, segments, has_penalty());
+  plan_ = checkpoint_plan(sizes, segments, coupled, has_penalty());
+  if (coupled) {
+    row = 0;
+    // What the loss itself takes is not the cuts' to answer.
+    follow(plan_, sizes.size(), sizes.size() + 1, /*counts=*/false);
+    follow(plan_, sizes.size() + 1, plan_.instructions.size() - (hand_out ? 0 : 1));
+  }
+  planner.measured(most - baseline);
   plan_.baseline_bytes = baseline;
   plan_.budget_bytes = budget;
-  plan_.predicted_peak_bytes = baseline + planner.estimate();
+  if (!coupled) plan_.predicted_peak_bytes = baseline + planner.estimate();
   plan_.reason =
       options_.checkpoint_segments
           ? "checkpoint_segments=" + std::to_string(*options_.checkpoint_segments) + " was given"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 
 import infinitybatch as ib
@@ -212,7 +213,9 @@ def test_a_graph_that_is_kept_gives_the_bits_of_one_that_is_played(
         assert all(map(torch.equal, steps[0], step))
 
 
-def test_the_last_segment_is_computed_once() -> None:
+@functools.cache
+def counted_calls() -> list[int]:
+    """Defines an operator that notes each of its calls here, by their places."""
     calls: list[int] = []
     library = torch.library.Library("checkpoints_test", "FRAGMENT")
     library.define("counted(Tensor x, int place) -> Tensor")
@@ -222,24 +225,40 @@ def test_the_last_segment_is_computed_once() -> None:
         return torch.tanh(x)
 
     library.impl("counted", counted, "CompositeImplicitAutograd")
+    KEPT_ALIVE.append(library)
+    return calls
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(9)])
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for place, layer in enumerate(self.layers):
-                x = torch.ops.checkpoints_test.counted(layer(x), place)
-            return x
+KEPT_ALIVE: list[object] = []
 
-    model = Model()
-    inputs, targets = torch.randn(4, 8), torch.randn(4, 8)
+
+class CountedChain(nn.Module):
+    """Tells how often each layer is computed."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(layers)])
+        self.calls = counted_calls()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for place, layer in enumerate(self.layers):
+            x = torch.ops.checkpoints_test.counted(layer(x), place)
+        return x.mean(1)
+
+    def take_counts(self) -> list[int]:
+        counts = [self.calls.count(place) for place in range(len(self.layers))]
+        self.calls.clear()
+        return counts
+
+
+def test_the_last_segment_is_computed_once() -> None:
+    model = CountedChain(9)
+    inputs, targets = torch.randn(4, 8, 8), torch.randn(4, 8)
     batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=4, checkpoint_segments=3)
     batch.backward(inputs, targets)
-    calls.clear()
+    model.take_counts()
     batch.backward(inputs, targets)
-    counts = [calls.count(place) for place in range(9)]
+    counts = model.take_counts()
     assert counts == sorted(counts, reverse=True)
     assert set(counts) == {1, 2}
     assert counts.count(1) >= 3
@@ -279,6 +298,111 @@ def test_a_hook_on_what_waits_at_the_last_cut_is_noticed(when: str, how: str) ->
     model.zero_grad()
     model.hooked = True
     with pytest.raises(ib.Unsupported, match=r"hook was set|retain_grad|graph node was set"):
+        batch.backward(inputs, targets)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def contrast(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Each sample against all others."""
+    sides = torch.cat([outputs, targets, outputs * targets], 1)
+    return nn.functional.cross_entropy(sides @ sides.T, torch.arange(len(sides)).flip(0))
+
+
+def spread(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """No sample's share can be told from the others'."""
+    return torch.logsumexp(outputs, 0).sum() * (2 + (outputs * targets).sum())
+
+
+@pytest.mark.parametrize("park", ["never", "always"])
+@pytest.mark.parametrize("segments", [2, 7])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("loss", [contrast, spread])
+@pytest.mark.parametrize("name", MODELS)
+def test_coupled_losses(name: str, loss, size: int, segments: int, park: str) -> None:
+    model, inputs, targets = make(name)
+    wanted = native_gradients(model, loss, inputs, targets)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    batch = ib.VirtualBatch(
+        model,
+        ib.losses.coupled(loss),
+        micro_batch_size=size,
+        checkpoint_segments=segments,
+        park=park,
+    )
+    for step in range(2):
+        model.zero_grad()
+        calls.clear()
+        report = batch.backward(inputs, targets)
+        assert report.strategy == "checkpoint"
+        assert len(calls) == -(-6 // size)
+        assert gradient_error(model, wanted) <= TOLERANCE, step
+
+
+@pytest.mark.parametrize("size", [3, 5, 6])
+def test_masks_are_those_that_a_coupled_loss_saw(size: int) -> None:
+    torch.manual_seed(0)
+    model = Chain(12, 8, dropout=0.4).double()
+    inputs = torch.randn(6, 10, 8, dtype=torch.float64)
+    targets = torch.randn(6, 1, dtype=torch.float64)
+    results = []
+    for options in ({}, {"checkpoint_segments": 5}):
+        batch = ib.VirtualBatch(
+            model, ib.losses.coupled(contrast), micro_batch_size=size, **options
+        )
+        for step in range(2):
+            torch.manual_seed(step)
+            model.zero_grad()
+            report = batch.backward(inputs, targets)
+        results.append([report.loss, torch.get_rng_state(), *(p.grad for p in model.parameters())])
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    for given, wanted in zip(results[1][2:], results[0][2:], strict=True):
+        assert (given - wanted).norm() <= TOLERANCE * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    ("park", "above", "times"),
+    [("never", 130, 2), ("needed", 30, 2), ("never", 30, 3), ("never", 5, 4)],
+    ids=["kept", "parked", "made again", "computed again and again"],
+)
+def test_one_sample_beyond_the_device_with_a_coupled_loss(
+    park: str, above: int, times: int
+) -> None:
+    torch.manual_seed(0)
+    model = CountedChain(60).double()
+    inputs = torch.randn(6, 64, 8, dtype=torch.float64)
+    targets = torch.randn(6, 1, dtype=torch.float64)
+    wanted = native_gradients(model, contrast, inputs, targets)
+    sums = sum(parameter.nbytes for parameter in model.parameters())
+    budget = ib.memory.stats("cpu").live + sums + above * 1024
+    batch = ib.VirtualBatch(model, ib.losses.coupled(contrast), memory_budget=budget, park=park)
+    for _ in range(3):
+        model.zero_grad()
+        model.take_counts()
+        report = batch.backward(inputs, targets)
+        assert report.strategy == "checkpoint"
+        assert report.peak_bytes <= budget
+        assert gradient_error(model, wanted) <= TOLERANCE
+    assert report.restarts == 0
+    assert (report.parked_bytes > 0) == (park == "needed")
+    most = max(model.take_counts())
+    assert most == 6 * times if times < 4 else most >= 6 * times
+    model.zero_grad()
+    assert "loss of all" in batch.plan(inputs, targets).explain()
+
+
+@pytest.mark.parametrize("above", [2**16, 2**18], ids=["nor does a sample", "a sample does"])
+@pytest.mark.parametrize("park", ["needed", "never"])
+def test_a_coupled_loss_that_does_not_fit_is_told_soon(park: str, above: int) -> None:
+    model, inputs, targets = make("chain")
+
+    def large(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs * torch.ones(1 << 20, dtype=torch.float64)).sum()
+
+    budget = ib.memory.stats("cpu").live + above
+    batch = ib.VirtualBatch(model, ib.losses.coupled(large), memory_budget=budget, park=park)
+    with pytest.raises(ib.BudgetExceeded, match="loss on the outputs of all"):
         batch.backward(inputs, targets)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -399,6 +523,10 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
         ({"checkpoint_segments": 3}, "without micro_batch_size"),
         ({"micro_batch_size": 2, "checkpoint_segments": 3, "static_graph": True}, "static_graph"),
         ({"micro_batch_size": 2, "checkpoint_segments": 3.5}, "whole number"),
+        (
+            {"micro_batch_size": 2, "checkpoint_segments": 3, "retained_micro_batches": 1},
+            "retained_micro_batches",
+        ),
     ],
 )
 def test_misuse(options: dict, message: str) -> None:
@@ -406,21 +534,16 @@ def test_misuse(options: dict, message: str) -> None:
         ib.VirtualBatch(nn.Linear(2, 1), nn.MSELoss(), **options)
 
 
-def test_coupled_losses_are_refused() -> None:
-    with pytest.raises(ib.InvalidArgument, match="coupled loss"):
-        ib.VirtualBatch(
-            nn.Linear(2, 1),
-            ib.losses.coupled(lambda out, _: out.var()),
-            micro_batch_size=2,
-            checkpoint_segments=3,
-        )
-
-
+@pytest.mark.parametrize("loss", ["separable", "coupled"])
 @pytest.mark.parametrize("park", ["never", "always"])
-def test_a_failed_allocation_anywhere_leaves_everything_as_it_was(park: str) -> None:
+def test_a_failed_allocation_anywhere_leaves_everything_as_it_was(park: str, loss: str) -> None:
     model, inputs, targets = make("residual")
     batch = ib.VirtualBatch(
-        model, nn.MSELoss(), micro_batch_size=2, checkpoint_segments=4, park=park
+        model,
+        nn.MSELoss() if loss == "separable" else ib.losses.coupled(contrast),
+        micro_batch_size=2,
+        checkpoint_segments=4,
+        park=park,
     )
     for _ in range(2):
         model.zero_grad()

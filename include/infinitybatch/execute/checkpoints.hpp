@@ -23,6 +23,9 @@ class Checkpoints {
   /// Nothing waits at the cuts: each segment's frontier is computed again from the inputs. Device
   /// memory does not grow with the number of segments, time grows with its square.
   bool forget = false;
+  /// Of a coupled loss: what waits at a micro-batch's cuts is not kept from its recording, but made
+  /// again from its inputs once the loss is known.
+  bool again = false;
   /// Forget the guides where other places are chosen from now on.
   void changed() { guides.clear(); }
 };

@@ -45,8 +45,9 @@ class CutPass {
   void record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
               const std::function<Batch()>& forward, const Elsewhere& elsewhere);
   /// With `Job::checkpoints`, in place of `record`: records a micro-batch and cuts its tape where
-  /// they say. Afterwards it stands at its last cut; where the cuts were known before, the graph
-  /// behind it is kept from the recording. Returns the model's outputs.
+  /// they say. Afterwards it stands at its last cut; where the cuts were known before and the loss
+  /// is separable, the graph behind it is kept from the recording. Returns the model's outputs, as
+  /// forward gave them; nobody can run backward from them.
   /// \throws Unsupported where forward cannot be cut
   Batch checkpoint(Rows rows, const Batch& inputs, const std::function<Batch()>& forward);
   /// Graphs of these rows cannot be kept after all (buffers were restored under them).
@@ -137,6 +138,9 @@ class CutPass {
   }
   bool has_op_before(int64_t segment) const { return segment > 0 && job_.checkpoints == nullptr; }
   void drop(Part& part, int64_t segment);
+  static bool is_last(const Part& part, int64_t segment) {
+    return segment + 1 == static_cast<int64_t>(part.recorded->segments.size());
+  }
   static const tape::Segment& segment_of(const Part& part, int64_t segment) {
     return part.recorded->segments[static_cast<size_t>(segment)];
   }

@@ -105,10 +105,12 @@ Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t 
 Plan cut_rehearsal_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, bool coupled);
 
 /// Micro-batches whose graph does not fit: each is recorded, and then played again segment by
-/// segment, last first. How many segments it has, its recording tells.
+/// segment, last first. How many segments it has, its recording tells. The first instructions of a
+/// coupled loss's plan are one `record` each.
 /// \param segments of each micro-batch's tape
+/// \param coupled  whether the loss is computed on the outputs of all
 Plan checkpoint_plan(std::vector<int64_t> micro_batch_sizes, const std::vector<int64_t>& segments,
-                     bool penalty);
+                     bool coupled, bool penalty);
 
 /// Micro-batches that do both passes one after the other, with a stand-in for the gradient of their
 /// outputs: a rehearsal, in which they are measured.

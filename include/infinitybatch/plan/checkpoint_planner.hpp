@@ -26,11 +26,15 @@ class CheckpointPlanner : public Checkpoints {
   /// \param parked    what waits leaves the device, or is forgotten
   /// \param summed    sums of gradients are there from other micro-batches
   /// \param fixed     number of segments wished for; nothing: chosen by `available`
-  void begin(int64_t available, bool parked, bool summed,
+  /// \param coupled   where not 0: the loss is computed on the outputs of so many micro-batches,
+  ///                  all of which wait for it
+  void begin(int64_t available, bool parked, bool summed, int64_t coupled,
              std::optional<int64_t> fixed = std::nullopt);
 
   std::vector<uint32_t> choose(const tape::Tape& tape) override;
 
+  /// From now on nothing waits for a coupled loss; see `Checkpoints::again`.
+  void begin_again();
   /// From now on nothing waits at the cuts; see `Checkpoints::forget`.
   void begin_forgetting();
   /// Plans smaller. False where the smallest segments have been tried.
@@ -67,6 +71,7 @@ class CheckpointPlanner : public Checkpoints {
   int64_t available_ = 0;
   bool parked_ = false;
   bool summed_ = false;
+  int64_t coupled_ = 0;
   std::optional<int64_t> fixed_;
   double correction_ = 1.0;  // needed ÷ estimated, beside the sums of gradients
   bool smallest_ = false;    // the last choice was the smallest there is
