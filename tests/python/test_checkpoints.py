@@ -363,7 +363,7 @@ def test_masks_are_those_that_a_coupled_loss_saw(size: int) -> None:
 
 @pytest.mark.parametrize(
     ("park", "above", "times"),
-    [("never", 130, 2), ("needed", 30, 2), ("never", 30, 3), ("never", 5, 4)],
+    [("never", 160, 2), ("needed", 60, 2), ("never", 90, 3), ("never", 40, 4)],
     ids=["kept", "parked", "made again", "computed again and again"],
 )
 def test_one_sample_beyond_the_device_with_a_coupled_loss(
@@ -387,7 +387,7 @@ def test_one_sample_beyond_the_device_with_a_coupled_loss(
     assert report.restarts == 0
     assert (report.parked_bytes > 0) == (park == "needed")
     most = max(model.take_counts())
-    assert most == 6 * times if times < 4 else most >= 6 * times
+    assert (most >= 6 * times) if times > 3 else (most == 6 * times), most / 6
     model.zero_grad()
     assert "loss of all" in batch.plan(inputs, targets).explain()
 
@@ -402,7 +402,8 @@ def test_a_coupled_loss_that_does_not_fit_is_told_soon(park: str, above: int) ->
 
     budget = ib.memory.stats("cpu").live + above
     batch = ib.VirtualBatch(model, ib.losses.coupled(large), memory_budget=budget, park=park)
-    with pytest.raises(ib.BudgetExceeded, match="loss on the outputs of all"):
+    # Beside one sample's segments and the gradients there may be too little for the loss to begin.
+    with pytest.raises(ib.BudgetExceeded, match="loss on the outputs of all|smallest segment"):
         batch.backward(inputs, targets)
     assert all(parameter.grad is None for parameter in model.parameters())
 
