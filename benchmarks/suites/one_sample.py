@@ -17,7 +17,7 @@ EXPLANATION = (
     "people write it; ours takes the same network unchanged, records its forward without a graph, "
     "cuts the tape where little waits, and plays segment after segment: with the smallest number of "
     "segments from two on whose peak is not above checkpoint's, and once more with what waits in a "
-    "file (its copies are not hidden behind compute). Contestants run in turn, in a new order each "
+    "file, copied while segments compute. Contestants run in turn, in a new order each "
     "round; CPU is the process's time over all threads; ratios are medians of the rounds' ratios "
     "with 95 % bootstrap intervals. Peaks are above what was live before the step."
 )

@@ -43,6 +43,31 @@ The executor runs the instructions, the predicted peak is read off the same ones
       .def_readonly("baseline_bytes", &Plan::baseline_bytes, "Live when the step starts.")
       .def_readonly("predicted_peak_bytes", &Plan::predicted_peak_bytes, "Or None.")
       .def_readonly("predicted_seconds", &Plan::predicted_seconds, "Or None.")
+      .def_readonly("parks", &Plan::parks, "Whether what waits at cuts leaves the device.")
+      .def_readonly("overlaps", &Plan::overlaps,
+                    "Whether it is copied while other micro-batches, or segments, compute.")
+      .def_readonly("parked_bytes", &Plan::parked_bytes,
+                    "Bytes that left the device in the last step, each time counted.")
+      .def_property_readonly(
+          "parked_seconds_hidden", [](const Plan& self) { return self.parked_seconds.hidden; },
+          "Of copies behind compute, in the last step.")
+      .def_property_readonly(
+          "parked_seconds_waited", [](const Plan& self) { return self.parked_seconds.waited; },
+          "Waiting for copies, in the last step.")
+      .def_property_readonly(
+          "predicted_parked_seconds_hidden",
+          [](const Plan& self) -> std::optional<double> {
+            if (!self.predicted_parked_seconds) return std::nullopt;
+            return self.predicted_parked_seconds->hidden;
+          },
+          "Of the next step, or None.")
+      .def_property_readonly(
+          "predicted_parked_seconds_waited",
+          [](const Plan& self) -> std::optional<double> {
+            if (!self.predicted_parked_seconds) return std::nullopt;
+            return self.predicted_parked_seconds->waited;
+          },
+          "Of the next step, or None.")
       .def_readonly("candidates", &Plan::candidates, "Every size that was looked at.")
       .def_readonly("reason", &Plan::reason, "What decided the size.")
       .def("explain", &Plan::explain,

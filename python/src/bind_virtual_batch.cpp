@@ -231,6 +231,14 @@ void bind_report(py::module_& module) {
       .def_readonly("seconds", &StepReport::seconds, "Wall clock time.")
       .def_readonly("parked_bytes", &StepReport::parked_bytes,
                     "Bytes that left the device for host or disk, each time counted.")
+      .def_property_readonly(
+          "parked_seconds_hidden",
+          [](const StepReport& self) { return self.parked_seconds.hidden; },
+          "Of copying parked values, out and back, behind compute.")
+      .def_property_readonly(
+          "parked_seconds_waited",
+          [](const StepReport& self) { return self.parked_seconds.waited; },
+          "Waiting for copies of parked values.")
       .def_readonly("restarts", &StepReport::restarts,
                     "How often the step began again with a smaller plan.")
       .def_readonly(

@@ -42,10 +42,14 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
                   [&](const tape::Frontiers& so_far, int32_t cut) {
                     // What waited before is read no more, as a rule: it can leave while forward
                     // goes on.
-                    if (job_.store != nullptr) kept.park(*job_.store);
+                    if (job_.store != nullptr) kept.finish_leaving(*job_.store);
                     for (const auto& [crossing, tensor] : so_far.waiting) {
                       if (crossing.giver == cut) kept[crossing] = tensor;
                     }
+                    // It is copied until the next cut. What waits at the last one is used at once,
+                    // or leaves when forward is over.
+                    const bool more = static_cast<size_t>(cut) + 1 < guide.places.size();
+                    if (job_.store != nullptr && more) kept.copy_out(*job_.store, cut);
                   });
     const Batch given = recorder.run(forward);
     recorded->tape = recorder.finish(given);
@@ -59,7 +63,6 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
   recorded->segments = tape::cut(recorded->tape, cuts);
   recorded->note_users();
   Part& part = parts_[rows.begin];
-  part_ = &part;
   share_found(recorded->tape);
   begin(part, recorded);
   const tape::FrontierGuide followed =
@@ -120,6 +123,7 @@ void CutPass::advance_to(Rows rows, const Batch& inputs, int64_t segment) {
       });
     }
     free();
+    if (job_.store != nullptr) keep_for(part, s + 1);
   }
 }
 

@@ -12,6 +12,16 @@
 #include <utility>
 
 namespace infinitybatch {
+namespace {
+
+std::set<tape::ValueId> given_to_first_op(const tape::Tape& tape, const tape::Segment& segment) {
+  std::set<tape::ValueId> values;
+  tape::for_each_argument(tape, tape.ops[segment.ops.begin],
+                          [&](tape::ValueId value, const tape::Slot&) { values.insert(value); });
+  return values;
+}
+
+}  // namespace
 
 CutPass::CutPass(const Job& job, autograd::GradientSinks& sinks, BufferRule& buffers)
     : job_(job), sinks_(sinks), buffers_(buffers), devices_(devices_of(job)) {
@@ -48,9 +58,13 @@ bool CutPass::reads_inputs(Rows rows, int64_t segment) const {
          (next_op && segment_of(part, segment + 1).reads_inputs);
 }
 
-std::vector<at::Tensor> CutPass::frontier(Part& part, const tape::Segment& segment) const {
+std::vector<at::Tensor> CutPass::frontier(Part& part, const tape::Segment& segment,
+                                          bool op_only) const {
   std::vector<at::Tensor> values(part.recorded->tape.value_count);
+  std::set<tape::ValueId> wanted;
+  if (op_only) wanted = given_to_first_op(part.recorded->tape, segment);
   for (const tape::Take& take : segment.takes) {
+    if (op_only && wanted.count(take.from.value) == 0) continue;
     at::Tensor& value = values[take.from.value];
     if (take.from.giver >= 0) {
       value = part.waiting.at(take.from);
@@ -115,7 +129,6 @@ void CutPass::keep(Part& part, int64_t segment, const Work& work) {
 
 Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool retain) {
   Part& part = parts_.at(rows.begin);
-  part_ = &part;
   std::vector<tape::Draw> random = part.random[static_cast<size_t>(segment)];
   Work work = play(part, rows, inputs, segment, random);
   settle_written(part, segment, work);
@@ -124,7 +137,7 @@ Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool ret
   if (!last) part.random[static_cast<size_t>(segment) + 1] = std::move(random);
   if (has_op_before(segment + 1) && !last) {
     const tape::Segment& next = segment_of(part, segment + 1);
-    std::vector<at::Tensor> values = frontier(part, next);
+    std::vector<at::Tensor> values = frontier(part, next, /*op_only=*/true);
     op_before(segment + 1)
         .collect(rows, tape::first_arguments(part.recorded->tape, next, inputs, values));
   }
@@ -152,7 +165,6 @@ void CutPass::begin_backward(bool keep) {
 
 Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
   Part& part = parts_.at(rows.begin);
-  part_ = &part;
   if (job_.outside != nullptr) input_leaves_ = inputs.tensors();
   const bool last = is_last(part, segment);
   if (!last) {
@@ -227,16 +239,12 @@ void CutPass::collect(Rows rows, int64_t segment) {
   if (segment > 0) return;
   drop(part, 0);
   if (job_.checkpoints == nullptr) return;
-  part_ = nullptr;
   parts_.erase(rows.begin);  // nothing of it is used again
 }
 
 void CutPass::free() {
   work_ = Work();
   input_leaves_.clear();
-  if (job_.store == nullptr || part_ == nullptr) return;
-  part_->waiting.park(*job_.store);
-  part_->gradients.park(*job_.store);
 }
 
 void CutPass::combine_gradients(int64_t segment) {
@@ -267,7 +275,7 @@ void CutPass::correct(Part& part, Rows rows, const Batch& inputs, int64_t segmen
 /// Of the inputs, or a parameter.
 void CutPass::correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t segment,
                            size_t which, tape::ValueId value) {
-  std::vector<at::Tensor> values = frontier(part, segment_of(part, segment));
+  std::vector<at::Tensor> values = frontier(part, segment_of(part, segment), /*op_only=*/true);
   tape::first_arguments(part.recorded->tape, segment_of(part, segment), inputs, values);
   const at::Tensor leaf = values[value];
   if (!leaf.requires_grad()) return;

@@ -5,12 +5,14 @@
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/coupled/one_of_many.hpp>
 #include <infinitybatch/execute/outside_loss.hpp>
+#include <infinitybatch/park/store.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <string>
 #include <utility>
@@ -67,6 +69,23 @@ Executor::Executor(const Job& job)
 }
 
 void Executor::run(const Instruction& instruction, Rows rows) {
+  if (job_.store == nullptr) return perform(instruction, rows);
+  using Clock = std::chrono::steady_clock;
+  const park::StoreStatistics before = job_.store->statistics();
+  const Clock::time_point begin = Clock::now();
+  copied_bytes_ = 0;
+  perform(instruction, rows);
+  const double taken = std::chrono::duration<double>(Clock::now() - begin).count();
+  const park::StoreStatistics after = job_.store->statistics();
+  if (instruction.operation == Operation::record) {
+    copied_bytes_ = after.moved_out - before.moved_out;
+  }
+  const int64_t samples = instruction.micro_batch < 0 ? job_.batch_size() : rows.size();
+  times_.add(instruction, samples, taken - (after.seconds_waited - before.seconds_waited),
+             copied_bytes_);
+}
+
+void Executor::perform(const Instruction& instruction, Rows rows) {
   const int64_t segment = instruction.segment;
   switch (instruction.operation) {
     case Operation::load:
@@ -97,6 +116,26 @@ void Executor::run(const Instruction& instruction, Rows rows) {
       return resume(rows, segment);
     case Operation::combine_gradients:
       return cut_pass_->combine_gradients(segment);
+    case Operation::fetch:
+      copied_bytes_ = cut_pass_->fetch(rows, segment, /*back=*/false, /*ahead=*/false);
+      return;
+    case Operation::fetch_back:
+      copied_bytes_ = cut_pass_->fetch(rows, segment, /*back=*/true, /*ahead=*/false);
+      return;
+    case Operation::prefetch:
+      copied_bytes_ = cut_pass_->fetch(rows, segment, /*back=*/false, /*ahead=*/true);
+      return;
+    case Operation::prefetch_back:
+      copied_bytes_ = cut_pass_->fetch(rows, segment, /*back=*/true, /*ahead=*/true);
+      return;
+    case Operation::leave:
+    case Operation::leave_back:
+      copied_bytes_ = cut_pass_->leave(rows);
+      return;
+    case Operation::park:
+    case Operation::park_back:
+      copied_bytes_ = cut_pass_->park(rows, segment);
+      return;
     case Operation::backward:
       return backward(rows, segment);
     case Operation::free:
@@ -195,6 +234,8 @@ void Executor::record_for_cuts(Rows rows) {
       }
     }
     free();
+    // Until a coupled loss is known the other micro-batches need the room.
+    if (whole_outputs_ && job_.store != nullptr) cut_pass_->park(rows);
     // Buffers that were restored under a graph could belong to what it has saved.
     if (buffers_.written()) cut_pass_->drop_graph(rows);
     return;

@@ -38,6 +38,18 @@ const char* name_of(Operation operation) {
       return "resume";
     case Operation::combine_gradients:
       return "combine gradients";
+    case Operation::fetch:
+    case Operation::fetch_back:
+      return "fetch";
+    case Operation::prefetch:
+    case Operation::prefetch_back:
+      return "prefetch";
+    case Operation::leave:
+    case Operation::leave_back:
+      return "leave";
+    case Operation::park:
+    case Operation::park_back:
+      return "park";
     case Operation::free:
       return "free";
     case Operation::penalty:
@@ -244,6 +256,11 @@ std::string seconds(double value) {
   return text;
 }
 
+std::string describe(const CopySeconds& copies) {
+  return "copies took " + seconds(copies.hidden + copies.waited) + ", " + seconds(copies.hidden) +
+         " hidden behind compute and " + seconds(copies.waited) + " not";
+}
+
 /// "4 × 64 + 1 × 44": runs of equal sizes.
 std::string describe_sizes(const std::vector<int64_t>& sizes) {
   std::string text;
@@ -301,9 +318,15 @@ std::string Plan::explain() const {
   if (predicted_seconds) text += "; predicted time " + seconds(*predicted_seconds);
   text += "\n";
   if (parks) {
-    text += "what waits is parked on host or disk: " + format_bytes(parked_bytes) +
-            " left the device, and came back, in the last step; " + seconds(parked_seconds) +
-            " of it were spent on that, none hidden behind compute\n";
+    text += "what waits is parked on host or disk, " +
+            std::string(overlaps ? "and copied while other micro-batches, or segments, compute"
+                                 : "in turn: there is no room for copies beside compute") +
+            ": " + format_bytes(parked_bytes) + " left the device, and came back, in the last step";
+    text += "; " + describe(parked_seconds);
+    if (predicted_parked_seconds) {
+      text += "; predicted for the next: " + describe(*predicted_parked_seconds);
+    }
+    text += "\n";
   }
   if (!reason.empty()) text += "why: " + reason + "\n";
   if (!candidates.empty()) text += "  micro-batch          peak    per sample\n";

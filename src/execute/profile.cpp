@@ -21,8 +21,10 @@ struct Story {
 class StoryTeller {
  public:
   explicit StoryTeller(const MicroBatchTrace& trace) : trace_(trace) {
+    std::unordered_set<const void*> known;  // of an earlier gradient
     for (const auto& mark : trace.sinks) {
-      if (mark.what.buffer != mark.what.gradient) find_buffer(mark);
+      const bool is_new = known.insert(mark.what.buffer).second;
+      if (is_new && mark.what.buffer != mark.what.gradient) find_buffer(mark);
     }
   }
 
@@ -107,7 +109,10 @@ void MicroBatchTrace::inherit(const MicroBatchTrace& earlier) {
 std::vector<Step> steps_of(const Plan& plan) {
   std::vector<Step> steps;
   for (const Instruction& instruction : plan.instructions) {
-    if (is_told(instruction)) steps.emplace_back(instruction.operation, instruction.segment);
+    if (!is_told(instruction)) continue;
+    const Step step(instruction.operation, instruction.segment);
+    const bool again = std::find(steps.begin(), steps.end(), step) != steps.end();
+    steps.emplace_back(step.operation, step.segment, again);
   }
   return steps;
 }
@@ -139,8 +144,12 @@ std::optional<MicroBatchProfile> MicroBatchProfile::fit(const MicroBatchTrace& a
   return fit(a, b, {stream_operations().begin(), stream_operations().end()});
 }
 
-MicroBatchProfile::Effect MicroBatchProfile::effect(Step step, int64_t samples, bool first) const {
-  const auto place = std::find(steps_.begin(), steps_.end(), step);
+MicroBatchProfile::Effect MicroBatchProfile::effect(Step step, double samples, bool first) const {
+  auto place = std::find(steps_.begin(), steps_.end(), step);
+  if (place == steps_.end() && step.again) {
+    step.again = false;
+    place = std::find(steps_.begin(), steps_.end(), step);
+  }
   if (place == steps_.end()) return {};
   const auto index = static_cast<size_t>(place - steps_.begin());
   const size_t begin = operation_starts_[index];

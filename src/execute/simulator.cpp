@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <tuple>
+#include <utility>
 
 namespace infinitybatch {
 namespace {
@@ -18,7 +20,8 @@ class Effects {
 
   Effect of(const Instruction& instruction) {
     const int64_t index = instruction.micro_batch;
-    const int64_t size = plan_.micro_batch_sizes[static_cast<size_t>(index)];
+    const auto size = static_cast<double>(plan_.micro_batch_sizes[static_cast<size_t>(index)]);
+    note(instruction);
     const bool retained =
         index >= static_cast<int64_t>(plan_.micro_batch_sizes.size()) - plan_.retained;
     switch (instruction.operation) {
@@ -46,6 +49,10 @@ class Effects {
         if (plan_.strategy == "stream") return effect;
         return {effect.rise, effect.net + tell({Operation::seed, instruction.segment}, size).net};
       }
+      case Operation::prefetch:
+        return tell({Operation::fetch, instruction.segment}, size);
+      case Operation::prefetch_back:
+        return tell({Operation::fetch_back, instruction.segment}, size);
       case Operation::backward: {
         const Effect effect = tell({Operation::backward, instruction.segment}, size);
         if (plan_.strategy != "stream") first_ = false;
@@ -60,7 +67,9 @@ class Effects {
   Effect at_cut(const Instruction& instruction) {
     // The first of the next segment's gradients make buffers of their own.
     if (instruction.operation == Operation::combine_gradients) first_ = true;
-    return tell({instruction.operation, instruction.segment}, plan_.batch_size);
+    again_ = false;
+    return tell({instruction.operation, instruction.segment},
+                static_cast<double>(plan_.batch_size) / profile_.micro_batches());
   }
 
   /// The next micro-batch of a streaming plan: its gradients find buffers.
@@ -72,8 +81,19 @@ class Effects {
   /// A separable loss goes through the last segment once, forward and backward.
   bool advances(int64_t segment) const { return segment + 1 < plan_.segments || whole_loss_; }
 
-  Effect tell(Step step, int64_t size) {
-    const auto key = std::make_tuple(step.operation, step.segment, size, first_);
+  /// Whether another micro-batch of the plan has done the same.
+  void note(const Instruction& instruction) {
+    Operation operation = instruction.operation;
+    if (operation == Operation::retain) operation = Operation::record;
+    if (operation == Operation::advance_retained) operation = Operation::advance;
+    if (operation == Operation::prefetch) operation = Operation::fetch;
+    if (operation == Operation::prefetch_back) operation = Operation::fetch_back;
+    again_ = !done_.insert({operation, instruction.segment}).second;
+  }
+
+  Effect tell(Step step, double size) {
+    step.again = again_;
+    const auto key = std::make_tuple(step.operation, step.segment, again_, size, first_);
     auto found = known_.find(key);
     if (found == known_.end()) {
       found = known_.emplace(key, profile_.effect(step, size, first_)).first;
@@ -85,7 +105,9 @@ class Effects {
   const MicroBatchProfile& profile_;
   bool whole_loss_;
   bool first_;
-  std::map<std::tuple<Operation, int64_t, int64_t, bool>, Effect> known_;
+  bool again_ = false;
+  std::set<std::pair<Operation, int64_t>> done_;
+  std::map<std::tuple<Operation, int64_t, bool, double, bool>, Effect> known_;
 };
 
 }  // namespace

@@ -1,18 +1,18 @@
 #include "copy_thread.hpp"
 
+#include <algorithm>
 #include <chrono>
 
 namespace infinitybatch::park {
 namespace {
 
-double seconds_since(std::chrono::steady_clock::time_point begin) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+double seconds_since(Task::Clock::time_point begin) {
+  return std::chrono::duration<double>(Task::Clock::now() - begin).count();
 }
 
 }  // namespace
 
-void Task::run() noexcept {
-  const auto begin = std::chrono::steady_clock::now();
+void Task::run(Clock::time_point since) noexcept {
   std::exception_ptr error;
   try {
     work_();
@@ -22,13 +22,13 @@ void Task::run() noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   work_ = nullptr;
   error_ = std::move(error);
-  seconds_ = seconds_since(begin);
+  seconds_ = seconds_since(since);
   done_ = true;
   changed_.notify_all();
 }
 
 double Task::wait() {
-  const auto begin = std::chrono::steady_clock::now();
+  const Clock::time_point begin = Clock::now();
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return done_; });
   return seconds_since(begin);
@@ -45,6 +45,11 @@ CopyThread::~CopyThread() {
   }
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
+}
+
+bool CopyThread::busy() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return at_work_ || !tasks_.empty();
 }
 
 void CopyThread::start(std::shared_ptr<Task> task) {
@@ -65,14 +70,18 @@ void CopyThread::start(std::shared_ptr<Task> task) {
 
 void CopyThread::work() {
   std::unique_lock<std::mutex> lock(mutex_);
+  Task::Clock::time_point free;
   while (true) {
     changed_.wait(lock, [this] { return ends_ || !tasks_.empty(); });
     if (tasks_.empty()) return;
     const std::shared_ptr<Task> task = std::move(tasks_.front());
     tasks_.pop_front();
+    at_work_ = true;
     lock.unlock();
-    task->run();
+    task->run(std::max(task->made(), free));
     lock.lock();
+    free = Task::Clock::now();
+    at_work_ = false;
   }
 }
 

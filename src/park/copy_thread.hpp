@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -15,22 +16,27 @@ class Task {
  public:
   explicit Task(std::function<void()> work) : work_(std::move(work)) {}
 
-  void run() noexcept;
+  using Clock = std::chrono::steady_clock;
+
+  /// \param since when it could have begun
+  void run(Clock::time_point since) noexcept;
   /// In the thread that will wait for it.
   void run_here() noexcept {
     ran_here_ = true;
-    run();
+    run(made_);
   }
   bool ran_here() const noexcept { return ran_here_; }
+  Clock::time_point made() const noexcept { return made_; }
   /// Until it has run. \returns seconds that this took
   double wait();
   /// Throws what the work threw. Only after `wait`.
   void rethrow() const;
-  /// How long it ran. Only after `wait`.
+  /// How long it took, from when it could have begun. Only after `wait`.
   double seconds() const noexcept { return seconds_; }
 
  private:
   std::function<void()> work_;
+  const Clock::time_point made_ = Clock::now();
   std::mutex mutex_;
   std::condition_variable changed_;
   bool done_ = false;
@@ -49,7 +55,8 @@ class CopyThread {
   CopyThread& operator=(const CopyThread&) = delete;
 
   void start(std::shared_ptr<Task> task);
-  bool started() const noexcept { return thread_.joinable(); }
+  /// Whether tasks that were given have not run yet.
+  bool busy();
 
  private:
   void work();
@@ -58,6 +65,7 @@ class CopyThread {
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Task>> tasks_;
   bool ends_ = false;
+  bool at_work_ = false;
   std::thread thread_;
 };
 

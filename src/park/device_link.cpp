@@ -5,6 +5,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <thread>
 
@@ -33,11 +34,11 @@ std::optional<c10::Event> DeviceLink::mark() const {
   return event;
 }
 
-DeviceLink::Copies::Copies(const DeviceLink& link, const std::optional<c10::Event>& after)
-    : link_(link), begin_(std::chrono::steady_clock::now()) {
+DeviceLink::Copies::Copies(DeviceLink& link, const Order& order)
+    : link_(link), begin_(std::max(order.when, link.free_)) {
   if (!link.stream_) return;
   stream_guard_.emplace(*link.stream_);
-  if (after) after->block(*link.stream_);
+  if (order.after) order.after->block(*link.stream_);
 }
 
 void DeviceLink::Copies::copy(std::byte* to, c10::Device to_device, const std::byte* from,
@@ -64,8 +65,8 @@ void DeviceLink::Copies::finish() {
     link_.stream_->synchronize();
   } else if (link_.bandwidth_ > 0) {
     const std::chrono::duration<double> least(static_cast<double>(bytes_) / link_.bandwidth_);
-    std::this_thread::sleep_until(
-        begin_ + std::chrono::duration_cast<std::chrono::steady_clock::duration>(least));
+    link_.free_ = begin_ + std::chrono::duration_cast<std::chrono::steady_clock::duration>(least);
+    std::this_thread::sleep_until(link_.free_);
   }
 }
 

@@ -57,6 +57,10 @@ void Parked::finish_put() {
   }
 }
 
+bool Parked::returning() const noexcept {
+  return state_ && state_->phase() == detail::ParkedState::Phase::returning;
+}
+
 void Parked::prefetch() {
   finish_put();
   if (state_) state_->start_returning(/*in_background=*/true);

@@ -26,9 +26,10 @@ std::byte* address(const c10::Storage& storage) {
 StoreState::StoreState(c10::Device on, StoreOptions with)
     : device(on), options(std::move(with)), link(on, options.bandwidth), places(on, options) {}
 
-std::shared_ptr<Task> StoreState::run(std::function<void()> work, bool in_background) {
+std::shared_ptr<Task> StoreState::run(std::function<void()> work, bool in_background,
+                                      bool immediate) {
   auto task = std::make_shared<Task>(std::move(work));
-  if (in_background || thread_.started() || !device.is_cpu()) {
+  if (!immediate && (in_background || thread_.busy() || !device.is_cpu())) {
     thread_.start(task);
   } else {
     task->run_here();
@@ -36,13 +37,15 @@ std::shared_ptr<Task> StoreState::run(std::function<void()> work, bool in_backgr
   return task;
 }
 
-void StoreState::finish(Task& task) {
+void StoreState::finish(Task& task, bool out) {
   const double waited = task.wait();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     statistics_.seconds_copying += task.seconds();
-    statistics_.seconds_waited +=
-        task.ran_here() ? task.seconds() : std::min(waited, task.seconds());
+    (out ? statistics_.seconds_out : statistics_.seconds_back) += task.seconds();
+    waited_ += task.ran_here() ? task.seconds() : waited;
+    // Waking up is waited for too, but is no copy.
+    statistics_.seconds_waited = std::min(waited_, statistics_.seconds_copying);
     statistics_.seconds_hidden = statistics_.seconds_copying - statistics_.seconds_waited;
   }
   task.rethrow();
@@ -85,13 +88,13 @@ void ParkedState::start_leaving(bool in_background) {
   std::vector<Piece> pieces;
   pieces.reserve(items_.size());
   for (const Item& item : items_) pieces.push_back({address(item.storage), item.bytes, item.at});
-  auto mark = std::make_shared<std::optional<c10::Event>>(store_->link.mark());
+  auto order = std::make_shared<DeviceLink::Order>(DeviceLink::Order{store_->link.mark()});
   task_ = store_->run(
-      [this, pieces = std::move(pieces), mark = std::move(mark)] {
-        DeviceLink::Copies copies(store_->link, *mark);
+      [this, pieces = std::move(pieces), order = std::move(order)] {
+        DeviceLink::Copies copies(store_->link, *order);
         store_->places.copy_out(place_, pieces, copies);
       },
-      in_background);
+      in_background, is_immediate());
   phase_ = Phase::leaving;
 }
 
@@ -115,7 +118,7 @@ void ParkedState::announce_away() const {
 void ParkedState::finish_leaving() {
   if (phase_ != Phase::leaving) return;
   phase_ = Phase::at_home;
-  store_->finish(*std::exchange(task_, nullptr));
+  store_->finish(*std::exchange(task_, nullptr), /*out=*/true);
   announce_away();
   int64_t moved = 0;
   for (const Item& item : items_) {
@@ -153,13 +156,13 @@ void ParkedState::start_returning(bool in_background) {
       item.block = allocator->allocate(static_cast<size_t>(item.bytes));
       pieces.push_back({static_cast<std::byte*>(item.block.get()), item.bytes, item.at});
     }
-    auto mark = std::make_shared<std::optional<c10::Event>>(store_->link.mark());
+    auto order = std::make_shared<DeviceLink::Order>(DeviceLink::Order{store_->link.mark()});
     task_ = store_->run(
-        [this, pieces = std::move(pieces), mark = std::move(mark)] {
-          DeviceLink::Copies copies(store_->link, *mark);
+        [this, pieces = std::move(pieces), order = std::move(order)] {
+          DeviceLink::Copies copies(store_->link, *order);
           store_->places.copy_back(place_, pieces, copies);
         },
-        in_background);
+        in_background, is_immediate());
   } catch (...) {
     drop_blocks();
     throw;
@@ -171,7 +174,7 @@ void ParkedState::finish_returning() {
   if (phase_ != Phase::returning) return;
   phase_ = Phase::away;
   try {
-    store_->finish(*std::exchange(task_, nullptr));
+    store_->finish(*std::exchange(task_, nullptr), /*out=*/false);
     require_unchanged();
   } catch (...) {
     drop_blocks();
@@ -187,6 +190,11 @@ void ParkedState::finish_returning() {
   }
   phase_ = Phase::at_home;
   store_->note_moved(0, moved);
+}
+
+/// Waking the copy thread would take longer.
+bool ParkedState::is_immediate() const noexcept {
+  return place_.disk_bytes == 0 && store_->link.immediate(place_.host_bytes);
 }
 
 void ParkedState::drop_blocks() noexcept {

@@ -20,24 +20,25 @@ class StoreState {
  public:
   StoreState(c10::Device device, StoreOptions options);
 
-  /// Runs `work` here, or in the copy thread where it need not be waited for, where that is already
-  /// busy with copies, and for accelerators, whose copies are ops that nothing that watches this
-  /// thread's ops should see.
-  std::shared_ptr<Task> run(std::function<void()> work, bool in_background);
+  /// Runs `work` here where it is `immediate`, or in the copy thread where it need not be waited
+  /// for, where that is busy with other copies, and for accelerators, whose copies are ops that
+  /// nothing that watches this thread's ops should see.
+  std::shared_ptr<Task> run(std::function<void()> work, bool in_background, bool immediate);
   /// Waits for `task` and notes how long it took. Throws what it threw.
-  void finish(Task& task);
+  void finish(Task& task, bool out);
 
   StoreStatistics statistics() const;
   void note_moved(int64_t out, int64_t back) noexcept;
 
   const c10::Device device;
   const StoreOptions options;
-  const DeviceLink link;
+  DeviceLink link;  // of the thread that copies
   Places places;
 
  private:
   mutable std::mutex mutex_;
   StoreStatistics statistics_;
+  double waited_ = 0;
   CopyThread thread_;  // last: it ends before what its tasks use
 };
 
@@ -69,6 +70,7 @@ class ParkedState {
 
   void announce_away() const;
   void require_unchanged() const;
+  bool is_immediate() const noexcept;
   void drop_blocks() noexcept;
 
   std::shared_ptr<StoreState> store_;

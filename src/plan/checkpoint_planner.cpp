@@ -25,6 +25,7 @@ constexpr double kShort = 1.25;
 struct Choice {
   std::vector<size_t> cuts;
   int64_t peak = 0;
+  int64_t overlapped = 0;  ///< the same, with the next frontier on its way
 };
 
 class Search {
@@ -43,7 +44,7 @@ class Search {
   }
 
   /// Without cuts.
-  int64_t whole() const { return peak({}); }
+  int64_t whole() const { return peak({}, /*overlapped=*/false); }
   /// Of the gradients' sums and the outputs, which no choice can do without.
   int64_t sums() const { return sums(0); }
 
@@ -73,7 +74,8 @@ class Search {
     Choice choice;
     for (size_t j = ends_.size() - 1; before[j] != 0;) choice.cuts.push_back(j = before[j]);
     std::reverse(choice.cuts.begin(), choice.cuts.end());
-    choice.peak = peak(choice.cuts);
+    choice.peak = peak(choice.cuts, /*overlapped=*/false);
+    choice.overlapped = peak(choice.cuts, beside_.parked);
     return choice;
   }
 
@@ -96,7 +98,7 @@ class Search {
 
   /// The most in backward: what waits in front of a segment, its graph, the gradient of what it
   /// gives, two gradients inside of it, and the sums of the parameters' gradients.
-  int64_t peak(const std::vector<size_t>& cuts) const {
+  int64_t peak(const std::vector<size_t>& cuts, bool overlapped) const {
     const std::vector<int64_t> arrives = places_.waiting(positions(cuts));
     int64_t waiting = 0;
     const int64_t elsewhere =
@@ -107,7 +109,9 @@ class Search {
       const size_t end = s == cuts.size() ? ends_.size() - 1 : cuts[s];
       if (s > 0) waiting = (beside_.parked ? 0 : waiting) + arrives[s - 1];
       const int64_t inside = 2 * places_.largest(ends_[begin], ends_[end]);
-      most = std::max(most, waiting + handed(end) + graph(begin, end) + inside + sums(begin));
+      const int64_t coming = overlapped && s > 1 ? arrives[s - 2] : 0;
+      most =
+          std::max(most, waiting + coming + handed(end) + graph(begin, end) + inside + sums(begin));
     }
     return most + (beside_.parked ? 0 : elsewhere);
   }
@@ -152,6 +156,7 @@ void CheckpointPlanner::begin(int64_t available, bool parked, bool summed, int64
     start_over();
     correction_ = 1.0;
     smallest_ = false;
+    in_turn_ = false;
   }
   available_ = available;
   parked_ = parked;
@@ -187,7 +192,10 @@ std::vector<uint32_t> CheckpointPlanner::choose(const tape::Tape& tape) {
   }
   if (std::exchange(known->stale, false)) search(tape, *known);
   smallest_ = known->smallest;
-  estimate_ = known->estimate;
+  // With a coupled loss the next micro-batch begins where this one ends: its frontier is fetched in
+  // turn.
+  overlaps_ = parked_ && coupled_ == 0 && !forget && !in_turn_ && known->overlapped <= available_;
+  estimate_ = overlaps_ ? known->overlapped : known->estimate;
   sums_ = known->sums;
   segments_ = static_cast<int64_t>(known->cuts.size()) + 1;
   return known->cuts;
@@ -206,7 +214,7 @@ void CheckpointPlanner::search(const tape::Tape& tape, Known& known) const {
   const double whole = static_cast<double>(search.whole()) - sums;
   const double room = (static_cast<double>(available_) - sums) / correction_;
   const auto narrowest = static_cast<double>(places.smallest_step());
-  Choice best{{}, search.whole()};
+  Choice best{{}, search.whole(), search.whole()};
   known.smallest = true;
   const auto weigh = [&](double above) {
     const auto choice = search.within(static_cast<int64_t>(std::ceil(sums + above)));
@@ -227,9 +235,19 @@ void CheckpointPlanner::search(const tape::Tape& tape, Known& known) const {
       if (!weigh(above)) break;
     }
   }
+  const int64_t coming = best.overlapped - best.peak;
+  if (parked_ && coupled_ == 0 && !forget && !fixed_ && !in_turn_ && coming > 0) {
+    // Room for a frontier on its way, where smaller segments give it.
+    const double less = room - static_cast<double>(coming);
+    const auto choice = search.within(static_cast<int64_t>(std::ceil(sums + less)));
+    if (choice && static_cast<double>(choice->overlapped) - sums <= room) best = *choice;
+  }
+  const auto corrected = [&](int64_t peak) {
+    return search.sums() + static_cast<int64_t>((static_cast<double>(peak) - sums) * correction_);
+  };
   known.sums = search.sums();
-  known.estimate =
-      known.sums + static_cast<int64_t>((static_cast<double>(best.peak) - sums) * correction_);
+  known.estimate = corrected(best.peak);
+  known.overlapped = corrected(best.overlapped);
   known.cuts = search.ops(best);
 }
 
@@ -250,6 +268,12 @@ void CheckpointPlanner::begin_forgetting() {
 }
 
 bool CheckpointPlanner::ran_out_of_memory() {
+  if (chosen_ && overlaps_) {
+    in_turn_ = true;
+    overlaps_ = false;
+    start_over();
+    return true;
+  }
   if (smallest_ || fixed_) return false;
   // Forward itself did not fit, and nothing was kept beside it.
   const bool kept = std::any_of(guides.begin(), guides.end(),

@@ -62,6 +62,7 @@ void Planner::begin(const Request& request) {
   row_ = 0;
   smallest_failed_ = false;
   attempted_retained_ = 0;
+  attempted_overlap_ = false;
   const Knowledge* before = known_;
   choose_knowledge();
   if (!same || known_ != before) forget_settled_plan();
@@ -311,7 +312,10 @@ std::optional<Piece> Planner::next() {
     piece.plan = *settled_plan_;
     piece.settled = true;
   } else if (const auto probe = probe_size()) {
-    sizes = {std::min(*probe, remaining)};
+    const auto count = static_cast<int64_t>(probed_micro_batches());
+    // The next rehearsal begins with all rows again.
+    if (count > 1 && remaining < *probe * count) return std::nullopt;
+    sizes.assign(static_cast<size_t>(count), std::min(*probe, remaining));
     piece.trace = sizes.front() >= kSmallProbe && request_.batch_size >= kSmallestProfiled;
   } else if (settled()) {
     sizes = split_rest();
@@ -400,8 +404,9 @@ void Planner::learn(MicroBatchTrace trace) {
   if (!traces.empty()) trace.inherit(traces.back());
   traces.push_back(std::move(trace));
   if (traces.size() < 2) return;
-  known_->profile = MicroBatchProfile::fit(traces[traces.size() - 2], traces.back(),
-                                           steps_of(measured_plan({traces.back().size})));
+  known_->profile = MicroBatchProfile::fit(
+      traces[traces.size() - 2], traces.back(),
+      steps_of(measured_plan(std::vector<int64_t>(probed_micro_batches(), traces.back().size))));
   known_->irregular = !known_->profile && traces.size() > 2;
   if (known_->profile || known_->irregular) traces.clear();
 }
@@ -414,6 +419,11 @@ void Planner::forget_settled_plan() {
 void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
   forget_settled_plan();
   if (borrowed_ && attempted_ > 0) return stop_borrowing();
+  if (attempted_overlap_) {
+    known_->in_turn = true;
+    attempted_overlap_ = false;
+    return;
+  }
   if (attempted_retained_ > 0) {
     known_->most_retained = attempted_retained_ / 2;
     attempted_retained_ = 0;
@@ -459,7 +469,7 @@ Plan Planner::make_plan() const {
   const int64_t cap = fastest();
   Plan plan = settled_plan_ ? *settled_plan_
               : request_.two_pass
-                  ? whole_plan(cap, /*retained=*/0)
+                  ? whole_plan(cap, /*retained=*/0, overlaps(cap))
                   : stream_plan(split_evenly(request_.batch_size, cap), request_.penalty);
   plan.budget_bytes = request_.budget_bytes;
   plan.baseline_bytes = request_.baseline_bytes;

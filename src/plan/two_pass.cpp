@@ -10,17 +10,24 @@ namespace infinitybatch {
 
 Plan Planner::measured_plan(std::vector<int64_t> sizes) const {
   if (request_.segments > 0) {
-    return cut_rehearsal_plan(std::move(sizes), request_.segments, request_.whole_loss);
+    Plan plan = cut_rehearsal_plan(std::move(sizes), request_.segments, request_.whole_loss);
+    return request_.parked ? with_parking(std::move(plan), /*overlap=*/false) : plan;
   }
   return request_.two_pass ? rehearsal_plan(std::move(sizes))
                            : stream_plan(std::move(sizes), /*penalty=*/false);
 }
 
-Plan Planner::whole_plan(int64_t size, int64_t retained) const {
+Plan Planner::whole_plan(int64_t size, int64_t retained, bool overlap) const {
   std::vector<int64_t> sizes = split_evenly(request_.batch_size, size);
   if (request_.segments == 0) return two_pass_plan(std::move(sizes), retained);
-  return cut_plan(std::move(sizes), request_.segments, retained, request_.whole_loss,
-                  request_.penalty);
+  Plan plan = cut_plan(std::move(sizes), request_.segments, retained, request_.whole_loss,
+                       request_.penalty);
+  return request_.parked ? with_parking(std::move(plan), overlap) : plan;
+}
+
+size_t Planner::probed_micro_batches() const {
+  constexpr int64_t kRows = 8;  // two of the larger probe
+  return request_.segments > 0 && request_.batch_size >= kRows ? 2 : 1;
 }
 
 std::string Planner::smallest_plan() const {
@@ -83,9 +90,25 @@ bool Planner::foresees_whole_loss(const Plan& plan) const {
 }
 
 int64_t Planner::two_pass_peak(int64_t size, int64_t retained) const {
-  const Plan plan = whole_plan(size, retained);
+  return peak_of(whole_plan(size, retained));
+}
+
+int64_t Planner::peak_of(const Plan& plan) const {
   return simulate_peak(plan, *known_->profile, request_.baseline_bytes, /*begun=*/false,
                        whole_loss_of(plan));
+}
+
+int64_t Planner::corrected(int64_t peak) const {
+  const int64_t baseline = request_.baseline_bytes;
+  const auto above = static_cast<double>(peak - baseline);
+  return baseline + static_cast<int64_t>(std::ceil(above * known_->correction));
+}
+
+/// Whether there is room for what comes and leaves while other micro-batches compute.
+bool Planner::overlaps(int64_t size) const {
+  return request_.parked && known_->profile && !known_->in_turn &&
+         corrected(peak_of(whole_plan(size, /*retained=*/0, /*overlap=*/true))) <=
+             request_.budget_bytes;
 }
 
 /// Graphs that fit beside everything else. None before the loss has been measured: it comes while
@@ -95,11 +118,8 @@ int64_t Planner::most_retained(int64_t size) const {
   if (request_.parked || !request_.keeps_graphs || !known_->profile ||
       !whole_loss(static_cast<size_t>(count)))
     return 0;
-  const int64_t baseline = request_.baseline_bytes;
   const auto fit = [&](int64_t retained) {
-    const auto above = static_cast<double>(two_pass_peak(size, retained) - baseline);
-    return baseline + static_cast<int64_t>(std::ceil(above * known_->correction)) <=
-           request_.budget_bytes;
+    return corrected(two_pass_peak(size, retained)) <= request_.budget_bytes;
   };
   int64_t low = 0;
   int64_t high = std::min(count, known_->most_retained) + 1;
@@ -118,29 +138,25 @@ Piece Planner::two_pass() {
   } else {
     const int64_t size = size_under(fastest());
     const int64_t retained = most_retained(size);
-    piece.plan = whole_plan(size, retained);
-    if (knows_whole_loss(piece.plan.micro_batch_sizes.size()) && settled()) {
-      if (known_->profile) {
-        const auto above =
-            static_cast<double>(two_pass_peak(size, retained) - request_.baseline_bytes);
-        piece.plan.predicted_peak_bytes =
-            request_.baseline_bytes + static_cast<int64_t>(std::ceil(above * known_->correction));
-      }
-      settled_plan_ = piece.plan;
+    piece.plan = whole_plan(size, retained, overlaps(size));
+    if (knows_whole_loss(piece.plan.micro_batch_sizes.size())) {
+      // A step finds a few bytes more on the device than its rehearsal did, so that another size may
+      // be the largest that fits: one that was not timed.
+      if (known_->profile) piece.plan.predicted_peak_bytes = corrected(peak_of(piece.plan));
+      if (settled()) settled_plan_ = piece.plan;
     }
   }
   row_ = request_.batch_size;
   attempted_ = piece.plan.micro_batch_size();
   attempted_retained_ = piece.plan.retained;
+  attempted_overlap_ = piece.plan.overlaps;
   return piece;
 }
 
 void Planner::observe_two_pass(const Piece& piece, const Measurement& measured) {
   if (!known_->profile) return;
   const int64_t baseline = request_.baseline_bytes;
-  const int64_t predicted = simulate_peak(piece.plan, *known_->profile, baseline, /*begun=*/false,
-                                          whole_loss_of(piece.plan)) -
-                            baseline;
+  const int64_t predicted = peak_of(piece.plan) - baseline;
   if (predicted <= 0) return;
   const auto ratio =
       static_cast<double>(measured.peak_bytes - baseline) / static_cast<double>(predicted);

@@ -130,7 +130,7 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
   std::optional<memory::PeakScope> peak;
   std::optional<Tracing> tracing;
   if (!piece.settled) peak.emplace(device);
-  if (piece.trace) tracing.emplace(sinks, piece.plan.batch_size, device);
+  if (piece.trace) tracing.emplace(sinks, piece.plan.micro_batch_size(), device);
 
   const bool timed = piece.timed_cap > 0;
   const Stopwatch watch(device);

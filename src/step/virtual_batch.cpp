@@ -94,18 +94,11 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
     // The CPU's limit is enforced; an accelerator's is kept by the plan alone. One for each
     // attempt, so that it tells what failed in this one.
     std::optional<memory::Limit> limit;
-    const auto parked_before =
-        job.store != nullptr ? job.store->statistics() : park::StoreStatistics();
     if (budget && job.device.is_cpu()) limit.emplace(*budget);
     try {
       StepReport report = attempt(job, budget, hand_out);
       report.peak_bytes = peak.peak();
-      if (job.store != nullptr) {
-        const park::StoreStatistics now = job.store->statistics();
-        plan_.parks = true;
-        plan_.parked_bytes = report.parked_bytes = now.moved_out - parked_before.moved_out;
-        plan_.parked_seconds = now.seconds_waited - parked_before.seconds_waited;
-      }
+      if (job.store != nullptr) tell_parking(job, report);
       report.memory_budget = budget;
       report.seconds = std::chrono::duration<double>(Clock::now() - start).count();
       report.restarts = restarts;
@@ -162,6 +155,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
                 : "the smallest segment of a single sample, beside what waits for "
                   "it and the gradients of the parameters");
       }
+      if (begin_turns(job)) continue;
       try {
         answer_out_of_memory(needed, *budget);
       } catch (const BudgetExceeded&) {
@@ -186,6 +180,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
       if (rehearse(job, *budget)) checked.check_recordings = false;
       random.restore();
     }
+    if (job.store != nullptr) parked_before_ = job.store->statistics();
     executor.emplace(checked);
     if (job.checkpoints != nullptr) {
       follow_checkpoints(*executor, job, budget, hand_out, report);
@@ -194,6 +189,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     } else {
       follow_planner(*executor, job, *budget, hand_out, report);
     }
+    if (job.store != nullptr) times_ = executor->times();
     if (!hand_out) {
       inputs_written_ = executor->wrote_inputs();
       executor->roll_back();
@@ -217,6 +213,26 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     }
     random.restore();
     throw;
+  }
+}
+
+void VirtualBatch::State::tell_parking(const Job& job, StepReport& report) {
+  const park::StoreStatistics& before = parked_before_;
+  const park::StoreStatistics now = job.store->statistics();
+  report.parked_bytes = now.moved_out - before.moved_out;
+  report.parked_seconds = {now.seconds_hidden - before.seconds_hidden,
+                           now.seconds_waited - before.seconds_waited};
+  plan_.parks = true;
+  plan_.parked_bytes = report.parked_bytes;
+  plan_.parked_seconds = report.parked_seconds;
+  if (!job.device.is_cpu()) return;
+  times_.set_link(report.parked_bytes, now.seconds_out - before.seconds_out,
+                  now.moved_back - before.moved_back, now.seconds_back - before.seconds_back);
+  plan_.predicted_parked_seconds = simulate_copies(plan_, times_);
+  // Copies so short that the store makes them itself: no thread wakes up as fast.
+  if (report.parked_seconds.hidden <= 0) {
+    CopySeconds& next = *plan_.predicted_parked_seconds;
+    next = {0, next.hidden + next.waited};
   }
 }
 
@@ -269,6 +285,11 @@ bool VirtualBatch::State::begin_parking(Job& job) {
   parked_.insert(signature_of(job));
   job.store = store(job.device);
   return true;
+}
+
+bool VirtualBatch::State::begin_turns(const Job& job) {
+  return options_.micro_batch_size && job.store != nullptr && plan_.overlaps &&
+         in_turn_.insert(signature_of(job)).second;
 }
 
 bool VirtualBatch::State::begin_forgetting(CheckpointPlanner& planner) const {

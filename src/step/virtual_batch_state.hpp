@@ -3,6 +3,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/coupled/random_draw.hpp>
 #include <infinitybatch/execute/executor.hpp>
+#include <infinitybatch/execute/pass_times.hpp>
 #include <infinitybatch/execute/recorded.hpp>
 #include <infinitybatch/park/store.hpp>
 #include <infinitybatch/plan/checkpoint_planner.hpp>
@@ -65,6 +66,12 @@ class VirtualBatch::State {
   bool begin_again(const Job& job, CheckpointPlanner& planner) const;
   /// The last rung, where nothing may be parked: frontiers are computed again instead.
   bool begin_forgetting(CheckpointPlanner& planner) const;
+  /// What the step parked, and how much of its copies was hidden, for plan and report.
+  void tell_parking(const Job& job, StepReport& report);
+  /// With a fixed size: whether parked values may be copied while other micro-batches compute.
+  bool may_overlap(const Job& job) const;
+  /// From now on they are copied in turn; false where they were.
+  bool begin_turns(const Job& job);
   bool plan_smaller(Job& job) { return begin_checkpoints(job) || begin_parking(job); }
   park::Store* store(at::Device device) const;
   /// Whether cutting the tapes, or giving it up again, may be exact.
@@ -83,6 +90,8 @@ class VirtualBatch::State {
   Options options_;
   Planner planner_;
   Plan plan_;
+  PassTimes times_;                      // of the last step, where it parked
+  park::StoreStatistics parked_before_;  // when it began
   bool use_tapes_ = true;
   std::array<bool, 2> cut_{};    // in eval, in training: ops of the model see the whole batch
   bool inputs_written_ = false;  // by forward, in the last attempt
@@ -90,7 +99,8 @@ class VirtualBatch::State {
   mutable std::map<std::string, StaticTapes> static_tapes_;  // by kind of batch
   /// Kinds of batches one sample of which does not fit.
   mutable std::map<std::string, CheckpointPlanner> checkpoints_;
-  std::set<std::string> parked_;  // kinds of batches what waits of which does not fit
+  std::set<std::string> parked_;   // kinds of batches what waits of which does not fit
+  std::set<std::string> in_turn_;  // of these: nor what is copied beside other micro-batches' work
   mutable std::unique_ptr<park::Store> store_;
   mutable std::map<std::string, coupled::DrawLaws> draw_laws_;  // by kind of batch
   std::set<std::string> checked_;  // kinds of batches whose recordings were checked

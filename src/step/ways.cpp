@@ -56,7 +56,8 @@ void VirtualBatch::State::follow_cuts(Executor& executor, const Job& job,
   const auto count = static_cast<int64_t>(sizes.size());
   const int64_t retained = std::min(options_.retained_micro_batches, count);
   const auto plan = [&](int64_t segments) {
-    return cut_plan(sizes, segments, retained, job.coupled != nullptr, has_penalty());
+    Plan cut = cut_plan(sizes, segments, retained, job.coupled != nullptr, has_penalty());
+    return job.store != nullptr ? with_parking(std::move(cut), may_overlap(job)) : cut;
   };
   Piece piece;
   piece.settled = true;
@@ -97,15 +98,19 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
     if (counts) most = std::max(most, peak.peak());
   };
   const bool coupled = job.coupled != nullptr;
+  const auto parked = [&](Plan plan) {
+    return job.store != nullptr ? with_parking(std::move(plan), planner.overlaps()) : plan;
+  };
   for (const int64_t size : sizes) {
     follow(checkpoint_plan({size}, {0}, coupled, /*penalty=*/false), 0, 1);
     segments.push_back(executor.segments(Rows{row, row + size}));
     const bool last = segments.size() == sizes.size();
-    const Plan rest = checkpoint_plan({size}, {segments.back()}, coupled, last && has_penalty());
+    const Plan rest =
+        parked(checkpoint_plan({size}, {segments.back()}, coupled, last && has_penalty()));
     if (!coupled) follow(rest, 1, rest.instructions.size() - (last && hand_out ? 0 : 1));
     row += size;
   }
-  plan_ = checkpoint_plan(sizes, segments, coupled, has_penalty());
+  plan_ = parked(checkpoint_plan(sizes, segments, coupled, has_penalty()));
   if (coupled) {
     row = 0;
     // What the loss itself takes is not the cuts' to answer.
@@ -122,6 +127,12 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
           : "the graph of a single sample does not fit";
   report.predicted_peak_bytes = plan_.predicted_peak_bytes;
   report.micro_batch_sizes = std::move(sizes);
+}
+
+bool VirtualBatch::State::may_overlap(const Job& job) const {
+  // Of a fixed size nothing is predicted: what was too much is known where the limit is enforced.
+  const bool known = !options_.memory_budget || job.device.is_cpu();
+  return known && !in_turn_.contains(signature_of(job));
 }
 
 Request VirtualBatch::State::request(const Job& job, int64_t budget) const {

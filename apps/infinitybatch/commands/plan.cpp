@@ -53,6 +53,10 @@ Plan settle(VirtualBatch& batch, const BatchSource& inputs, const BatchSource& t
   return plan;
 }
 
+std::string milliseconds(double seconds) {
+  return fixed(1e3 * seconds, 1) + " ms";
+}
+
 void show(Terminal& terminal, const Plan& plan, const std::string& parking_place) {
   std::vector<Column> columns = {
       {"micro-batch"}, {"micro-batches"}, {"peak", 9}, {"samples/s", 9}, {"", 9, /*is_text=*/true}};
@@ -82,7 +86,13 @@ void show(Terminal& terminal, const Plan& plan, const std::string& parking_place
                 "; chosen: " + with_commas(plan.micro_batch_size()) + ", " + plan.reason);
   if (plan.parks) {
     terminal.line("parked, and brought back: " + format_bytes(plan.parked_bytes) + " a step, " +
-                  parking_place);
+                  parking_place + "; " + milliseconds(plan.parked_seconds.hidden) +
+                  " of its copies behind compute, " + milliseconds(plan.parked_seconds.waited) +
+                  " waited for");
+    if (const auto& next = plan.predicted_parked_seconds) {
+      terminal.line("predicted for a step: " + milliseconds(next->hidden) + " behind compute, " +
+                    milliseconds(next->waited) + " waited for");
+    }
   }
 }
 
@@ -93,13 +103,24 @@ void write(const Plan& plan, const OneBatch& work) {
                              {"feasible", candidate.feasible},
                              {"seconds_per_sample", to_json(candidate.seconds_per_sample)}});
   }
+  std::optional<double> hidden;
+  std::optional<double> waited;
+  if (const auto& next = plan.predicted_parked_seconds) {
+    hidden = next->hidden;
+    waited = next->waited;
+  }
   work.write_result("plan", {{"micro_batch_size", plan.micro_batch_size()},
                              {"micro_batch_sizes", plan.micro_batch_sizes},
                              {"baseline_bytes", plan.baseline_bytes},
                              {"strategy", plan.strategy},
                              {"segments", plan.segments},
                              {"parks", plan.parks},
+                             {"parks_overlapped", plan.overlaps},
                              {"parked_bytes", plan.parked_bytes},
+                             {"parked_seconds_hidden", plan.parked_seconds.hidden},
+                             {"parked_seconds_waited", plan.parked_seconds.waited},
+                             {"predicted_parked_seconds_hidden", to_json(hidden)},
+                             {"predicted_parked_seconds_waited", to_json(waited)},
                              {"predicted_peak_bytes", to_json(plan.predicted_peak_bytes)},
                              {"predicted_seconds", to_json(plan.predicted_seconds)},
                              {"reason", plan.reason}});

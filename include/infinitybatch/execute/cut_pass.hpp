@@ -88,9 +88,19 @@ class CutPass {
   void collect(Rows rows, int64_t segment);
   /// The op in front of `segment` has seen the gradients of all rows.
   void combine_gradients(int64_t segment);
-  /// Lets go of the graph at work. With `Job::store`, what waits of its micro-batch leaves the
-  /// device.
+  /// Lets go of the graph at work.
   void free();
+
+  /// With `Job::store`: what these rows' `advance` through a segment, or with `back` `resume` and
+  /// `backward`, need of what waits is on the device again; with `ahead` it begins to come, and is
+  /// waited for where it is used. Returns the bytes whose copies begin, as the next two do.
+  int64_t fetch(Rows rows, int64_t segment, bool back, bool ahead);
+  /// With `Job::store`: what waits of these rows begins to leave the device.
+  int64_t leave(Rows rows);
+  /// It has left. With `Job::checkpoints` what the segment in front of this one needs stays.
+  int64_t park(Rows rows, int64_t segment);
+  /// All that waits of these rows has left.
+  int64_t park(Rows rows);
 
   /// With `Job::match_native_rng`, null otherwise: where the whole batch's run has its generators.
   coupled::RandomStreams* streams() noexcept { return streams_.get(); }
@@ -128,7 +138,14 @@ class CutPass {
   void agree(const Part& part);
   Work play(Part& part, Rows rows, const Batch& inputs, int64_t segment,
             std::vector<tape::Draw>& random);
-  std::vector<at::Tensor> frontier(Part& part, const tape::Segment& segment) const;
+  /// What waits in front of a segment, by value. \param op_only what its first op is given
+  std::vector<at::Tensor> frontier(Part& part, const tape::Segment& segment,
+                                   bool op_only = false) const;
+  struct Needs {
+    std::set<tape::Crossing> waiting;
+    std::set<tape::Crossing> gradients;
+  };
+  Needs needs(const Part& part, int64_t segment, bool back) const;
   void keep(Part& part, int64_t segment, const Work& work);
   void correct(Part& part, Rows rows, const Batch& inputs, int64_t segment);
   void correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t segment, size_t which,
@@ -141,6 +158,8 @@ class CutPass {
   static bool is_last(const Part& part, int64_t segment) {
     return segment + 1 == static_cast<int64_t>(part.recorded->segments.size());
   }
+  /// What waits leaves the device, but for what this segment needs.
+  int64_t keep_for(Part& part, int64_t segment);
   static const tape::Segment& segment_of(const Part& part, int64_t segment) {
     return part.recorded->segments[static_cast<size_t>(segment)];
   }
@@ -163,7 +182,6 @@ class CutPass {
   std::vector<at::Tensor> input_leaves_;             // of the graph at work, with `Job::outside`
   bool keep_ = false;                                // what waits, for another backward pass
   std::map<const void*, at::Tensor> found_buffers_;  // their values, by tensor
-  Part* part_ = nullptr;                             // at work
 };
 
 }  // namespace infinitybatch

@@ -7,6 +7,7 @@
 #include <infinitybatch/execute/denominator.hpp>
 #include <infinitybatch/execute/job.hpp>
 #include <infinitybatch/execute/loss_total.hpp>
+#include <infinitybatch/execute/pass_times.hpp>
 #include <infinitybatch/execute/plan.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
 
@@ -50,6 +51,8 @@ class Executor {
   /// How long the samples were that were loaded since the last call, each length once; empty where
   /// the sources promise that all are alike.
   std::vector<Dims> take_lengths() { return std::exchange(lengths_, {}); }
+  /// With `Job::store`: what instructions took so far.
+  const PassTimes& times() const noexcept { return times_; }
   /// Whether forward has changed its inputs in place.
   bool wrote_inputs() const noexcept { return wrote_inputs_; }
   /// Whether the loss of all outputs is at work, or failed.
@@ -62,6 +65,7 @@ class Executor {
   std::optional<std::string> opaque() const;
 
  private:
+  void perform(const Instruction& instruction, Rows rows);
   void load(Rows rows);
   void forward(Rows rows);
   void loss(Rows rows);
@@ -102,6 +106,9 @@ class Executor {
   std::optional<CutPass> cut_pass_;            // with `Job::cut`, for any loss
   std::optional<WholeOutputs> whole_outputs_;  // then, for a coupled loss
   std::vector<at::Tensor> seeds_;  // then, while measuring, in place of the outputs' gradient
+
+  PassTimes times_;
+  int64_t copied_bytes_ = 0;  // whose copies the instruction at work began
 
   std::vector<Dims> lengths_;
   Batch inputs_;  // of the micro-batch at work

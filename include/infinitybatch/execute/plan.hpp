@@ -25,9 +25,18 @@ enum class Operation : uint8_t {
   combine,            ///< the op in front of the segment has been given all micro-batches
   resume,             ///< play a segment with its graph
   combine_gradients,  ///< the op in front of the segment has the gradients of all micro-batches
-  free,               ///< let go of what the micro-batch held; restore buffers
-  penalty,            ///< the loss's own term on parameters, once
-  hand_out,           ///< the sums become `.grad`
+  // Where what waits leaves the device:
+  fetch,          ///< what `advance` needs of what waits is on the device again
+  fetch_back,     ///< what `resume` and `backward` need of it
+  prefetch,       ///< as `fetch`, but copied while something else computes: memory is taken now
+  prefetch_back,  ///< as `fetch_back`
+  leave,          ///< after `advance`: what waits begins to leave; its memory is still taken
+  leave_back,     ///< the same after `backward`
+  park,           ///< after `advance`: what waits is away, its memory free
+  park_back,      ///< after `backward`
+  free,           ///< let go of what the micro-batch held; restore buffers
+  penalty,        ///< the loss's own term on parameters, once
+  hand_out,       ///< the sums become `.grad`
 };
 
 const char* name_of(Operation operation);
@@ -45,6 +54,12 @@ struct Candidate {
   int64_t peak_bytes = 0;                    ///< predicted
   std::optional<double> seconds_per_sample;  ///< measured, where it was
   bool feasible = false;                     ///< the predicted peak is inside the budget
+};
+
+/// Seconds of a step in which parked values were copied.
+struct CopySeconds {
+  double hidden = 0;  ///< while the step computed
+  double waited = 0;  ///< while it did nothing else
 };
 
 /// How a logical batch is computed, as data: the executor runs the instructions, the simulator
@@ -66,9 +81,13 @@ struct Plan {
   int64_t retained = 0;  ///< micro-batches that keep their graph
   int64_t segments = 1;  ///< one more than ops that see the whole batch, or than cuts for memory
 
-  bool parks = false;         ///< what waits at cuts leaves the device
-  int64_t parked_bytes = 0;   ///< in the last step that followed it; each time counted
-  double parked_seconds = 0;  ///< of the same step: waiting for copies; nothing of it is hidden
+  bool parks = false;          ///< what waits at cuts leaves the device
+  bool overlaps = false;       ///< and is copied while other micro-batches compute
+  int64_t parked_bytes = 0;    ///< in the last step that followed it; each time counted
+  CopySeconds parked_seconds;  ///< of the same step
+  /// Of the next one: from what its instructions took, and how fast copies were. Not on
+  /// accelerators, which compute behind the instructions.
+  std::optional<CopySeconds> predicted_parked_seconds;
 
   bool computes_whole_loss() const;  ///< on the outputs of all micro-batches
   /// The size of the largest micro-batch.
@@ -100,6 +119,12 @@ Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained);
 /// \param coupled whether the loss is computed on the outputs of all
 Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t retained,
               bool coupled, bool penalty);
+
+/// `plan`, of tapes that are cut, with what waits away from the device while its micro-batch is not
+/// at work. With `overlap` a micro-batch's values come back while the one before it computes, and
+/// leave while the one after it does: two frontiers more are on the device at a time. What each
+/// instruction does to memory is the same, in another order; so one rehearsal tells both stories.
+Plan with_parking(Plan plan, bool overlap);
 
 /// One micro-batch that goes through its cut tape alone: a rehearsal, as `rehearsal_plan`.
 Plan cut_rehearsal_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, bool coupled);

@@ -4,6 +4,7 @@
 #include <infinitybatch/execute/plan.hpp>
 #include <infinitybatch/memory/trace.hpp>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -33,14 +34,16 @@ struct MicroBatchTrace {
 struct AffineBytes {
   double fixed = 0;
   double per_sample = 0;
-  double at(int64_t samples) const { return fixed + per_sample * static_cast<double>(samples); }
+  double at(double samples) const { return fixed + per_sample * samples; }
 };
 
 /// What a micro-batch does at one point of its story.
 struct Step {
-  Step(Operation what, int64_t where = -1) : operation(what), segment(where) {}  // NOLINT: one word
+  Step(Operation what, int64_t where = -1, bool later = false)  // NOLINT: one word
+      : operation(what), segment(where), again(later) {}
   Operation operation;
   int64_t segment;  ///< of a cut tape; -1 for the whole
+  bool again;       ///< another micro-batch has done it before: what there is once is there
   bool operator==(const Step&) const = default;
 };
 
@@ -48,7 +51,7 @@ struct Step {
 inline bool is_told(const Instruction& instruction) {
   return instruction.micro_batch >= 0 || instruction.segment >= 0;
 }
-/// The story of a plan with one micro-batch.
+/// The story of a plan with one micro-batch, or two.
 std::vector<Step> steps_of(const Plan& plan);
 
 /// One step of the memory story of a micro-batch of any size.
@@ -79,8 +82,16 @@ class MicroBatchProfile {
     int64_t rise = 0;  ///< highest point, above where it began
     int64_t net = 0;   ///< where it ends, relative to where it began
   };
+  /// \param step  of a micro-batch that is not the first is that of the first where the profile
+  ///              was not told of two
   /// \param first whether this is the first micro-batch, whose gradients become the buffers
-  Effect effect(Step step, int64_t samples, bool first) const;
+  Effect effect(Step step, double samples, bool first) const;
+
+  /// How many micro-batches the traces were of.
+  int micro_batches() const noexcept {
+    const auto again = [](const Step& step) { return step.again; };
+    return std::any_of(steps_.begin(), steps_.end(), again) ? 2 : 1;
+  }
 
   /// Bytes of all gradient buffers.
   int64_t buffer_bytes() const noexcept { return buffer_bytes_; }

@@ -3,8 +3,12 @@
 #include <infinitybatch/park/store.hpp>
 #include <infinitybatch/tape/segment.hpp>
 
+#include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
+#include <utility>
+#include <vector>
 
 namespace infinitybatch {
 
@@ -26,15 +30,37 @@ class WaitingRoom {
     });
   }
 
-  /// Everything that is on the device, and that nobody else holds, leaves it.
+  /// Brings back what of these is away. With `ahead` memory is taken, and copies run in the
+  /// background until they are asked for. \returns bytes on their way
+  int64_t fetch(const std::set<tape::Crossing>& which, bool ahead);
+
+  /// Everything that is on the device, and that nobody else holds, leaves it, but for what shares
+  /// memory with `staying`.
+  /// \returns bytes that had not begun to leave
   /// \throws ParkingError where there is no room; everything is as it was
-  void park(park::Store& store);
+  int64_t park(park::Store& store, const std::set<tape::Crossing>& staying = {}) {
+    return leave(store, staying, /*in_background=*/false);
+  }
+  /// The same in the background: its memory is free once `park` was called.
+  int64_t start_leaving(park::Store& store) { return leave(store, {}, /*in_background=*/true); }
+
+  /// Copies what segment `giver` gave in the background, while others may still hold and read it.
+  void copy_out(park::Store& store, int32_t giver);
+  /// Ends what `copy_out` began: what nobody else holds any more has left, the rest is tried again
+  /// by the next call.
+  void finish_leaving(park::Store& store);
 
  private:
   struct Entry {
     at::Tensor tensor;
     std::shared_ptr<park::Parked> parked;  // of all that left with it
   };
+  /// What `copy_out` began, of one storage.
+  struct Copying {
+    std::shared_ptr<park::Parked> parked;
+    std::vector<std::pair<tape::Crossing, uint32_t>> tensors;  // with their version then
+  };
+
   static at::Tensor& here(Entry& entry) {
     if (entry.parked) {
       entry.parked->bring_back();
@@ -42,8 +68,10 @@ class WaitingRoom {
     }
     return entry.tensor;
   }
+  int64_t leave(park::Store& store, const std::set<tape::Crossing>& staying, bool in_background);
 
   std::map<tape::Crossing, Entry> entries_;
+  std::vector<Copying> copying_;
 };
 
 }  // namespace infinitybatch

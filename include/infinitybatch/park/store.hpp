@@ -38,6 +38,8 @@ struct StoreStatistics {
   int64_t moved_out = 0;   ///< bytes of storages that left the device
   int64_t moved_back = 0;  ///< and that came back to it
   double seconds_copying = 0;
+  double seconds_out = 0;     ///< of these, from the device
+  double seconds_back = 0;    ///< and to it
   double seconds_waited = 0;  ///< of these, while the caller waited
   double seconds_hidden = 0;  ///< and while it did something else
 };
@@ -86,6 +88,8 @@ class Parked {
   /// Whether the tensors' memory is not theirs to use: from `put`, or `start_put`, on until
   /// `bring_back` has returned.
   bool away() const noexcept { return state_ != nullptr; }
+  /// Whether `prefetch` has begun to bring it back.
+  bool returning() const noexcept;
 
   /// Ends what `Store::start_put` began: waits for the copy, then frees the memory on the device,
   /// in the calling thread. Does nothing where nothing is leaving.

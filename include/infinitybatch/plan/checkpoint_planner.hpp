@@ -45,6 +45,8 @@ class CheckpointPlanner : public Checkpoints {
   /// Of the last choice, above what is live before the step.
   int64_t estimate() const noexcept { return estimate_; }
   int64_t segments() const noexcept { return segments_; }
+  /// Whether there is room for a frontier that comes back while the segment behind it is at work.
+  bool overlaps() const noexcept { return overlaps_; }
 
  private:
   /// What was chosen for a program: it stays, so that frontiers can be kept where they were.
@@ -58,6 +60,7 @@ class CheckpointPlanner : public Checkpoints {
     bool stale = false;  // to be chosen anew
     std::vector<uint32_t> cuts;
     int64_t estimate = 0;
+    int64_t overlapped = 0;  ///< with a frontier on its way
     int64_t sums = 0;
     bool smallest = false;
     /// Of one program; the rest is left empty.
@@ -74,8 +77,10 @@ class CheckpointPlanner : public Checkpoints {
   int64_t coupled_ = 0;
   std::optional<int64_t> fixed_;
   double correction_ = 1.0;  // needed ÷ estimated, beside the sums of gradients
-  bool smallest_ = false;    // the last choice was the smallest there is
-  bool chosen_ = false;      // in the attempt at work
+  bool overlaps_ = false;
+  bool in_turn_ = false;   // overlapping has run out of memory
+  bool smallest_ = false;  // the last choice was the smallest there is
+  bool chosen_ = false;    // in the attempt at work
   int64_t estimate_ = 0;
   int64_t sums_ = 0;  // of gradients, in the estimate
   int64_t segments_ = 1;

@@ -127,6 +127,7 @@ class Planner {
     // Measured, by batch size and whether it was one micro-batch, whose outputs are not copied.
     std::map<std::pair<int64_t, bool>, MicroBatchProfile::Effect> whole_loss;
     int64_t most_retained = INT64_MAX;  // more have run out of memory
+    bool in_turn = false;               // copies beside compute have; of what is parked
     // Of samples of unequal length in one logical batch:
     bool ragged = false;
     std::optional<Dims> lengths;      // of the first micro-batch that was seen
@@ -158,8 +159,14 @@ class Planner {
   /// What the smallest plan consists of, for people.
   std::string smallest_plan() const;
   /// The step itself, where there is a rehearsal.
-  Plan whole_plan(int64_t size, int64_t retained) const;
+  /// \param overlap of a parked plan: copies run while other micro-batches compute
+  Plan whole_plan(int64_t size, int64_t retained, bool overlap = false) const;
   int64_t two_pass_peak(int64_t size, int64_t retained) const;
+  /// Of a whole plan, as the simulator tells it.
+  int64_t peak_of(const Plan& plan) const;
+  /// By what was measured above what was predicted.
+  int64_t corrected(int64_t peak) const;
+  bool overlaps(int64_t size) const;
   int64_t most_retained(int64_t size) const;
   void observe_two_pass(const Piece& piece, const Measurement& measured);
   const Timing* timing_of(int64_t cap) const;
@@ -171,6 +178,8 @@ class Planner {
   void learn_times(const Piece& piece, const std::vector<double>& seconds);
   int64_t fastest() const;
   std::optional<int64_t> probe_size() const;
+  /// Of cut tapes, where there are rows enough, a second micro-batch tells what there is once.
+  size_t probed_micro_batches() const;
   void learn(MicroBatchTrace trace);
   /// Whose knowledge the request is planned with.
   void choose_knowledge();
@@ -202,6 +211,7 @@ class Planner {
   bool smallest_failed_ = false;
   int64_t attempted_ = 0;           // the largest micro-batch of the current attempt
   int64_t attempted_retained_ = 0;  // of a coupled loss: graphs it wanted to keep
+  bool attempted_overlap_ = false;  // of what is parked
 };
 
 }  // namespace infinitybatch

@@ -97,8 +97,9 @@ struct StepReport {
   std::optional<int64_t> predicted_peak_bytes;
   std::vector<int64_t> micro_batch_sizes;  ///< in the order they ran
   double seconds = 0;
-  int64_t parked_bytes = 0;  ///< that left the device for host or disk, each time counted
-  int64_t restarts = 0;      ///< begun again with a smaller plan after running out of memory
+  int64_t parked_bytes = 0;    ///< that left the device for host or disk, each time counted
+  CopySeconds parked_seconds;  ///< of their copies, out and back
+  int64_t restarts = 0;        ///< begun again with a smaller plan after running out of memory
   /// "stream", "replay" (a coupled loss, each forward of the user's ran once), "rerun" (some
   /// forwards ran twice; `strategy_reason` says why), "cut" (ops of the model see the whole batch),
   /// or "checkpoint" (the graph of one micro-batch was never there as a whole).

@@ -160,6 +160,37 @@ TEST(Profile, LeavesOutBlocksThatAreOlderThanTheTrace) {
   EXPECT_EQ(profile.effect(Kind::backward, 8, true).net, 0);
 }
 
+/// Two micro-batches: sums of 64 bytes are made once, each leaves 8 bytes a sample until it is
+/// freed, and a weight's gradient of 100 bytes becomes the buffer, or is added to it.
+MicroBatchTrace two_micro_batches(int64_t n) {
+  Script script(n);
+  script.begin().allocate(1, 64).allocate(2, 8 * n);
+  script.begin().allocate(3, 8 * n);
+  script.begin().allocate(4, 100).gradient(4, 4, 100).free(3);
+  script.begin().allocate(5, 100).gradient(5, 4, 100).free(5).free(2);
+  return script.trace();
+}
+
+TEST(Simulator, WhatExistsOnceIsMadeByTheFirstMicroBatchAlone) {
+  Plan plan;
+  plan.strategy = "cut";
+  for (int64_t i = 0; i < 2; ++i) plan.instructions.push_back({Operation::record, i});
+  for (int64_t i = 2; i-- > 0;) plan.instructions.push_back({Operation::backward, i, 0});
+  const auto profile =
+      MicroBatchProfile::fit(two_micro_batches(2), two_micro_batches(4), steps_of(plan));
+  ASSERT_TRUE(profile);
+  EXPECT_EQ(profile->micro_batches(), 2);
+  EXPECT_EQ(profile->buffer_bytes(), 100);
+  plan.micro_batch_sizes = {10, 10, 10};
+  plan.batch_size = 30;
+  plan.instructions.clear();
+  for (int64_t i = 0; i < 3; ++i) plan.instructions.push_back({Operation::record, i});
+  EXPECT_EQ(simulate_peak(plan, *profile, 0), 64 + 3 * 80);
+  for (int64_t i = 3; i-- > 0;) plan.instructions.push_back({Operation::backward, i, 0});
+  // The first backward leaves the buffer, the second has its own gradient beside it.
+  EXPECT_EQ(simulate_peak(plan, *profile, 0), 64 + 3 * 80 + 100 + 20);
+}
+
 TEST(Simulator, AgreesWithAStoryToldByHand) {
   const MicroBatchProfile profile = profile_of(linear(2, true), linear(4, false));
   // One micro-batch of n: forward 8n, loss 16, backward 8n + 100 on top.

@@ -134,5 +134,13 @@ def test_plan_tells_what_is_parked(pair):
     assert plan["strategy"] == "cut" and plan["segments"] == 7
     assert plan["parks"] is True and plan["parked_bytes"] > 4 << 20
     assert "parked, and brought back: " in result.stderr
+    copies = [
+        plan[f"{when}parked_seconds_{how}"]
+        for when in ("", "predicted_")
+        for how in ("hidden", "waited")
+    ]
+    assert all(seconds >= 0 for seconds in copies) and sum(copies[:2]) > 0 and sum(copies[2:]) > 0
+    assert isinstance(plan["parks_overlapped"], bool)
+    assert "behind compute" in result.stderr and "predicted for a step: " in result.stderr
     roomy = run("plan", *pair, *RESNET, "--batch-size", "all", "--memory-budget", "1GiB", "--json")
     assert events(roomy)[-1]["parks"] is False and "parked" not in roomy.stderr

@@ -1,0 +1,72 @@
+// The part of CutPass that moves what waits off the device and back.
+#include <infinitybatch/execute/cut_pass.hpp>
+
+#include <infinitybatch/tape/arguments.hpp>
+
+#include <cstdint>
+
+namespace infinitybatch {
+
+CutPass::Needs CutPass::needs(const Part& part, int64_t segment, bool back) const {
+  Needs needs;
+  const tape::Segment& here = segment_of(part, segment);
+  for (const tape::Take& take : here.takes) {
+    needs.waiting.insert(take.from);
+    // Gradients of what several segments use are summed up.
+    if (back) needs.gradients.insert(take.from);
+  }
+  if (back) {
+    for (const tape::ValueId value : here.gives) {
+      needs.gradients.insert({value, static_cast<int32_t>(segment)});
+    }
+  }
+  const bool last = segment + 1 == static_cast<int64_t>(part.recorded->segments.size());
+  if (last || !has_op_before(segment + 1)) return needs;
+  // The op behind it is given this before it is combined, and some of it to correct it.
+  const tape::Segment& next = segment_of(part, segment + 1);
+  size_t left = back ? op_before(segment + 1).corrected() : SIZE_MAX;
+  tape::for_each_argument(part.recorded->tape, part.recorded->first_op(segment + 1),
+                          [&](tape::ValueId value, const tape::Slot&) {
+                            if (left == 0) return;
+                            --left;
+                            for (const tape::Take& take : next.takes) {
+                              if (take.from.value != value) continue;
+                              needs.waiting.insert(take.from);
+                              if (back) needs.gradients.insert(take.from);
+                            }
+                          });
+  return needs;
+}
+
+int64_t CutPass::fetch(Rows rows, int64_t segment, bool back, bool ahead) {
+  Part& part = parts_.at(rows.begin);
+  const Needs needs = this->needs(part, segment, back);
+  const int64_t bytes = part.waiting.fetch(needs.waiting, ahead);
+  return bytes + part.gradients.fetch(needs.gradients, ahead);
+}
+
+int64_t CutPass::leave(Rows rows) {
+  Part& part = parts_.at(rows.begin);
+  const int64_t bytes = part.waiting.start_leaving(*job_.store);
+  return bytes + part.gradients.start_leaving(*job_.store);
+}
+
+int64_t CutPass::park(Rows rows, int64_t segment) {
+  const auto found = parts_.find(rows.begin);
+  if (found == parts_.end()) return 0;  // nothing of it is used again
+  return job_.checkpoints != nullptr ? keep_for(found->second, segment - 1) : park(rows);
+}
+
+int64_t CutPass::park(Rows rows) {
+  Part& part = parts_.at(rows.begin);
+  const int64_t bytes = part.waiting.park(*job_.store);
+  return bytes + part.gradients.park(*job_.store);
+}
+
+int64_t CutPass::keep_for(Part& part, int64_t segment) {
+  const Needs needs = this->needs(part, segment, /*back=*/true);
+  const int64_t bytes = part.waiting.park(*job_.store, needs.waiting);
+  return bytes + part.gradients.park(*job_.store, needs.gradients);
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,119 @@
+#include <infinitybatch/execute/plan.hpp>
+
+#include <optional>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+bool begins_visit(const Instruction& instruction) {
+  return instruction.operation == Operation::advance ||
+         instruction.operation == Operation::advance_retained ||
+         instruction.operation == Operation::resume;
+}
+
+/// Nothing is on its way while it runs: it may need all of the device (a loss of all outputs), or
+/// there is nothing yet that could be fetched across it.
+bool is_barrier(const Instruction& instruction) {
+  return instruction.operation == Operation::whole_loss ||
+         instruction.operation == Operation::record ||
+         instruction.operation == Operation::penalty ||
+         instruction.operation == Operation::hand_out;
+}
+
+/// Weaves copies between the visits of a plan: a micro-batch at work on a segment, from `advance`,
+/// or from `resume` to `free`.
+class Weaver {
+ public:
+  Weaver(const Plan& plan, bool overlap)
+      : given_(plan.instructions), overlap_(overlap), alone_(plan.strategy == "checkpoint") {}
+
+  std::vector<Instruction> weave() {
+    for (size_t i = 0; i < given_.size();) {
+      if (begins_visit(given_[i])) {
+        i = visit(i);
+        continue;
+      }
+      if (is_barrier(given_[i])) settle();
+      woven_.push_back(given_[i++]);
+    }
+    settle();
+    return std::move(woven_);
+  }
+
+ private:
+  static bool is_back(const Instruction& visit) { return visit.operation == Operation::resume; }
+
+  /// Behind the last instruction of a visit.
+  size_t end_of(size_t begin) const {
+    size_t end = begin + 1;
+    if (!is_back(given_[begin])) return end;
+    while (given_[end - 1].operation != Operation::free) ++end;
+    return end;
+  }
+
+  std::optional<size_t> next_visit(size_t from) const {
+    for (size_t i = from; i < given_.size() && !is_barrier(given_[i]); ++i) {
+      if (begins_visit(given_[i])) return i;
+    }
+    return std::nullopt;
+  }
+
+  void add(Operation operation, const Instruction& visit) {
+    woven_.push_back({operation, visit.micro_batch, visit.segment});
+  }
+
+  /// What left last is away.
+  void settle() {
+    if (leaving_) woven_.push_back(*leaving_);
+    leaving_.reset();
+  }
+  void settle(int64_t micro_batch) {
+    if (leaving_ && leaving_->micro_batch == micro_batch) settle();
+  }
+
+  size_t visit(size_t begin) {
+    const Instruction& here = given_[begin];
+    const size_t end = end_of(begin);
+    if (ahead_ != begin) {
+      settle(here.micro_batch);
+      add(is_back(here) ? Operation::fetch_back : Operation::fetch, here);
+    }
+    const std::optional<size_t> next = overlap_ ? next_visit(end) : std::nullopt;
+    // What a visit leaves behind is not there before its end, unless it has been all the while.
+    if (next && (alone_ || given_[*next].micro_batch != here.micro_batch)) {
+      settle(given_[*next].micro_batch);
+      add(is_back(given_[*next]) ? Operation::prefetch_back : Operation::prefetch, given_[*next]);
+      ahead_ = next;
+    }
+    woven_.insert(woven_.end(), given_.begin() + static_cast<std::ptrdiff_t>(begin),
+                  given_.begin() + static_cast<std::ptrdiff_t>(end));
+    settle();
+    const Operation away = is_back(here) ? Operation::park_back : Operation::park;
+    if (overlap_ && !alone_) {
+      add(is_back(here) ? Operation::leave_back : Operation::leave, here);
+      leaving_ = Instruction{away, here.micro_batch, here.segment};
+    } else {
+      add(away, here);
+    }
+    return end;
+  }
+
+  const std::vector<Instruction>& given_;
+  bool overlap_;
+  bool alone_;  // visits of one micro-batch follow each other: what the next one needs stays
+  std::vector<Instruction> woven_;
+  std::optional<size_t> ahead_;         // the visit that was fetched for
+  std::optional<Instruction> leaving_;  // what ends it
+};
+
+}  // namespace
+
+Plan with_parking(Plan plan, bool overlap) {
+  plan.instructions = Weaver(plan, overlap).weave();
+  plan.parks = true;
+  plan.overlaps = overlap;
+  return plan;
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,128 @@
+#include <infinitybatch/execute/pass_times.hpp>
+
+#include <algorithm>
+
+namespace infinitybatch {
+
+void PassTimes::add(const Instruction& instruction, int64_t samples, double seconds,
+                    int64_t bytes) {
+  Taken& taken = taken_[{instruction.operation, instruction.segment}];
+  taken.seconds += seconds;
+  taken.bytes += bytes;
+  taken.samples += samples;
+}
+
+void PassTimes::set_link(int64_t bytes_out, double seconds_out, int64_t bytes_back,
+                         double seconds_back) {
+  const auto per_byte = [](int64_t bytes, double seconds) {
+    return bytes > 0 ? seconds / static_cast<double>(bytes) : 0.0;
+  };
+  seconds_per_byte_out_ = per_byte(bytes_out, seconds_out);
+  seconds_per_byte_back_ = per_byte(bytes_back, seconds_back);
+}
+
+/// The two threads of a step, by instruction.
+class CopyClock {
+ public:
+  CopyClock(const Plan& plan, const PassTimes& times) : plan_(plan), times_(times) {}
+
+  void run(const Instruction& instruction) {
+    using enum Operation;
+    const int64_t who = instruction.micro_batch;
+    const int64_t samples =
+        who < 0 ? plan_.batch_size : plan_.micro_batch_sizes[static_cast<size_t>(who)];
+    const auto bytes = [&](std::initializer_list<Operation> operations) {
+      return bytes_of(operations, instruction.segment) * static_cast<double>(samples);
+    };
+    const Operation operation = instruction.operation;
+    switch (operation) {
+      case fetch:
+      case prefetch:
+        back_[who] = copy(bytes({fetch, prefetch}) * times_.seconds_per_byte_back_);
+        break;
+      case fetch_back:
+      case prefetch_back:
+        back_[who] = copy(bytes({fetch_back, prefetch_back}) * times_.seconds_per_byte_back_);
+        break;
+      case leave:
+        away_[who] = copy(bytes({leave}) * times_.seconds_per_byte_out_);
+        break;
+      case leave_back:
+        away_[who] = copy(bytes({leave_back}) * times_.seconds_per_byte_out_);
+        break;
+      case park:
+      case park_back:
+        if (!away_.contains(who)) {
+          away_[who] = copy(bytes({operation}) * times_.seconds_per_byte_out_);
+        }
+        wait_for(away_, who);
+        break;
+      case advance:
+      case advance_retained:
+      case resume:
+        wait_for(back_, who);
+        break;
+      case record:
+        away_[who] = copy(bytes({record}) * times_.seconds_per_byte_out_);
+        break;
+      default:
+        break;
+    }
+    now_ += seconds_of(operation, instruction.segment) * static_cast<double>(samples);
+    if (operation == fetch || operation == fetch_back) wait_for(back_, who);
+    if (operation == record) wait_for(away_, who);
+  }
+
+  CopySeconds seconds() const { return {std::max(0.0, copied_ - waited_), waited_}; }
+
+ private:
+  /// \returns when the copy is done
+  double copy(double seconds) {
+    copied_ += seconds;
+    return free_ = std::max(free_, now_) + seconds;
+  }
+
+  void wait_for(std::map<int64_t, double>& ends, int64_t who) {
+    const auto end = ends.find(who);
+    if (end == ends.end()) return;
+    waited_ += std::max(0.0, end->second - now_);
+    now_ = std::max(now_, end->second);
+    ends.erase(end);
+  }
+
+  /// By sample.
+  double bytes_of(std::initializer_list<Operation> operations, int64_t segment) const {
+    double bytes = 0;
+    double samples = 0;
+    for (const Operation operation : operations) {
+      const auto found = times_.taken_.find({operation, segment});
+      if (found == times_.taken_.end()) continue;
+      bytes += static_cast<double>(found->second.bytes);
+      samples += static_cast<double>(found->second.samples);
+    }
+    return samples > 0 ? bytes / samples : 0;
+  }
+
+  double seconds_of(Operation operation, int64_t segment) const {
+    const auto found = times_.taken_.find({operation, segment});
+    if (found == times_.taken_.end() || found->second.samples == 0) return 0;
+    return found->second.seconds / static_cast<double>(found->second.samples);
+  }
+
+  const Plan& plan_;
+  const PassTimes& times_;
+  double now_ = 0;                  // of the thread that computes
+  double free_ = 0;                 // when the one that copies has done everything
+  std::map<int64_t, double> back_;  // when a micro-batch's values are there
+  std::map<int64_t, double> away_;
+  double copied_ = 0;
+  double waited_ = 0;
+};
+
+CopySeconds simulate_copies(const Plan& plan, const PassTimes& times) {
+  CopyClock clock(plan, times);
+  for (const Instruction& instruction : plan.instructions) clock.run(instruction);
+  return clock.seconds();
+}
+
+}  // namespace infinitybatch

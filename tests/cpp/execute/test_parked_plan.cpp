@@ -1,0 +1,152 @@
+// Where copies of what waits stand in a plan, and how much of their time is hidden there: against
+// stories worked out by hand.
+#include <infinitybatch/execute/pass_times.hpp>
+#include <infinitybatch/execute/plan.hpp>
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+
+namespace infinitybatch {
+namespace {
+
+std::string tell(const Plan& plan) {
+  std::string text;
+  for (const Instruction& instruction : plan.instructions) {
+    text += (text.empty() ? "" : ", ") + std::string(name_of(instruction.operation));
+    if (instruction.micro_batch >= 0) text += " " + std::to_string(instruction.micro_batch);
+    if (instruction.segment >= 0) text += "." + std::to_string(instruction.segment);
+  }
+  return text;
+}
+
+Plan cut(int64_t micro_batches, bool coupled) {
+  return cut_plan(std::vector<int64_t>(static_cast<size_t>(micro_batches), 4), /*segments=*/2,
+                  /*retained=*/0, coupled, /*penalty=*/false);
+}
+
+TEST(ParkedPlan, InTurnEachVisitFetchesAndParks) {
+  EXPECT_EQ(tell(with_parking(cut(2, /*coupled=*/false), /*overlap=*/false)),
+            "record 0, record 1, "
+            "fetch 0.0, advance 0.0, park 0.0, fetch 1.0, advance 1.0, park 1.0, combine.1, "
+            "fetch 0.1, resume 0.1, loss 0, backward 0.1, free 0.1, park 0.1, "
+            "fetch 1.1, resume 1.1, loss 1, backward 1.1, free 1.1, park 1.1, "
+            "combine gradients.1, "
+            "fetch 1.0, resume 1.0, backward 1.0, free 1.0, park 1.0, "
+            "fetch 0.0, resume 0.0, backward 0.0, free 0.0, park 0.0, hand out");
+}
+
+TEST(ParkedPlan, OverlappedTheNextComesAndTheLastLeavesMeanwhile) {
+  EXPECT_EQ(tell(with_parking(cut(3, /*coupled=*/false), /*overlap=*/true)),
+            "record 0, record 1, record 2, "
+            "fetch 0.0, prefetch 1.0, advance 0.0, leave 0.0, "
+            "prefetch 2.0, advance 1.0, park 0.0, leave 1.0, "
+            "prefetch 0.1, advance 2.0, park 1.0, leave 2.0, combine.1, "
+            "prefetch 1.1, resume 0.1, loss 0, backward 0.1, free 0.1, park 2.0, leave 0.1, "
+            "prefetch 2.1, resume 1.1, loss 1, backward 1.1, free 1.1, park 0.1, leave 1.1, "
+            // The last one begins the way back: what it leaves behind is what it needs.
+            "resume 2.1, loss 2, backward 2.1, free 2.1, park 1.1, leave 2.1, "
+            "combine gradients.1, park 2.1, "
+            "fetch 2.0, prefetch 1.0, resume 2.0, backward 2.0, free 2.0, leave 2.0, "
+            "prefetch 0.0, resume 1.0, backward 1.0, free 1.0, park 2.0, leave 1.0, "
+            "resume 0.0, backward 0.0, free 0.0, park 1.0, leave 0.0, park 0.0, hand out");
+}
+
+TEST(ParkedPlan, NothingIsOnItsWayWhileTheLossOfAllIsComputed) {
+  for (const int64_t micro_batches : {1, 2, 3, 7}) {
+    const Plan plan = with_parking(cut(micro_batches, /*coupled=*/true), /*overlap=*/true);
+    int64_t leaving = 0;
+    int64_t coming = 0;
+    for (const Instruction& instruction : plan.instructions) {
+      switch (instruction.operation) {
+        case Operation::leave:
+        case Operation::leave_back:
+          ++leaving;
+          break;
+        case Operation::park:
+        case Operation::park_back:
+          --leaving;
+          break;
+        case Operation::prefetch:
+        case Operation::prefetch_back:
+          ++coming;
+          break;
+        case Operation::advance:
+        case Operation::resume:
+          coming = std::max<int64_t>(coming - 1, 0);
+          break;
+        case Operation::whole_loss:
+        case Operation::hand_out:
+          EXPECT_EQ(leaving, 0);
+          EXPECT_EQ(coming, 0);
+          break;
+        default:
+          break;
+      }
+      EXPECT_LE(leaving, 1);
+      EXPECT_LE(coming, 2) << "the one at work's and the next one's";
+    }
+  }
+}
+
+TEST(ParkedPlan, SegmentsOfOneMicroBatchComeWhileTheOneBehindThemIsAtWork) {
+  EXPECT_EQ(tell(with_parking(checkpoint_plan({4}, {3}, /*penalty=*/false), /*overlap=*/true)),
+            "record 0, fetch 0.2, prefetch 0.1, resume 0.2, loss 0, backward 0.2, free 0.2, "
+            "park 0.2, prefetch 0.0, resume 0.1, backward 0.1, free 0.1, park 0.1, "
+            "resume 0.0, backward 0.0, free 0.0, park 0.0, hand out");
+}
+
+/// Every `advance` and `resume` of 4 samples takes a second, each fetch and each put moves 40
+/// bytes.
+PassTimes one_second_each(const Plan& plan, double seconds_for_40_bytes) {
+  PassTimes times;
+  for (const Instruction& instruction : plan.instructions) {
+    const Operation operation = instruction.operation;
+    const bool computes = operation == Operation::advance || operation == Operation::resume;
+    const std::string name = name_of(operation);
+    const bool begins_out = plan.overlaps ? name == "leave" : name == "park";
+    const bool copies = name == "fetch" || name == "prefetch" || begins_out;
+    times.add(instruction, 4, computes ? 1 : 0, copies ? 40 : 0);
+  }
+  times.set_link(40, seconds_for_40_bytes, 40, seconds_for_40_bytes);
+  return times;
+}
+
+TEST(ParkedPlan, InTurnNothingIsHidden) {
+  const Plan plan = with_parking(cut(5, /*coupled=*/false), /*overlap=*/false);
+  const CopySeconds seconds = simulate_copies(plan, one_second_each(plan, 0.25));
+  // 15 visits, each of which fetches and parks.
+  EXPECT_NEAR(seconds.waited, 15 * 2 * 0.25, 1e-9);
+  EXPECT_NEAR(seconds.hidden, 0, 1e-9);
+}
+
+TEST(ParkedPlan, OverlappedWhatIsShorterThanComputeIsHidden) {
+  const Plan plan = with_parking(cut(5, /*coupled=*/false), /*overlap=*/true);
+  const CopySeconds seconds = simulate_copies(plan, one_second_each(plan, 0.25));
+  // Not behind anything: the first visit's fetch; between the two passes the last micro-batch's
+  // values leave and come back; the last visit's leave.
+  EXPECT_NEAR(seconds.waited, 4 * 0.25, 1e-9);
+  EXPECT_NEAR(seconds.hidden, (15 * 2 - 4) * 0.25, 1e-9);
+}
+
+TEST(ParkedPlan, OverlappedWhatIsLongerThanComputeIsWaitedFor) {
+  const Plan plan = with_parking(cut(5, /*coupled=*/false), /*overlap=*/true);
+  const CopySeconds seconds = simulate_copies(plan, one_second_each(plan, 2));
+  EXPECT_NEAR(seconds.waited + seconds.hidden, 15 * 2 * 2, 1e-9);
+  EXPECT_LE(seconds.hidden, 15) << "no more than there is to hide behind";
+  EXPECT_GE(seconds.hidden, 10);
+}
+
+TEST(ParkedPlan, SizesOfMicroBatchesScaleWhatWasMeasured) {
+  const Plan measured = with_parking(cut(5, /*coupled=*/false), /*overlap=*/false);
+  Plan twice = measured;
+  for (int64_t& size : twice.micro_batch_sizes) size *= 2;
+  twice.batch_size *= 2;
+  const PassTimes times = one_second_each(measured, 0.25);
+  EXPECT_NEAR(simulate_copies(twice, times).waited, 2 * simulate_copies(measured, times).waited,
+              1e-9);
+}
+
+}  // namespace
+}  // namespace infinitybatch
