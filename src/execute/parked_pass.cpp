@@ -54,7 +54,9 @@ int64_t CutPass::leave(Rows rows) {
 int64_t CutPass::park(Rows rows, int64_t segment) {
   const auto found = parts_.find(rows.begin);
   if (found == parts_.end()) return 0;  // nothing of it is used again
-  return job_.checkpoints != nullptr ? keep_for(found->second, segment - 1) : park(rows);
+  if (job_.checkpoints == nullptr) return park(rows);
+  drop(found->second, segment);
+  return keep_for(found->second, segment - 1);
 }
 
 int64_t CutPass::park(Rows rows) {

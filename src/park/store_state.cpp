@@ -43,10 +43,11 @@ void StoreState::finish(Task& task, bool out) {
     const std::lock_guard<std::mutex> lock(mutex_);
     statistics_.seconds_copying += task.seconds();
     (out ? statistics_.seconds_out : statistics_.seconds_back) += task.seconds();
-    waited_ += task.ran_here() ? task.seconds() : waited;
-    // Waking up is waited for too, but is no copy.
-    statistics_.seconds_waited = std::min(waited_, statistics_.seconds_copying);
-    statistics_.seconds_hidden = statistics_.seconds_copying - statistics_.seconds_waited;
+    // What is waited for may be copies in front of this one, which are told later, and this thread
+    // has to wake up.
+    statistics_.seconds_waited += task.ran_here() ? task.seconds() : waited;
+    statistics_.seconds_hidden =
+        std::max(0.0, statistics_.seconds_copying - statistics_.seconds_waited);
   }
   task.rethrow();
 }

@@ -38,7 +38,6 @@ class StoreState {
  private:
   mutable std::mutex mutex_;
   StoreStatistics statistics_;
-  double waited_ = 0;
   CopyThread thread_;  // last: it ends before what its tasks use
 };
 

@@ -220,8 +220,9 @@ void VirtualBatch::State::tell_parking(const Job& job, StepReport& report) {
   const park::StoreStatistics& before = parked_before_;
   const park::StoreStatistics now = job.store->statistics();
   report.parked_bytes = now.moved_out - before.moved_out;
-  report.parked_seconds = {now.seconds_hidden - before.seconds_hidden,
-                           now.seconds_waited - before.seconds_waited};
+  const double copying = now.seconds_copying - before.seconds_copying;
+  const double waited = std::min(now.seconds_waited - before.seconds_waited, copying);
+  report.parked_seconds = {copying - waited, waited};
   plan_.parks = true;
   plan_.parked_bytes = report.parked_bytes;
   plan_.parked_seconds = report.parked_seconds;
