@@ -105,7 +105,11 @@ void Program::begin_tail() {
   for (const auto& [take, tensor] : taken) {
     const at::Tensor start = tensor.detach().requires_grad_();
     separated_.push_back(tensor.grad_fn());
-    compat::begin_history(tensor, start);
+    {
+      // Not at the leaf's own accumulator: that would hide hooks which are set from here on.
+      const at::AutoGradMode grad_mode(true);
+      compat::begin_history(tensor, at::alias(start));
+    }
     separated_.push_back(tensor.grad_fn());
     values_[take.from.value].provenance = Provenance::of(tensor);
     frontiers.starts.emplace_back(take.from, start);

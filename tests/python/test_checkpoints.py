@@ -264,42 +264,47 @@ def test_the_last_segment_is_computed_once() -> None:
     assert counts.count(1) >= 3
 
 
-@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("when", ["at once", "behind"])
 @pytest.mark.parametrize("how", ["register_hook", "retain_grad"])
-def test_a_hook_on_what_waits_at_the_last_cut_is_noticed(when: str, how: str) -> None:
+def test_a_hook_on_any_value_is_noticed_in_later_steps(when: str, how: str) -> None:
+    """Also on what waits at the last cut, set in front of it or behind."""
+
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(9)])
-            self.hooked = False
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(6)])
+            self.place = -1
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             between = []
             for layer in self.layers:
-                x = torch.tanh(layer(x))
-                between.append(x)
-                if self.hooked and when == "before":
-                    self.hook(x)
-            if self.hooked and when == "behind":
-                for each in between:
-                    self.hook(each)
+                for step in (layer, torch.tanh):
+                    x = step(x)
+                    between.append(x)
+                    if when == "at once" and len(between) == self.place + 1:
+                        self.hook(x)
+            if when == "behind" and self.place >= 0:
+                self.hook(between[self.place])
             return x
 
         def hook(self, x: torch.Tensor) -> None:
-            x.register_hook(lambda gradient: 2 * gradient) if how == "register_hook" else (
+            if how == "register_hook":
+                x.register_hook(lambda gradient: 2 * gradient)
+            else:
                 x.retain_grad()
-            )
 
     model = Model()
     inputs, targets = torch.randn(4, 8), torch.randn(4, 8)
-    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=4, checkpoint_segments=3)
-    for _ in range(2):
-        batch.backward(inputs, targets)
-    model.zero_grad()
-    model.hooked = True
-    with pytest.raises(ib.Unsupported, match=r"hook was set|retain_grad|graph node was set"):
-        batch.backward(inputs, targets)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    for place in range(12):
+        batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=4, checkpoint_segments=3)
+        model.place = -1
+        for _ in range(2):
+            batch.backward(inputs, targets)
+        model.zero_grad()
+        model.place = place
+        with pytest.raises(ib.Unsupported, match=r"hook was set|retain_grad|graph node was set"):
+            batch.backward(inputs, targets)
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def contrast(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,8 @@ inline void set_accumulator(const at::Tensor& variable, const NodePtr& node) {
   torch::autograd::impl::set_grad_accumulator(variable, detail::Ownership<NodePtr>::weak(node));
 }
 
-/// Lets the history of `tensor` begin at the leaf `start`: gradients of it end there.
+/// Lets the history of `tensor` begin at `start`, a leaf or what was made of one: gradients go
+/// there.
 inline void begin_history(const at::Tensor& tensor, const at::Tensor& start) {
   torch::autograd::impl::set_gradient_edge(tensor, torch::autograd::impl::gradient_edge(start));
 }
