@@ -91,7 +91,8 @@ TEST(ParkedPlan, NothingIsOnItsWayWhileTheLossOfAllIsComputed) {
 }
 
 TEST(ParkedPlan, SegmentsOfOneMicroBatchComeWhileTheOneBehindThemIsAtWork) {
-  EXPECT_EQ(tell(with_parking(checkpoint_plan({4}, {3}, /*penalty=*/false), /*overlap=*/true)),
+  EXPECT_EQ(tell(with_parking(checkpoint_plan({4}, {3}, /*coupled=*/false, /*penalty=*/false),
+                              /*overlap=*/true)),
             "record 0, fetch 0.2, prefetch 0.1, resume 0.2, loss 0, backward 0.2, free 0.2, "
             "park 0.2, prefetch 0.0, resume 0.1, backward 0.1, free 0.1, park 0.1, "
             "resume 0.0, backward 0.0, free 0.0, park 0.0, hand out");
