@@ -139,9 +139,9 @@ Piece Planner::two_pass() {
     const int64_t size = size_under(fastest());
     const int64_t retained = most_retained(size);
     piece.plan = whole_plan(size, retained, overlaps(size));
-    if (knows_whole_loss(piece.plan.micro_batch_sizes.size())) {
-      // A step finds a few bytes more on the device than its rehearsal did, so that another size
-      // may be the largest that fits: one that was not timed.
+    // What a parked step finds on the device differs by a few bytes from what its rehearsal did, so
+    // that another size may be the largest that fits: one that was not timed.
+    if (knows_whole_loss(piece.plan.micro_batch_sizes.size()) && (settled() || request_.parked)) {
       if (known_->profile) piece.plan.predicted_peak_bytes = corrected(peak_of(piece.plan));
       if (settled()) settled_plan_ = piece.plan;
     }

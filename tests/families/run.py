@@ -33,9 +33,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "python"))
 
 import infinitybatch as ib  # noqa: E402
 import torch  # noqa: E402
+from compare import N, beside_native  # noqa: E402
 from tape_support import gradients, same_bits  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 from transformers import CONFIG_MAPPING, AutoModel  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "results.json"
@@ -147,25 +148,8 @@ def on_tape(family: str) -> str:
     return "replays" if all(same_bits(a, b) for a, b in pairs) else "WRONG"
 
 
-N, SIZE, DRAWS = 5, 2, 4
 # Of configurations: what draws random numbers in training.
 RANDOM = ("drop", "mask_time_prob", "mask_feature_prob", "apply_spec_augment", "noise")
-
-
-class First(nn.Module):
-    """The family's largest output that has a row for each sample."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Any) -> torch.Tensor:
-        return largest(self.model(**inputs))
-
-
-def largest(outputs: Any) -> torch.Tensor:
-    tensors = [t for t in tree_leaves(dict(outputs)) if isinstance(t, torch.Tensor)]
-    return max((t for t in tensors if t.dim() > 1 and t.requires_grad), key=torch.Tensor.numel)
 
 
 def build_without_chance(family: str) -> nn.Module:
@@ -187,89 +171,17 @@ def build_without_chance(family: str) -> nn.Module:
     return model.double()
 
 
-def coupled(outputs: torch.Tensor) -> torch.Tensor:
-    """Compares every sample with every other."""
-    rows = nn.functional.normalize(outputs.flatten(1), dim=1)
-    return nn.functional.cross_entropy(rows @ rows.T / 0.3, torch.arange(len(rows)).roll(1))
-
-
-def taken(model: nn.Module) -> list[torch.Tensor | None]:
-    found = [p.grad for p in model.parameters()]
-    model.zero_grad(set_to_none=True)
-    return found
-
-
-def distances(found: list[Any], wanted: list[Any]) -> list[float]:
-    """Of each gradient, by its norm; by the largest norm where it is a true zero."""
-    norms = [0.0 if w is None else float(w.norm()) for w in wanted]
-    result = []
-    for f, w, norm in zip(found, wanted, norms, strict=True):
-        if (f is None) != (w is None):
-            # A gradient of zeros and none at all come to the same for any optimizer's sum.
-            result.append(float("inf") if float((w if f is None else f).norm()) > 0 else 0.0)
-        elif w is not None:
-            scale = norm if norm > 1e-12 * max(norms) else max(norms)
-            result.append(float((f - w).norm()) / (scale or 1.0))
-        else:
-            result.append(0.0)
-    return result
-
-
-def beside_native(family: str) -> dict[str, str]:
-    """streaming and wrap."""
-    model = First(build_without_chance(family))
+def inputs_without_chance(family: str, model: nn.Module) -> dict[str, Any]:
     torch.manual_seed(1)
-    inputs = inputs_of(family, model.model, N)
-    inputs = {k: v.double() if v.__class__ is torch.Tensor and v.is_floating_point() else v
-              for k, v in inputs.items()}  # fmt: skip
-    draws = [(torch.randperm(N), 1 + float(torch.rand(()))) for _ in range(DRAWS)]
-    try:
-        outputs = model(**inputs)
-    except Exception as error:  # whatever the family's own code raises
-        reason = f"native fails: {type(error).__name__}: {str(error).splitlines()[0]}"
-        return {"streaming": reason, "wrap": reason}
-    targets = torch.randn_like(outputs)
-    criterion = nn.MSELoss()
-
-    def native(loss: Any, inputs: Any, *targets: Any) -> list[Any]:
-        loss(model(**inputs), *targets).backward()
-        return taken(model)
-
-    def stream() -> None:
-        ib.VirtualBatch(model, criterion, micro_batch_size=SIZE).backward(inputs, targets)
-
-    def wrap() -> None:
-        wrapped = ib.wrap(model.model, micro_batch_size=SIZE)
-        coupled(largest(wrapped(**inputs))).backward()
-
-    def native_again(order: torch.Tensor, scale: float, loss: Any, *targets: Any) -> list[Any]:
-        """The same gradient: samples go through the model in another order, all products round
-        otherwise."""
-        moved = tree_map(lambda t: t[order] if isinstance(t, torch.Tensor) else t, inputs)
-        found = native(lambda outputs: loss(outputs[order.argsort()], *targets) * scale, moved)
-        return [None if gradient is None else gradient / scale for gradient in found]
-
-    found = {}
-    for name, run, loss, own in (
-        ("streaming", stream, criterion, (targets,)),
-        ("wrap", wrap, coupled, ()),
-    ):
-        wanted = native(loss, inputs, *own)
-        moved = [distances(native_again(*draw, loss, *own), wanted) for draw in draws]
-        try:
-            run()
-        except ib.Error as error:
-            found[name] = f"refused: {type(error).__name__}: {str(error).split(';')[0]}"
-            taken(model)
-            continue
-        noise = [max(1e-12, 10 * max(each)) for each in zip(*moved, strict=True)]
-        far = [(d, n) for d, n in zip(distances(taken(model), wanted), noise, strict=True) if d > n]
-        found[name] = "exact" if not far else f"WRONG: {max(far)[0]:.2g} of {max(far)[1]:.2g}"
-    return found
+    inputs = inputs_of(family, model, N)
+    return {k: v.double() if v.__class__ is torch.Tensor and v.is_floating_point() else v
+            for k, v in inputs.items()}  # fmt: skip
 
 
 def outcome(family: str) -> dict[str, str]:
-    return {"tape": on_tape(family), **beside_native(family)}
+    model = build_without_chance(family)
+    beside = beside_native(model, inputs_without_chance(family, model))
+    return {"tape": on_tape(family), **beside}
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The list of Hugging Face families by strategy: complete, and true where it can be run."""
+"""Lists of models that nobody here wrote, by strategy: complete, and true where they can be run."""
 
 import importlib.util
 import json
@@ -10,6 +10,7 @@ import pytest
 
 FAMILIES = Path(__file__).resolve().parents[1] / "families"
 RESULTS = json.loads((FAMILIES / "results.json").read_text())
+IMAGES = json.loads((FAMILIES / "images.json").read_text())
 # Of each strategy: what is wanted, and what a family may be instead, with the reason behind it.
 OUTCOMES = {
     "tape": ("replays", ("opaque: ", "refused: ")),
@@ -36,5 +37,29 @@ def test_the_list_is_true():
     sample = ["bert", "gpt2", "t5", "vit", "wav2vec2"]
     done = subprocess.run(
         [sys.executable, FAMILIES / "run.py", *sample], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("strategy", ["streaming", "wrap"])
+def test_image_models_are_exact_and_none_is_wrong(strategy):
+    wanted, others = OUTCOMES[strategy]
+    found = {name: each[strategy] for name, each in IMAGES.items() if "left out" not in each}
+    assert len(found) >= 40
+    rest = {name: result for name, result in found.items() if result != wanted}
+    assert len(rest) <= 0.1 * len(found), rest
+    assert all(result.startswith(others) for result in rest.values()), rest
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("timm") is None,
+    reason="timm is not installed, so the image models cannot be built anew",
+)
+def test_the_list_of_image_models_is_true():
+    done = subprocess.run(
+        [sys.executable, FAMILIES / "images.py", "nfnet", "convnext", "byobnet"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
