@@ -128,10 +128,6 @@ class Search {
   Beside beside_;
 };
 
-}  // namespace
-
-namespace {
-
 /// Of what the model returned.
 int64_t result_bytes(const tape::Tape& tape) {
   std::set<uint32_t> memories;
