@@ -39,19 +39,21 @@ def accelerate_step(
 
 
 class Windows:
-    """Micro-batches for a Trainer, which owns its loop. Each time a window of `count` is done its
-    clock is read and the others have their turn, so that samples pair.
+    """Micro-batches for a Trainer, which owns its loop. Each time a window of `in_a_row` logical
+    batches of `count` is done its clock is read and the others have their turn, so that samples pair.
     """
 
-    def __init__(self, size: int, count: int, rounds: int, between: Callable[[int], None]) -> None:
+    def __init__(
+        self, size: int, count: int, in_a_row: int, rounds: int, between: Callable[[int], None]
+    ) -> None:
         inputs = torch.randn(size * count, 64)
         targets = torch.randint(10, (size * count,))
-        self.batches = list(zip(inputs.split(size), targets.split(size), strict=True))
-        self.count, self.rounds, self.between = count, rounds, between
+        self.batches = in_a_row * list(zip(inputs.split(size), targets.split(size), strict=True))
+        self.rounds, self.between = rounds, between
         self.samples: list[Sample] = []
 
     def __len__(self) -> int:
-        return self.count * self.rounds + 1
+        return len(self.batches) * self.rounds + 1
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for turn in range(self.rounds):
@@ -68,10 +70,13 @@ def lightning_fit(
     make_model: Callable[[], nn.Module],
     size: int,
     count: int,
+    in_a_row: int,
     rounds: int,
     between: Callable[[int], None],
 ) -> list[Sample] | None:
-    """One epoch of `rounds` logical batches; before each, `between(round)` runs off the clock."""
+    """One epoch of `rounds` times `in_a_row` logical batches; before each round, `between(round)`
+    runs off the clock.
+    """
     if importlib.util.find_spec("lightning") is None:
         return None
     import lightning
@@ -89,7 +94,7 @@ def lightning_fit(
             return torch.optim.SGD(self.parameters(), lr=1e-3)
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    windows = Windows(size, count, rounds, between)
+    windows = Windows(size, count, in_a_row, rounds, between)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = lightning.Trainer(
