@@ -17,6 +17,11 @@ def wrap(
     micro_batch_size: int | None = None,
     memory_budget: int | float | str | None = None,
     batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
+    park: Literal["needed", "always", "never"] = "needed",
+    host_budget: int | float | str | None = None,
+    park_on_disk: bool = True,
+    park_directory: str = "",
+    host_bandwidth: float = 0.0,
     reduce: Literal["sum", "mean"] | None = None,
     output_batch_dim: int | None = None,
     process_group: "distributed.ProcessGroup | None" = None,
@@ -36,8 +41,10 @@ def wrap(
 
     BatchNorm in training mode and other ops of the whole batch see all samples, and running
     statistics are written once in each call. Forward goes from one such layer to the next with all
-    micro-batches; what each of them was given waits until backward, which goes the same way back.
-    The first call runs the forward of its first micro-batch up to four times to make sure of that.
+    micro-batches; what each of them was given waits until backward, which goes the same way back,
+    and may be parked on host or disk meanwhile.
+    The first call runs the forward of its first micro-batch up to four times to make sure that this
+    is exact.
 
     With a budget, which is "auto" where nothing else is given, the fastest micro-batch size that
     fits is found by trying sizes in the first forward with a new kind of batch, which is undone;
@@ -58,6 +65,18 @@ def wrap(
         batch_coupling: "exact" lets layers that mix the samples of a batch (BatchNorm in training,
             `across_batch`) see the whole of it, and raises CouplingError where that is not possible;
             "per_micro_batch" lets each micro-batch be a batch of its own.
+        park: what waits for BatchNorm and its like, and for backward, leaves the device "needed"
+            (where no size fits the budget otherwise), "always" or "never" (BudgetExceeded). It is
+            copied while others compute where nothing but a size was given, or where the budget has
+            room; else in turn. Parked, one thread at a time may use the module.
+        host_budget: what parked tensors of all calls may take of the host's memory, as
+            `memory_budget`; beyond it they go to disk. By default half of what is available, and on
+            the CPU, where the host is the device, nothing.
+        park_on_disk: whether parked tensors may go to disk: into a file without a name, which is
+            gone with the process however that ends.
+        park_directory: where that file lies; $TMPDIR, else /var/tmp, by default.
+        host_bandwidth: on the CPU, to find out what a link to a device would cost: copies to and
+            from the host's arena take at least their bytes divided by this, in bytes per second.
         reduce: what an output that is one number for each micro-batch is: a "sum" or a "mean" over
             samples. Without it such outputs raise BatchError.
         output_batch_dim: the dimension of outputs along which samples lie, where several could be
@@ -74,10 +93,11 @@ def wrap(
 
         From forward: BatchError, CouplingError, Unsupported as VirtualBatch.backward, BudgetExceeded
         where no size stays inside the budget, and whatever the model raises; buffers and random
-        state are as before then. From backward: StateError where parameters or inputs were changed
-        in place since forward; Unsupported for create_graph=True, or where forward cannot be
-        repeated; BudgetExceeded where the loss has left too little, or has itself passed the budget
-        while no graph was kept: gradients are as before then.
+        state are as before then. From both: ParkingError where host and disk have no room for what
+        is parked. From backward: StateError where parameters or inputs were changed in place since
+        forward; Unsupported for create_graph=True, or where forward cannot be repeated;
+        BudgetExceeded where the loss has left too little, or has itself passed the budget while no
+        graph was kept: gradients are as before then.
     """
     if not isinstance(model, nn.Module):
         raise InvalidType(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -85,6 +105,8 @@ def wrap(
         raise InvalidArgument(
             f'batch_coupling is {batch_coupling!r}; it is "exact" or "per_micro_batch"'
         )
+    if park not in ("needed", "always", "never"):
+        raise InvalidArgument(f'park is {park!r}; it is "needed", "always" or "never"')
     if reduce not in (None, "sum", "mean"):
         raise InvalidArgument(f'reduce is {reduce!r}; it is "sum", "mean" or None')
     return Wrapped(
@@ -93,6 +115,11 @@ def wrap(
             "micro_batch_size": _whole_number("micro_batch_size", micro_batch_size, "samples"),
             "memory_budget": memory_budget,
             "exact_coupling": batch_coupling == "exact",
+            "park": park,
+            "host_budget": host_budget,
+            "park_on_disk": bool(park_on_disk),
+            "park_directory": str(park_directory),
+            "host_bandwidth": float(host_bandwidth),
             "reduce": reduce,
             "output_batch_dim": _whole_number("output_batch_dim", output_batch_dim, "dimensions"),
         },

@@ -1,5 +1,6 @@
 #include "bind.hpp"
 #include "budget_argument.hpp"
+#include "parking_argument.hpp"
 #include "python_model.hpp"
 #include "python_source.hpp"
 
@@ -52,15 +53,7 @@ class PyVirtualBatch {
     options.use_tapes = use_tapes;
     options.static_graph = static_graph;
     options.checkpoint_segments = checkpoint_segments;
-    options.parking.when = park == "always"  ? Parking::When::always
-                           : park == "never" ? Parking::When::never
-                                             : Parking::When::needed;
-    if (!host_budget.is_none()) {
-      options.parking.host_budget = to_budget(host_budget, "host_budget");
-    }
-    options.parking.disk = park_on_disk;
-    options.parking.directory = park_directory;
-    options.parking.host_bandwidth = host_bandwidth;
+    options.parking = to_parking(park, host_budget, park_on_disk, park_directory, host_bandwidth);
     options.match_native_rng = match_native_rng;
     options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
     options.keep_outputs = keep_outputs;

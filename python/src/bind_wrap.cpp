@@ -1,5 +1,6 @@
 #include "bind.hpp"
 #include "budget_argument.hpp"
+#include "parking_argument.hpp"
 #include "python_batch.hpp"
 #include "python_model.hpp"
 
@@ -39,11 +40,13 @@ class PyWrap {
   PyWrap(const py::object& model, const py::object& forward, const py::object& budget,
          std::optional<int64_t> micro_batch_size, bool exact_coupling,
          const std::optional<std::string>& reduce, std::optional<int64_t> output_batch_dim,
-         const py::object& agree) {
+         const py::object& agree, const std::string& park, const py::object& host_budget,
+         bool park_on_disk, const std::string& park_directory, double host_bandwidth) {
     WrapOptions options;
     if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
     options.micro_batch_size = micro_batch_size;
     options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
+    options.parking = to_parking(park, host_budget, park_on_disk, park_directory, host_bandwidth);
     options.reduce = to_reduce(reduce);
     options.output_batch_dim = output_batch_dim;
     options.interrupt = &check_signals;
@@ -120,6 +123,16 @@ void bind_report(py::module_& module) {
                     "wanted) or \"native\".")
       .def_readonly("strategy_reason", &WrapReport::strategy_reason,
                     "Why forwards run twice; empty where they do not.")
+      .def_readonly("parked_bytes", &WrapReport::parked_bytes,
+                    "Bytes that left the device for host or disk, each time counted.")
+      .def_property_readonly(
+          "parked_seconds_hidden",
+          [](const WrapReport& self) { return self.parked_seconds.hidden; },
+          "Of copying parked values, out and back, behind compute.")
+      .def_property_readonly(
+          "parked_seconds_waited",
+          [](const WrapReport& self) { return self.parked_seconds.waited; },
+          "Waiting for copies of parked values.")
       .def_readonly("memory_budget", &WrapReport::memory_budget, "In bytes, or None.")
       .def_readonly("predicted_peak_bytes", &WrapReport::predicted_peak_bytes,
                     "In bytes; None until it is known what comes between forward and backward.")
@@ -152,10 +165,12 @@ void bind_wrap(py::module_& module) {
                      }))
       .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,
                     bool, const std::optional<std::string>&, std::optional<int64_t>,
-                    const py::object&>(),
+                    const py::object&, const std::string&, const py::object&, bool,
+                    const std::string&, double>(),
            py::kw_only(), py::arg("model"), py::arg("forward"), py::arg("memory_budget"),
            py::arg("micro_batch_size"), py::arg("exact_coupling"), py::arg("reduce"),
-           py::arg("output_batch_dim"), py::arg("agree"))
+           py::arg("output_batch_dim"), py::arg("agree"), py::arg("park"), py::arg("host_budget"),
+           py::arg("park_on_disk"), py::arg("park_directory"), py::arg("host_bandwidth"))
       .def("forward", &PyWrap::forward, py::arg("arguments"), py::arg("keywords"))
       .def("last_report", &PyWrap::last_report);
 }

@@ -1,6 +1,7 @@
 #include <infinitybatch/step/virtual_batch.hpp>
 
 #include "meter.hpp"
+#include "parking.hpp"
 #include "virtual_batch_state.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -9,7 +10,6 @@
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/coupled/random_draw.hpp>
 #include <infinitybatch/memory/foreign_storage.hpp>
-#include <infinitybatch/memory/host_memory.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/park/store.hpp>
@@ -219,10 +219,9 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
 void VirtualBatch::State::tell_parking(const Job& job, StepReport& report) {
   const park::StoreStatistics& before = parked_before_;
   const park::StoreStatistics now = job.store->statistics();
-  report.parked_bytes = now.moved_out - before.moved_out;
-  const double copying = now.seconds_copying - before.seconds_copying;
-  const double waited = std::min(now.seconds_waited - before.seconds_waited, copying);
-  report.parked_seconds = {copying - waited, waited};
+  const ParkedMeanwhile parked(before, now);
+  report.parked_bytes = parked.bytes;
+  report.parked_seconds = parked.seconds;
   plan_.parks = true;
   plan_.parked_bytes = report.parked_bytes;
   plan_.parked_seconds = report.parked_seconds;
@@ -301,19 +300,7 @@ bool VirtualBatch::State::begin_forgetting(CheckpointPlanner& planner) const {
 }
 
 park::Store* VirtualBatch::State::store(at::Device device) const {
-  if (!store_ || store_->device() != device) {
-    const Parking& parking = options_.parking;
-    park::StoreOptions options;
-    if (parking.host_budget) {
-      options.host_bytes = parking.host_budget->resolve(at::kCPU);
-    } else if (!device.is_cpu()) {
-      options.host_bytes = memory::host_memory().available / 2;
-    }
-    options.disk = parking.disk;
-    options.file.directory = parking.directory;
-    options.bandwidth = parking.host_bandwidth;
-    store_ = std::make_unique<park::Store>(device, std::move(options));
-  }
+  if (!store_ || store_->device() != device) store_ = make_store(options_.parking, device);
   return store_.get();
 }
 

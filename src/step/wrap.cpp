@@ -44,7 +44,8 @@ Batch Wrap::forward(const Batch& inputs) const {
     ForwardPass pass(wrapped_, job, inputs);
     try {
       Batch outputs = run(pass);
-      publish(*wrapped_, report_of(*pass.call(), pass.sizes()));
+      pass.call()->report = report_of(*pass.call(), pass.sizes());
+      publish(*wrapped_, pass.call()->report);
       return outputs;
     } catch (...) {
       keep_foreign_exception(std::current_exception());
@@ -56,10 +57,20 @@ Batch Wrap::forward(const Batch& inputs) const {
   const auto stream = [&](ForwardPass& pass) {
     return pass.run({split_by(total, size), /*retained=*/one ? 1 : 0}, total);
   };
-  const auto cut = [&](ForwardPass& pass) { return pass.run_cuts(split_for_cuts(total, size)); };
+  std::shared_ptr<park::Store> store;
+  const auto cut = [&](ForwardPass& pass) {
+    const StoreUse alone(*wrapped_, store.get());
+    return pass.run_cuts(split_for_cuts(total, size), /*overlap=*/true);
+  };
+  const auto park = [&] {
+    if (wrapped_->options.parking.when != Parking::When::always) return;
+    store = wrapped_->store_on(job.device);
+    job.store = store.get();
+  };
   std::atomic<bool>& sees_all = wrapped_->sees_whole_batch();
   if (one) return attempt(stream);
   if (sees_all) {
+    park();
     try {
       return attempt(cut);
     } catch (const NothingToCut&) {
@@ -73,6 +84,7 @@ Batch Wrap::forward(const Batch& inputs) const {
     if (!coupled) throw;  // a buffer that depends on the samples
   }
   rerunnable.check();
+  park();
   Batch outputs = attempt(cut);
   sees_all = true;
   return outputs;

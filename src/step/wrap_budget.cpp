@@ -1,6 +1,7 @@
 #include "wrap_budget.hpp"
 
 #include "meter.hpp"
+#include "wrap_cuts.hpp"
 #include "wrap_forward.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
@@ -125,6 +126,8 @@ class BudgetedForward {
   }
   Request request() const;
   Batch attempt();
+  void choose_store();
+  bool begin_parking();
   void answer_coupling();
   void answer_other_segments(int64_t segments);
   void rehearse();
@@ -134,6 +137,7 @@ class BudgetedForward {
 
   const std::shared_ptr<Wrapped> wrapped_;
   const WrapOptions& options_;
+  std::shared_ptr<park::Store> store_;  // the job's
   const Batch& inputs_;
   const BatchSource rows_;
   const BatchSource targets_;
@@ -173,6 +177,8 @@ Request BudgetedForward::request() const {
   request.segments = wrapped_->segments;
   // Backward takes what waits apart as it goes, so that it could not begin again without graphs.
   request.keeps_graphs = false;
+  request.parked = job_.store != nullptr;
+  if (request.parked) request.signature += "|parked";
   return request;
 }
 
@@ -198,7 +204,7 @@ Batch BudgetedForward::run() {
     } catch (const CouplingError&) {
       answer_coupling();
     } catch (const BudgetExceeded&) {
-      if (drop_graphs(*wrapped_)) continue;
+      if (drop_graphs(*wrapped_) || begin_parking()) continue;
       if (coupling_) std::rethrow_exception(coupling_);
       throw;
     } catch (...) {
@@ -207,9 +213,34 @@ Batch BudgetedForward::run() {
       if (limit && !limit->allocation_failed()) throw;
       if (drop_graphs(*wrapped_)) continue;
       if (options_.micro_batch_size && limit && limit->refused() == 0) throw;
-      answer_out_of_memory(limit ? &*limit : nullptr, finishing_);
+      try {
+        answer_out_of_memory(limit ? &*limit : nullptr, finishing_);
+      } catch (const BudgetExceeded&) {
+        if (!begin_parking()) throw;
+      }
     }
   }
+}
+
+/// Where what waits at the cuts goes; none where it stays on the device.
+void BudgetedForward::choose_store() {
+  bool parks = options_.parking.when == Parking::When::always;
+  if (!parks && job_.cut) {
+    const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+    parks = wrapped_->parked.contains(signature_of(job_));
+  }
+  store_ = parks && job_.cut ? wrapped_->store_on(job_.device) : nullptr;
+  job_.store = store_.get();
+}
+
+/// From now on what waits of batches of this kind leaves the device; false where it cannot.
+bool BudgetedForward::begin_parking() {
+  const bool possible = job_.cut && options_.parking.when != Parking::When::never &&
+                        (options_.micro_batch_size || planner().smallest_failed());
+  if (!possible || job_.store != nullptr) return false;
+  const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+  wrapped_->parked.insert(signature_of(job_));
+  return true;
 }
 
 /// Called with a CouplingError at work.
@@ -312,6 +343,10 @@ void BudgetedForward::rehearse() {
       random.restore();
       if (planner().settled()) break;
     }
+    if (job.check_recordings) return;
+    // Nor does the call itself: what a second recording takes is no part of the plan.
+    const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+    wrapped_->checked.insert(kind_of(job_));
   } catch (...) {
     keep_foreign_exception(std::current_exception());
     if (executor) executor->roll_back();
@@ -348,6 +383,8 @@ Split BudgetedForward::choose() {
 }
 
 Batch BudgetedForward::attempt() {
+  choose_store();
+  const StoreUse alone(*wrapped_, store_.get());
   const bool rehearsed = with_gradients_ || job_.cut;
   if (rehearsed && !options_.micro_batch_size) rehearse();
   // From here on: what a rehearsal needs is no part of the plan.
@@ -361,10 +398,12 @@ Batch BudgetedForward::attempt() {
       piece_ = Piece();
       const int64_t size = *options_.micro_batch_size;
       outputs = job_.cut && size < rows_.size
-                    ? pass.run_cuts(split_for_cuts(rows_.size, size))
+                    // Nothing is predicted, and backward could not begin again.
+                    ? pass.run_cuts(split_for_cuts(rows_.size, size), /*overlap=*/false)
                     : pass.run({split_by(rows_.size, size), 0}, rows_.size);
     } else if (job_.cut) {
-      outputs = pass.run_cuts(choose().sizes, piece_.plan.segments);
+      const std::vector<int64_t> sizes = choose().sizes;
+      outputs = pass.run_cuts(sizes, piece_.plan.overlaps, piece_.plan.segments);
     } else if (with_gradients_) {
       outputs = pass.run(choose(), rows_.size);
     } else {
@@ -467,6 +506,11 @@ void note(WrappedCall& call, int64_t restarts) {
   call.report->restarts += restarts;
 }
 
+/// A given size cannot become smaller; what waits can leave.
+void park_next_time(const WrappedCall& call) {
+  if (call.cuts && call.wrapped->options.micro_batch_size) call.cuts->park_next_time();
+}
+
 }  // namespace
 
 Batch forward_under_budget(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs) {
@@ -480,6 +524,7 @@ std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
   Afterwards afterwards(call);
   if (afterwards.during_loss() > budget && call.report->retained == 0) {
     note(call, 0);
+    park_next_time(call);
     throw BudgetExceeded(afterwards.during_loss(), budget, std::nullopt,
                          "what comes between forward and backward (the outputs of all samples, the "
                          "loss on them, its gradient)");
@@ -502,6 +547,7 @@ std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
       const int64_t refused = limit ? limit->refused() : budget + 1;
       if (refused == 0) throw;  // by the system
       afterwards.peak(refused);
+      park_next_time(call);
       throw BudgetExceeded(std::max(refused, budget + 1), budget, std::nullopt,
                            "backward, beside the " + format_bytes(before) +
                                " that were live when it began (outputs, what the loss holds),");
@@ -513,6 +559,10 @@ std::shared_ptr<WrapReport> report_of(const WrappedCall& call, const std::vector
   auto report = std::make_shared<WrapReport>();
   report->micro_batch_sizes = sizes;
   report->retained = call.kept_count();
+  if (call.cuts) {
+    report->parked_bytes = call.cuts->parked().bytes;
+    report->parked_seconds = call.cuts->parked().seconds;
+  }
   report->strategy = call.cuts ? "cut" : call.parts.empty() ? "forward" : "replay";
   for (const WrappedCall::Part& part : call.parts) {
     if (!part.tape.opaque) continue;

@@ -28,8 +28,11 @@ WrapCuts::WrapCuts(const WrappedCall& call, const Job& job,
   job_.cut = true;
   job_.nested = true;
   job_.interrupt = call.wrapped->options.interrupt;
-  const std::lock_guard<std::mutex> lock(call.wrapped->mutex);
-  job_.check_recordings = !call.wrapped->checked.contains(kind_of(job_));
+  {
+    const std::lock_guard<std::mutex> lock(call.wrapped->mutex);
+    job_.check_recordings = !call.wrapped->checked.contains(kind_of(job_));
+    if (job_.store != nullptr) store_ = call.wrapped->store;
+  }
   executor_.emplace(job_);
 }
 
@@ -56,6 +59,8 @@ void WrapCuts::forward(Plan plan) {
 void WrapCuts::run(size_t from, size_t to) {
   std::vector<int64_t> begins{0};
   for (const int64_t size : plan_.micro_batch_sizes) begins.push_back(begins.back() + size);
+  park::StoreStatistics before;
+  if (store_) before = store_->statistics();
   for (size_t i = from; i < to; ++i) {
     const Instruction& instruction = plan_.instructions[i];
     Rows rows;
@@ -65,6 +70,20 @@ void WrapCuts::run(size_t from, size_t to) {
     }
     executor_->run(instruction, rows);
   }
+  if (store_) parked_ += ParkedMeanwhile(before, store_->statistics());
+}
+
+void WrapCuts::park_next_time() const {
+  if (store_ || call_.wrapped->options.parking.when == Parking::When::never) return;
+  const std::lock_guard<std::mutex> lock(call_.wrapped->mutex);
+  call_.wrapped->parked.insert(signature_of(job_));
+}
+
+void WrapCuts::tell_parked() const {
+  if (!store_ || !call_.report) return;
+  const std::lock_guard<std::mutex> lock(call_.wrapped->mutex);
+  call_.report->parked_bytes = parked_.bytes;
+  call_.report->parked_seconds = parked_.seconds;
 }
 
 std::vector<Batch> WrapCuts::take_outputs() {
@@ -86,6 +105,7 @@ std::vector<at::Tensor> WrapCuts::backward(const std::vector<at::Tensor>& gradie
         "an earlier backward through these outputs failed half way, and what it needed is gone; "
         "run forward again, or give retain_graph=True to what may fail");
   }
+  const StoreUse alone(*call_.wrapped, store_.get());
   used_up_ = !keep;
   seam_.emplace(call_, gradients);
   buffers_->restore();
@@ -93,6 +113,7 @@ std::vector<at::Tensor> WrapCuts::backward(const std::vector<at::Tensor>& gradie
     executor_->begin_backward(keep);
     std::vector<at::Tensor> sums = run_backward();
     seam_.reset();
+    tell_parked();
     return sums;
   } catch (...) {
     keep_foreign_exception(std::current_exception());
@@ -100,6 +121,8 @@ std::vector<at::Tensor> WrapCuts::backward(const std::vector<at::Tensor>& gradie
     executor_->run({Operation::free}, {});
     executor_->sinks().take();
     seam_.reset();
+    // What waits is of no use any more.
+    if (used_up_) executor_.reset();
     throw;
   }
 }

@@ -15,8 +15,8 @@
 namespace infinitybatch {
 
 /// One call of a wrapped model whose ops see the whole batch. Forward runs a plan from cut to cut
-/// up to the outputs of all micro-batches; what waits at the cuts is kept, and backward runs the
-/// rest of the plan from the gradient of the outputs.
+/// up to the outputs of all micro-batches; what waits at the cuts is kept, on the device or in the
+/// job's store, and backward runs the rest of the plan from the gradient of the outputs.
 class WrapCuts final : public OutsideLoss {
  public:
   /// \param job     of the wrapped model
@@ -34,7 +34,13 @@ class WrapCuts final : public OutsideLoss {
   /// From then on this leaf's gradient is one that `backward` gives.
   void adopt(const at::Tensor& leaf) { executor_->sinks().adopt(leaf); }
 
-  /// Runs the instructions of a `cut_plan` after the recordings, up to the outputs of all.
+  /// What waits is parked next time, where that is allowed and this call's was not.
+  void park_next_time() const;
+  /// What was parked so far.
+  const ParkedMeanwhile& parked() const noexcept { return parked_; }
+
+  /// Runs the instructions of a `cut_plan`, parked where the job has a store, after the recordings,
+  /// up to the outputs of all.
   void forward(Plan plan);
   /// What the model gave, detached, micro-batch by micro-batch.
   std::vector<Batch> take_outputs();
@@ -57,6 +63,7 @@ class WrapCuts final : public OutsideLoss {
  private:
   void run(size_t from, size_t to);
   std::vector<at::Tensor> run_backward();
+  void tell_parked() const;
 
   const WrappedCall& call_;
   const std::shared_ptr<const BufferValues> buffers_;  // as forward found them
@@ -64,7 +71,9 @@ class WrapCuts final : public OutsideLoss {
   BatchSource targets_;
   Model model_;
   Job job_;
-  std::optional<Executor> executor_;
+  std::shared_ptr<park::Store> store_;  // the job's
+  ParkedMeanwhile parked_;
+  std::optional<Executor> executor_;  // none after a backward that used it up
   Plan plan_;
   size_t loss_at_ = 0;  // the instruction in whose place the caller's loss stands
   struct Part {

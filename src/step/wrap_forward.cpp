@@ -81,7 +81,8 @@ Batch ForwardPass::run(const Split& split, int64_t total) {
   return finish();
 }
 
-Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, std::optional<int64_t> segments) {
+Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
+                            std::optional<int64_t> segments) {
   call_->cuts = std::make_unique<WrapCuts>(*call_, job_, values_, [this](const Batch& micro) {
     const uint64_t first_node = at::sequence_number::peek();
     Batch outputs = call_->wrapped->model.forward(micro);
@@ -101,8 +102,10 @@ Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, std::optional<int64_t> s
     }
   }
   if (segments && cuts.segments() != *segments) throw SegmentsChanged(cuts.segments());
-  cuts.forward(cut_plan(sizes, cuts.segments(), /*retained=*/0, /*coupled=*/true,
-                        /*penalty=*/false));
+  Plan plan = cut_plan(sizes, cuts.segments(), /*retained=*/0, /*coupled=*/true,
+                       /*penalty=*/false);
+  if (job_.store != nullptr) plan = with_parking(std::move(plan), overlap);
+  cuts.forward(std::move(plan));
   outputs_ = cuts.take_outputs();
   row_counts_ = std::move(sizes);
   return finish();

@@ -38,10 +38,12 @@ class ForwardPass {
   /// All micro-batches, and the outputs of all.
   Batch run(const Split& split, int64_t total);
   /// The same for a model with ops that see the whole batch.
+  /// \param overlap  what is parked is copied while other micro-batches compute
   /// \param segments that it was planned for
   /// \throws NothingToCut where there are none
   /// \throws SegmentsChanged where there are more or fewer than planned
-  Batch run_cuts(std::vector<int64_t> sizes, std::optional<int64_t> segments = std::nullopt);
+  Batch run_cuts(std::vector<int64_t> sizes, bool overlap,
+                 std::optional<int64_t> segments = std::nullopt);
 
   /// One micro-batch: `finish` comes after the last.
   void run(Rows rows, int64_t total, bool keep = false);

@@ -43,6 +43,27 @@ void Version::check() const {
                    "); run backward before changing it");
 }
 
+std::shared_ptr<park::Store> Wrapped::store_on(at::Device device) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!store || store->device() != device) store = make_store(options.parking, device);
+  return store;
+}
+
+StoreUse::StoreUse(Wrapped& wrapped, const park::Store* store) {
+  if (store == nullptr) return;
+  if (wrapped.copying.exchange(true)) {
+    throw StateError(
+        "this wrapped model is at work already, in another thread; where what waits is parked one "
+        "thread at a time may call it or run backward through it; give park=\"never\" where memory "
+        "allows, or wrap the model once for each thread");
+  }
+  wrapped_ = &wrapped;
+}
+
+StoreUse::~StoreUse() {
+  if (wrapped_ != nullptr) wrapped_->copying = false;
+}
+
 WrappedCall::WrappedCall() = default;
 WrappedCall::~WrappedCall() = default;
 

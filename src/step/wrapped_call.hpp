@@ -1,5 +1,6 @@
 #pragma once
 
+#include "parking.hpp"
 #include "wrap_outputs.hpp"
 
 #include <infinitybatch/autograd/gradient_sinks.hpp>
@@ -48,6 +49,26 @@ struct Wrapped {
   std::vector<std::weak_ptr<struct WrappedCall>> calls;
   std::shared_ptr<WrapReport> report;  ///< of the last call
   std::set<std::string> checked;       ///< kinds of batch whose recordings have been checked
+  std::set<std::string> parked;        ///< and of batch what waits of which does not fit
+  std::shared_ptr<park::Store> store;  ///< where that goes; made when it is first needed
+
+  /// The store for tensors of `device`.
+  std::shared_ptr<park::Store> store_on(at::Device device);
+  std::atomic<bool> copying = false;  ///< one thread at a time uses it
+};
+
+/// While it lives this thread alone uses the store of a wrapped model.
+class StoreUse {
+ public:
+  /// \param store null where nothing is parked
+  /// \throws StateError where another thread does
+  StoreUse(Wrapped& wrapped, const park::Store* store);
+  ~StoreUse();
+  StoreUse(const StoreUse&) = delete;
+  StoreUse& operator=(const StoreUse&) = delete;
+
+ private:
+  Wrapped* wrapped_ = nullptr;
 };
 
 /// Tensors of all buffers and their values at one moment. Restoring raises no version: graphs that

@@ -32,6 +32,10 @@ struct WrapOptions {
   /// there. A size given beside it is kept to, or BudgetExceeded is thrown.
   std::optional<memory::Budget> memory_budget;
   BatchCoupling batch_coupling = BatchCoupling::exact;
+  /// Where ops of the model see the whole batch: where what waits for them, and for backward, goes
+  /// when the device is full. `never` makes BudgetExceeded of it; without a budget only `always`
+  /// does anything. All calls of one Wrap share one store, one thread at a time.
+  Parking parking;
   Reduce reduce = Reduce::none;
   /// The dimension of outputs along which samples lie, where more than one could be it. Without it
   /// outputs are joined along the only dimension whose size follows the micro-batch's.
@@ -57,6 +61,8 @@ struct WrapReport {
   /// "forward" (no gradient is wanted) or "native" (no budget, and one micro-batch).
   std::string strategy;
   std::string strategy_reason;
+  int64_t parked_bytes = 0;    ///< that left the device for host or disk, each time counted
+  CopySeconds parked_seconds;  ///< of their copies, out and back
   // With a memory budget:
   std::optional<int64_t> memory_budget;         ///< in bytes
   std::optional<int64_t> predicted_peak_bytes;  ///< once it is known what comes in between
@@ -81,7 +87,8 @@ struct WrapReport {
 /// Where ops of the model see the whole batch (BatchNorm in training mode, `across_batch`) forward
 /// goes from one to the next with all micro-batches, as VirtualBatch does, and buffers get the
 /// statistics of the whole batch once; what each such op was given waits until backward, which goes
-/// the same way back. A backward that fails half way uses this up, unless the graph was to be kept.
+/// the same way back, and may be parked meanwhile. A backward that fails half way uses this up,
+/// unless the graph was to be kept.
 ///
 /// With a memory budget the micro-batch size is the fastest that fits, and as many micro-batches as
 /// fit keep their graph. The first forward with a new kind of batch tries sizes, undoes it, and
@@ -109,7 +116,8 @@ class Wrap {
   /// the
   ///               loss has left too little, or has itself passed the budget while no graph was
   ///               kept; `.grad` is as before then, and the next forward plans with that
-  /// \throws StateError    with a budget: another thread is at work in this object
+  /// \throws StateError    with a budget, or parked: another thread is at work in this object
+  /// \throws ParkingError  where host and disk have no room for what is parked
   /// and whatever the model throws; buffers and random state are as before then.
   Batch forward(const Batch& inputs) const;
 

@@ -3,6 +3,7 @@
 #include "support.hpp"
 
 #include <infinitybatch/park/failure_injection.hpp>
+#include <infinitybatch/step/wrap.hpp>
 
 #include <cerrno>
 
@@ -68,6 +69,67 @@ TEST(Parking, AFailingDiskIsATypedErrorWhereverItFails) {
   const auto parameters = task.net->parameters();
   for (size_t i = 0; i < expected.size(); ++i) {
     // A bias in front of BatchNorm has none.
+    EXPECT_LE((parameters[i].grad() - expected[i]).abs().max().item<double>(), 1e-12) << i;
+  }
+}
+
+/// Loss and backward through a wrapped model, as a caller's loop has them.
+void step(const Wrap& wrapped, const Parked& task) {
+  const at::Tensor outputs = wrapped.forward(task.inputs).tensor();
+  at::mse_loss(outputs, task.targets).backward();
+}
+
+TEST(Parking, AFailingDiskInEitherPassOfAWrappedModel) {
+  WrapOptions options;
+  options.micro_batch_size = 4;
+  options.parking.when = Parking::When::always;
+  int64_t transfers = 0;
+  {
+    const Parked counted;
+    const Wrap wrapped(counted.net, options);
+    step(wrapped, counted);  // the first call meets the layers without parking
+    for (const at::Tensor& parameter : counted.net->parameters()) parameter.mutable_grad().reset();
+    const park::FailDisk counting(park::FailDisk::kNever);
+    step(wrapped, counted);
+    transfers = counting.seen();
+  }
+  ASSERT_GT(transfers, 30);
+  const Parked task;
+  const Wrap wrapped(task.net, options);
+  step(wrapped, task);
+  for (const at::Tensor& parameter : task.net->parameters()) parameter.mutable_grad().reset();
+  const int64_t live = memory::stats(at::kCPU).live;
+  int64_t in_forward = 0;
+  int64_t in_backward = 0;
+  for (int64_t n = 1; n <= transfers; n += 3) {
+    const std::vector<at::Tensor> before = task.state();
+    const park::FailDisk failure(n, n % 2 == 0 ? ENOSPC : EIO);
+    bool forward = true;
+    try {
+      const at::Tensor outputs = wrapped.forward(task.inputs).tensor();
+      forward = false;
+      at::mse_loss(outputs, task.targets).backward();
+      ADD_FAILURE() << n;
+    } catch (const ParkingError&) {
+      ++(forward ? in_forward : in_backward);
+    }
+    if (forward) {
+      const std::vector<at::Tensor> after = task.state();
+      for (size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(at::equal(before[i], after[i])) << n;
+    }
+    for (const at::Tensor& parameter : task.net->parameters()) {
+      EXPECT_FALSE(parameter.grad().defined()) << n;
+    }
+  }
+  EXPECT_EQ(memory::stats(at::kCPU).live, live);
+  EXPECT_GT(in_forward, 5);
+  EXPECT_GT(in_backward, 5);
+  const Parked twin;
+  const at::Tensor loss = at::mse_loss(twin.net->forward(twin.inputs), twin.targets);
+  const auto expected = torch::autograd::grad({loss}, twin.net->parameters());
+  step(wrapped, task);
+  const auto parameters = task.net->parameters();
+  for (size_t i = 0; i < expected.size(); ++i) {
     EXPECT_LE((parameters[i].grad() - expected[i]).abs().max().item<double>(), 1e-12) << i;
   }
 }
