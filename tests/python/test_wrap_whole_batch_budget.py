@@ -61,11 +61,12 @@ def test_a_budget_that_nothing_fits_into():
     inner = Residual(2, width=8).double()
     x = images(256)[0]
     before = copy.deepcopy(inner.state_dict())
-    wrapped = ib.wrap(inner, memory_budget=live() + (300 << 10))
-    with pytest.raises(ib.BudgetExceeded) as raised:
-        wrapped(x)
-    assert raised.value.needed > raised.value.limit
-    assert all(torch.equal(v, before[n]) for n, v in inner.state_dict().items())
+    for park, room in (("never", 300 << 10), ("needed", 50 << 10)):
+        wrapped = ib.wrap(inner, memory_budget=live() + room, park=park)
+        with pytest.raises(ib.BudgetExceeded) as raised:
+            wrapped(x)
+        assert raised.value.needed > raised.value.limit
+        assert all(torch.equal(v, before[n]) for n, v in inner.state_dict().items())
 
 
 def test_a_loss_that_leaves_too_little():
@@ -75,7 +76,7 @@ def test_a_loss_that_leaves_too_little():
     native = copy.deepcopy(inner)
     x = images(64)[0]
     budget = live() + (6 << 20)
-    wrapped = ib.wrap(inner, memory_budget=budget)
+    wrapped = ib.wrap(inner, memory_budget=budget, park="never")
     outputs = wrapped(x)
     ballast = torch.empty(6 << 20, dtype=torch.uint8)
     with pytest.raises(ib.BudgetExceeded):

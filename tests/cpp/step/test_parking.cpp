@@ -85,7 +85,7 @@ TEST(Parking, AFailingDiskInEitherPassOfAWrappedModel) {
   options.parking.when = Parking::When::always;
   int64_t transfers = 0;
   {
-    const Parked counted;
+    Parked counted;
     const Wrap wrapped(counted.net, options);
     step(wrapped, counted);  // the first call meets the layers without parking
     for (const at::Tensor& parameter : counted.net->parameters()) parameter.mutable_grad().reset();
@@ -94,7 +94,7 @@ TEST(Parking, AFailingDiskInEitherPassOfAWrappedModel) {
     transfers = counting.seen();
   }
   ASSERT_GT(transfers, 30);
-  const Parked task;
+  Parked task;
   const Wrap wrapped(task.net, options);
   step(wrapped, task);
   for (const at::Tensor& parameter : task.net->parameters()) parameter.mutable_grad().reset();
@@ -124,7 +124,7 @@ TEST(Parking, AFailingDiskInEitherPassOfAWrappedModel) {
   EXPECT_EQ(memory::stats(at::kCPU).live, live);
   EXPECT_GT(in_forward, 5);
   EXPECT_GT(in_backward, 5);
-  const Parked twin;
+  Parked twin;
   const at::Tensor loss = at::mse_loss(twin.net->forward(twin.inputs), twin.targets);
   const auto expected = torch::autograd::grad({loss}, twin.net->parameters());
   step(wrapped, task);
