@@ -13,13 +13,14 @@ class Branches(nn.Module):
     def __init__(self, blocks: int = 8) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.ModuleList(nn.Linear(16, 16) for _ in range(3)) for _ in range(blocks)
+            nn.ModuleList(nn.Linear(16, 64) for _ in range(3)) for _ in range(blocks)
         )
         self.head = nn.Linear(16, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for query, key, value in self.blocks:
-            x = 16 * torch.softmax(query(x) + key(x) * value(x), 1)
+            wide = torch.tanh(query(x) + key(x) * value(x))
+            x = wide.float().unflatten(1, (16, 4)).sum(2)  # the narrowest place
         return self.head(x)
 
 
@@ -36,7 +37,7 @@ def gradients(park: str, **options: object) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("park", ["never", "always"])
-@pytest.mark.parametrize("segments", [2, 4, 8])
+@pytest.mark.parametrize("segments", [4, 8])
 def test_segments_cast_as_forward_does(segments: int, park: str) -> None:
     """Bit for bit: kernels and their order are those of a micro-batch as a whole."""
     found = gradients(park, checkpoint_segments=segments)

@@ -130,6 +130,25 @@ def test_a_budget_that_what_waits_does_not_fit_into(given):
         assert report.predicted_peak_bytes == pytest.approx(report.peak_bytes, rel=0.01)
 
 
+def test_a_backward_without_room_parks_the_next_time():
+    """A given size cannot become smaller."""
+    torch.manual_seed(10)
+    inner = Residual(3, width=8).double()
+    native = copy.deepcopy(inner)
+    x = images(128)[0]
+    wrapped = ib.wrap(inner, micro_batch_size=8, memory_budget=live() + (4 << 20))
+    outputs = wrapped(x)
+    assert wrapped.last_report.parked_bytes == 0
+    ballast = torch.empty(3 << 20, dtype=torch.uint8)
+    with pytest.raises(ib.BudgetExceeded):
+        contrastive(outputs).backward()
+    del outputs
+    native(x)
+    close(step(wrapped, x), step(native, x))
+    assert wrapped.last_report.parked_bytes > 0
+    del ballast
+
+
 @pytest.mark.parametrize("room", [3.0, 12.0], ids=["in turn", "overlapped"])
 def test_the_peak_of_a_parked_call_is_predicted(room):
     for depth, width, count in ((2, 8, 200), (5, 6, 150)):
