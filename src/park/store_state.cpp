@@ -1,6 +1,7 @@
 #include "store_state.hpp"
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/torch_compat.hpp>
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
@@ -104,13 +105,11 @@ void ParkedState::announce_away() const {
   size_t announced = 0;
   try {
     for (; announced < items_.size(); ++announced) {
-      items_[announced]
-          .storage.unsafeGetStorageImpl()
-          ->release_data_and_set_meta_custom_data_ptr_error_msg_(kAwayMessage);
+      compat::announce_absence(*items_[announced].storage.unsafeGetStorageImpl(), kAwayMessage);
     }
   } catch (...) {
     for (size_t i = 0; i <= announced; ++i) {
-      items_[i].storage.unsafeGetStorageImpl()->clear_data_ptr_access_error_msg_();
+      compat::end_absence(*items_[i].storage.unsafeGetStorageImpl());
     }
     throw;
   }
@@ -185,7 +184,7 @@ void ParkedState::finish_returning() {
   for (Item& item : items_) {
     if (!item.block) continue;
     c10::StorageImpl& storage = *item.storage.unsafeGetStorageImpl();
-    storage.clear_data_ptr_access_error_msg_();
+    compat::end_absence(storage);
     storage.set_data_ptr_noswap(std::move(item.block));
     moved += item.bytes;
   }

@@ -16,6 +16,8 @@ namespace {
 constexpr size_t kPlaces = 384;
 // Bounds on the graph of a segment that are tried, from the whole graph down.
 constexpr int kBounds = 40;
+// Between the least bound that was kept and the largest that was not.
+constexpr int kHalvings = 8;
 // Programs whose cuts are remembered: sizes of micro-batches, and ways that forward can take.
 constexpr size_t kPrograms = 8;
 // After running out of memory: what the estimate is taken to have been short by, at least.
@@ -32,47 +34,44 @@ class Search {
  public:
   struct Beside {
     bool parked = false;  // what waits leaves the device
-    bool summed = false;  // the gradients' sums are there from the beginning
     int64_t others = 0;   // micro-batches at all of whose cuts something waits
     int64_t outputs = 0;  // bytes of the outputs of all, and their gradient
   };
   Search(const plan::NarrowPlaces& places, const Beside& beside)
-      : places_(places), ends_(places.positions()), beside_(beside) {
-    for (size_t i = 0; i + 1 < ends_.size(); ++i) {
-      steps_.push_back(places.largest(ends_[i], ends_[i + 1]));
-    }
-  }
+      : places_(places), ends_(places.positions()), beside_(beside) {}
 
   /// Without cuts.
   int64_t whole() const { return peak({}, /*overlapped=*/false); }
   /// Of the gradients' sums and the outputs, which no choice can do without.
-  int64_t sums() const { return sums(0); }
+  int64_t sums() const { return places_.gradients(0) + beside_.outputs; }
 
-  /// The cuts at which the least waits while no segment needs more than `bound`; nothing where
-  /// there are none. Of equal ones those whose last segment, which is not computed again, is the
-  /// longest.
+  /// Cuts with which no segment needs more than `bound`; nothing where there are none. Every
+  /// segment but the last is computed exactly once more, so the longest last segment takes the
+  /// least time, whatever the ops cost; in front of it the least waits. Where the cuts of other
+  /// micro-batches hold something too, the least waits altogether.
   std::optional<Choice> within(int64_t bound) const {
     constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+    const size_t end = ends_.size() - 1;
     std::vector<int64_t> waits(ends_.size(), kNever);
     std::vector<size_t> before(ends_.size(), 0);
     waits[0] = 0;
     for (size_t j = 1; j < ends_.size(); ++j) {
-      int64_t largest = 0;
       for (size_t i = j; i-- > 0;) {
-        largest = std::max(largest, steps_[i]);
-        const int64_t own = graph(i, j) + sums(i) + handed(j) + 2 * largest;
+        const int64_t own = at_work(i, j);
         if (own > bound) break;
         if (waits[i] == kNever) continue;
         const int64_t arrives = places_.short_waits(ends_[i]);
         const int64_t sum = waits[i] + arrives;
-        if (own + (beside_.parked ? arrives : sum) > bound || sum > waits[j]) continue;
+        if (own + (beside_.parked ? arrives : sum) > bound) continue;
+        const bool longest = j == end && beside_.others == 0;
+        if (sum > waits[j] && !longest) continue;
         waits[j] = sum;
         before[j] = i;
       }
       if (waits[j] == kNever) return std::nullopt;
     }
     Choice choice;
-    for (size_t j = ends_.size() - 1; before[j] != 0;) choice.cuts.push_back(j = before[j]);
+    for (size_t j = end; before[j] != 0;) choice.cuts.push_back(j = before[j]);
     std::reverse(choice.cuts.begin(), choice.cuts.end());
     choice.peak = peak(choice.cuts, /*overlapped=*/false);
     choice.overlapped = peak(choice.cuts, beside_.parked);
@@ -86,18 +85,9 @@ class Search {
   }
 
  private:
-  int64_t graph(size_t i, size_t j) const { return places_.kept(ends_[i], ends_[j]); }
-  /// What backward has summed up when it is done with the ops behind a place.
-  int64_t sums(size_t i) const {
-    return places_.gradients(beside_.summed ? 0 : ends_[i]) + beside_.outputs;
-  }
-  /// The gradient of what waits there.
-  int64_t handed(size_t j) const {
-    return j + 1 < ends_.size() ? places_.short_waits(ends_[j]) : 0;
-  }
+  int64_t at_work(size_t i, size_t j) const { return places_.at_work(i, j) + beside_.outputs; }
 
-  /// The most in backward: what waits in front of a segment, its graph, the gradient of what it
-  /// gives, two gradients inside of it, and the sums of the parameters' gradients.
+  /// What waits in front of a segment, and what it takes while it is at work.
   int64_t peak(const std::vector<size_t>& cuts, bool overlapped) const {
     const std::vector<int64_t> arrives = places_.waiting(positions(cuts));
     int64_t waiting = 0;
@@ -108,10 +98,8 @@ class Search {
       const size_t begin = s == 0 ? 0 : cuts[s - 1];
       const size_t end = s == cuts.size() ? ends_.size() - 1 : cuts[s];
       if (s > 0) waiting = (beside_.parked ? 0 : waiting) + arrives[s - 1];
-      const int64_t inside = 2 * places_.largest(ends_[begin], ends_[end]);
       const int64_t coming = overlapped && s > 1 ? arrives[s - 2] : 0;
-      most =
-          std::max(most, waiting + coming + handed(end) + graph(begin, end) + inside + sums(begin));
+      most = std::max(most, waiting + coming + at_work(begin, end));
     }
     return most + (beside_.parked ? 0 : elsewhere);
   }
@@ -124,7 +112,6 @@ class Search {
 
   const plan::NarrowPlaces& places_;
   const std::vector<uint32_t>& ends_;
-  std::vector<int64_t> steps_;  // the most that one op holds between a place and the next
   Beside beside_;
 };
 
@@ -198,8 +185,8 @@ std::vector<uint32_t> CheckpointPlanner::choose(const tape::Tape& tape) {
 }
 
 void CheckpointPlanner::search(const tape::Tape& tape, Known& known) const {
-  const plan::NarrowPlaces places(tape, known.costs, kPlaces);
-  Search::Beside beside{parked_, summed_};
+  const plan::NarrowPlaces places(tape, known.costs, kPlaces, summed_);
+  Search::Beside beside{parked_};
   if (coupled_ > 0) {
     if (!again) beside.others = coupled_ - 1;
     beside.outputs = 2 * coupled_ * result_bytes(tape);
@@ -226,9 +213,19 @@ void CheckpointPlanner::search(const tape::Tape& tape, Known& known) const {
   if (!fixed_ && room > 0 && room < whole) weigh(room);
   if (known.smallest) {
     double above = whole;
-    for (int step = 0; step < kBounds && above >= narrowest; ++step) {
-      above = whole * std::pow(narrowest / whole, static_cast<double>(step) / (kBounds - 1));
-      if (!weigh(above)) break;
+    double too_small = 0;
+    bool going_on = true;
+    for (int step = 0; step < kBounds && going_on; ++step) {
+      const double next =
+          whole * std::pow(narrowest / whole, static_cast<double>(step) / (kBounds - 1));
+      going_on = weigh(next);
+      if (going_on) above = next;
+      if (!going_on && known.smallest) too_small = next;
+    }
+    // The least bound that any cuts keep, where none of these is inside the budget.
+    for (int step = 0; step < kHalvings && !fixed_ && known.smallest; ++step) {
+      const double next = (above + too_small) / 2.0;
+      (weigh(next) || !known.smallest ? above : too_small) = next;
     }
   }
   const int64_t coming = best.overlapped - best.peak;
@@ -283,7 +280,7 @@ bool CheckpointPlanner::ran_out_of_memory() {
 void CheckpointPlanner::measured(int64_t bytes) {
   if (estimate_ <= sums_) return;
   const double ratio = static_cast<double>(bytes - sums_) / static_cast<double>(estimate_ - sums_);
-  // Below 1 the estimate was careful: the next choice may use what was left.
+  // Below 1 the estimate was careful. Another choice would have another error, so it stays.
   if (ratio <= 1.0) return;
   correction_ *= ratio;
   if (fixed_) return;

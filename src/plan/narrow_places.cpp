@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 
 namespace infinitybatch::plan {
 namespace {
@@ -43,21 +44,24 @@ std::vector<ValueLife> value_lives(const tape::Tape& tape) {
 
 }  // namespace
 
-NarrowPlaces::NarrowPlaces(const tape::Tape& tape, const std::vector<tape::OpCost>& costs,
-                           size_t most) {
+NarrowPlaces::NarrowPlaces(const tape::Tape& tape, const tape::Costs& costs, size_t most,
+                           bool summed) {
   kept_.assign(1, 0);
   for (size_t i = 0; i < tape.ops.size(); ++i) {
-    const tape::OpCost cost = i < costs.size() ? costs[i] : tape::OpCost();
+    const tape::OpCost cost = i < costs.ops.size() ? costs.ops[i] : tape::OpCost();
     kept_.push_back(kept_.back() + cost.kept);
-    rise_.push_back(cost.rise);
+    own_.push_back(cost.kept);
+    workspace_.push_back(cost.rise - cost.kept);
   }
-  find_lives(tape);
+  find_lives(tape, costs);
   find_gradients(tape);
+  find_flights(tape);
   forbid(tape);
   pick(most);
+  play(summed);
 }
 
-void NarrowPlaces::find_lives(const tape::Tape& tape) {
+void NarrowPlaces::find_lives(const tape::Tape& tape, const tape::Costs& costs) {
   const std::vector<ValueLife> values = value_lives(tape);
   std::map<uint32_t, Life> memories;
   std::map<uint32_t, bool> found;
@@ -69,17 +73,30 @@ void NarrowPlaces::find_lives(const tape::Tape& tape) {
     if (values[value].from == kNever || memory == tape::kNoMemory || found.contains(memory)) {
       continue;
     }
-    const auto [life, is_new] = memories.try_emplace(memory, Life{values[value].from, 0, 0});
+    const auto [life, is_new] =
+        memories.try_emplace(memory, Life{values[value].from, 0, 0, kNever, memory});
     life->second.from = std::min(life->second.from, values[value].from);
     life->second.to = std::max(life->second.to, values[value].to);
     life->second.bytes = tape.memory_bytes[memory];
   }
-  // What lives for a quarter of the tape waits at whatever is chosen.
   const size_t count = tape.ops.size();
+  for (size_t i = 0; i < std::min(count, costs.ops.size()); ++i) {
+    for (uint32_t s = costs.ops[i].saves.begin; s < costs.ops[i].saves.end; ++s) {
+      const auto life = memories.find(tape.memories[costs.saves[s]]);
+      if (life == memories.end()) continue;
+      life->second.saved = std::min(life->second.saved, static_cast<uint32_t>(i));
+    }
+  }
+  // Memory that an op made is counted by its life.
+  for (const auto& [memory, life] : memories) {
+    own_[life.from] = std::max<int64_t>(0, own_[life.from] - life.bytes);
+  }
+  // What lives for a quarter of the tape waits at whatever is chosen.
   std::vector<int64_t> steps(count + 2, 0);
   for (const auto& [memory, life] : memories) {
-    if (life.to <= life.from) continue;
+    if (life.to <= life.from && life.saved == kNever) continue;
     lives_.push_back(life);
+    if (life.to <= life.from) continue;
     if (life.to - life.from > std::max<size_t>(count / 4, 8)) continue;
     steps[life.from + 1] += life.bytes;
     steps[life.to + 1] -= life.bytes;
@@ -145,7 +162,7 @@ void NarrowPlaces::forbid(const tape::Tape& tape) {
 
 /// Of each stretch of equal bytes the place where the least waits.
 void NarrowPlaces::pick(size_t most) {
-  const auto count = static_cast<uint32_t>(rise_.size());
+  const auto count = static_cast<uint32_t>(own_.size());
   positions_.push_back(0);
   const int64_t stretch = std::max<int64_t>(1, kept_[count] / static_cast<int64_t>(most));
   std::optional<uint32_t> narrowest;
@@ -163,8 +180,81 @@ void NarrowPlaces::pick(size_t most) {
   positions_.push_back(count);
 }
 
-int64_t NarrowPlaces::largest(uint32_t begin, uint32_t end) const {
-  return begin < end ? *std::max_element(rise_.begin() + begin, rise_.begin() + end) : 0;
+/// What an op's backward has beside what is kept: the gradients of all that is used behind it and
+/// in front of it, workspace as in forward, and a parameter's gradient before it is added.
+void NarrowPlaces::find_flights(const tape::Tape& tape) {
+  const size_t count = tape.ops.size();
+  std::map<uint32_t, int64_t> made;
+  std::vector<int64_t> steps(count + 1, 0);
+  for (const auto& life : lives_) {
+    if (life.to <= life.from) continue;
+    steps[life.from] += life.bytes;
+    steps[std::min<size_t>(life.to, count)] -= life.bytes;
+    made.emplace(life.memory, life.bytes);
+  }
+  crossing_.assign(count, 0);
+  flights_ = workspace_;
+  std::map<uint32_t, int64_t> parameters;
+  for (const tape::External& external : tape.externals) {
+    if (!external.tensor.defined() || !external.tensor.requires_grad()) continue;
+    parameters.emplace(tape.memories[external.value],
+                       static_cast<int64_t>(external.tensor.nbytes()));
+  }
+  int64_t now = 0;
+  for (size_t i = 0; i < count; ++i) {
+    crossing_[i] = now += steps[i];
+    std::set<uint32_t> read;
+    tape::for_each_argument(tape, tape.ops[i], [&](tape::ValueId value, const tape::Slot&) {
+      read.insert(tape.memories[value]);
+    });
+    int64_t gradients = 0;
+    for (const uint32_t memory : read) {
+      for (const auto& bytes : {made, parameters}) {
+        if (const auto known = bytes.find(memory); known != bytes.end()) gradients += known->second;
+      }
+    }
+    flights_[i] += crossing_[i] + gradients;
+  }
+}
+
+/// Forward from each place on, and its backward up to each later place.
+void NarrowPlaces::play(bool summed) {
+  const size_t places = positions_.size();
+  const uint32_t count = positions_.back();
+  std::sort(lives_.begin(), lives_.end(),
+            [](const Life& a, const Life& b) { return a.from < b.from; });
+  at_work_.assign(places * places, 0);
+  std::vector<int64_t> there(count + 2, 0);  // what each op adds to what is alive behind it
+  std::vector<int64_t> kept(count + 1, 0);   // and to what backward needs
+  for (size_t b = 0; b + 1 < places; ++b) {
+    const uint32_t begin = positions_[b];
+    std::fill(there.begin() + begin, there.end(), 0);
+    std::fill(kept.begin() + begin, kept.end(), 0);
+    for (auto life = lives_.rbegin(); life != lives_.rend() && life->from >= begin; ++life) {
+      there[life->from] += life->bytes;
+      if (life->saved != kNever) {
+        kept[life->saved] += life->bytes;
+      } else if (life->to < count) {
+        there[life->to + 1] -= life->bytes;
+      }
+    }
+    int64_t alive = 0;
+    int64_t saved = 0;
+    int64_t forward = 0;
+    int64_t backward = 0;
+    size_t e = b + 1;
+    for (uint32_t op = begin; op < count; ++op) {
+      alive += own_[op] + there[op];
+      saved += own_[op] + kept[op];
+      forward = std::max(forward, alive + workspace_[op]);
+      backward = std::max(backward, saved + flights_[op] + gradients_[summed ? 0 : op]);
+      if (op + 1 != positions_[e]) continue;
+      const int64_t handed = op + 1 < count ? crossing_[op] : 0;
+      at_work_[b * places + e] =
+          std::max(forward + handed + gradients_[summed ? 0 : op + 1], backward);
+      if (e++ == b + 1) smallest_step_ = std::max(smallest_step_, saved);
+    }
+  }
 }
 
 std::vector<int64_t> NarrowPlaces::waiting(const std::vector<uint32_t>& cuts) const {
@@ -175,14 +265,6 @@ std::vector<int64_t> NarrowPlaces::waiting(const std::vector<uint32_t>& cuts) co
     bytes[static_cast<size_t>(first - cuts.begin())] += life.bytes;
   }
   return bytes;
-}
-
-int64_t NarrowPlaces::smallest_step() const {
-  int64_t step = 1;
-  for (size_t i = 1; i < positions_.size(); ++i) {
-    step = std::max(step, kept(positions_[i - 1], positions_[i]));
-  }
-  return step;
 }
 
 }  // namespace infinitybatch::plan

@@ -2,6 +2,8 @@
 // of when it has run, and what waits at known cuts is kept.
 #include "program.hpp"
 
+#include <infinitybatch/tape/arguments.hpp>
+
 #include <ATen/Functions.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
@@ -45,9 +47,12 @@ void Program::end_cost(c10::ArrayRef<c10::IValue> outputs) {
   cost.kept = std::max<int64_t>(0, memory::stats(*light).live - live_);
   cost.rise = std::max<int64_t>(cost.kept, rise_->peak() - live_);
   rise_.reset();
-  tape_.costs.resize(tape_.ops.size());  // restores cost nothing
-  tape_.costs.push_back(cost);
+  Costs& costs = tape_.costs;
+  costs.ops.resize(tape_.ops.size());  // restores cost nothing
+  cost.saves.begin = cost.saves.end = static_cast<uint32_t>(costs.saves.size());
+  costs.ops.push_back(cost);
   if (frontiers.tail) return;
+  const std::vector<Holders> before = holders();
   const auto release = [&](const at::Tensor& tensor) {
     if (tensor.defined() && tensor.requires_grad()) release_saved(tensor, first_node_);
   };
@@ -56,6 +61,29 @@ void Program::end_cost(c10::ArrayRef<c10::IValue> outputs) {
     if (!output.isTensorList()) continue;
     for (const c10::IValue& element : output.toListRef()) release(element.toTensor());
   }
+  const std::vector<Holders> after = holders();
+  for (size_t i = 0; i < before.size(); ++i) {
+    if (after[i].of_tensor < before[i].of_tensor || after[i].of_memory < before[i].of_memory) {
+      costs.saves.push_back(before[i].value);
+    }
+  }
+  costs.ops.back().saves.end = static_cast<uint32_t>(costs.saves.size());
+}
+
+/// Who holds the arguments and results of the op at work. What its graph nodes have saved, as it is
+/// or as a view, has more holders before they let go than afterwards.
+std::vector<Program::Holders> Program::holders() const {
+  std::vector<Holders> all;
+  const auto count = [&](ValueId id) {
+    const Value& value = values_[id];
+    if (value.memory == nullptr) return;
+    all.push_back({id, value.impl.use_count(), value.memory->storage.use_count()});
+  };
+  for_each_argument(tape_, op_, [&](ValueId value, const Slot&) { count(value); });
+  for (uint32_t o = op_.outputs.begin; o < op_.outputs.end; ++o) {
+    if (tape_.outputs[o] != kNoValue) count(tape_.outputs[o]);
+  }
+  return all;
 }
 
 void Program::keep_frontier() {

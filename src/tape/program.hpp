@@ -66,6 +66,12 @@ class Program {
   // Light recordings (light.cpp).
   void begin_cost();
   void end_cost(c10::ArrayRef<c10::IValue> outputs);
+  struct Holders {
+    ValueId value;
+    size_t of_tensor;
+    size_t of_memory;
+  };
+  std::vector<Holders> holders() const;
   void keep_frontier();
   void begin_tail();
   bool is_put_back(const at::Tensor& tensor);

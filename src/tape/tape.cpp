@@ -65,7 +65,7 @@ void trim(Tape& tape) {
   for (size_t i = 0; i < tape.ops.size(); ++i) {
     if (!keep[i]) continue;
     tape.origins.push_back(static_cast<uint32_t>(i));
-    if (!tape.costs.empty()) costs.push_back(tape.costs[i]);
+    if (!tape.costs.ops.empty()) costs.push_back(tape.costs.ops[i]);
     Op op = tape.ops[i];
     op.releases.begin = static_cast<uint32_t>(tape.releases.size());
     tape.releases.insert(tape.releases.end(), last.begin() + releases[i].begin,
@@ -74,7 +74,7 @@ void trim(Tape& tape) {
     ops.push_back(op);
   }
   tape.ops = std::move(ops);
-  tape.costs = std::move(costs);
+  tape.costs.ops = std::move(costs);
   // What only dropped ops read need not be held.
   std::erase_if(tape.externals, [&](const External& external) { return !needed[external.value]; });
 }

@@ -77,4 +77,22 @@ inline void accumulate(const at::Tensor& variable, at::Tensor& buffer, const at:
       [&buffer](at::Tensor&& sum) { buffer = std::move(sum); });
 }
 
+/// From now on whoever reads the memory of `storage`, which has none for a while, is told
+/// `message`. Torch 2.11 cannot take that back: there tensors say by themselves that their data is
+/// not allocated.
+template <typename Storage>
+void announce_absence(Storage& storage, const char* message) {
+  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
+    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  }
+}
+
+/// Takes `announce_absence` back.
+template <typename Storage>
+void end_absence(Storage& storage) {
+  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
+    storage.clear_data_ptr_access_error_msg_();
+  }
+}
+
 }  // namespace infinitybatch::compat

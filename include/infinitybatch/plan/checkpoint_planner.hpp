@@ -13,12 +13,12 @@ namespace infinitybatch {
 ///
 /// A light recording tells what each op keeps. Cuts are looked for where little waits: of each
 /// stretch of equal bytes the narrowest place. By dynamic programming over these, for a bound on
-/// what is there at once (what waits in front of a segment, its graph, the gradients summed until
-/// then), the cuts at which the least waits are found; the largest bound inside the budget wins,
-/// since fewer segments wait less and cost less. Segments are not of equal size: backward begins
-/// with few sums, and ends with little that waits. What the estimate
-/// cannot know (workspace, gradients inside of a segment) is learned: a measured peak, or running
-/// out of memory, corrects it. The problem is that of Feng and Huang, "Optimal Gradient
+/// what is there at once (what waits in front of a segment, and what the segment takes while it is
+/// played and its backward runs), the cuts are found whose last segment, which is not computed
+/// again, is the longest, and in front of it those at which the least waits; the largest bound
+/// inside the budget wins. Segments are not of equal size: backward begins with few sums, and ends
+/// with little that waits. What the estimate cannot know (workspace) is learned: a measured peak,
+/// or running out of memory, corrects it. The problem is that of Feng and Huang, "Optimal Gradient
 /// Checkpoint Search for Arbitrary Computation Graphs" (2018), on a line of ops.
 class CheckpointPlanner : public Checkpoints {
  public:
@@ -56,7 +56,7 @@ class CheckpointPlanner : public Checkpoints {
     std::vector<tape::ValueId> elements;
     std::vector<tape::ValueId> outputs;
     /// Of its first recording: later ones keep graphs, and cost something else.
-    std::vector<tape::OpCost> costs;
+    tape::Costs costs;
     bool stale = false;  // to be chosen anew
     std::vector<uint32_t> cuts;
     int64_t estimate = 0;

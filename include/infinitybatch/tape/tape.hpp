@@ -54,6 +54,13 @@ struct Op {
 struct OpCost {
   int64_t kept = 0;  ///< bytes: its results, and what its graph nodes save beside them
   int64_t rise = 0;  ///< bytes: the most that it held at once
+  Range saves;       ///< of Costs::saves: arguments and results that its graph nodes keep
+};
+
+/// Of a light recording; see `Recorder::lighten`.
+struct Costs {
+  std::vector<OpCost> ops;  ///< for each op; empty where the recording was not a light one
+  std::vector<ValueId> saves;
 };
 
 /// A tensor that the model found: parameter, buffer, constant, or a leaf of the inputs.
@@ -97,7 +104,7 @@ struct Tape {
   std::vector<std::pair<ValueId, at::Tensor>> restores;
 
   std::vector<uint32_t> origins;  ///< for each op: its position before `trim`
-  std::vector<OpCost> costs;      ///< for each op; empty where the recording was not a light one
+  Costs costs;
 
   bool strayed = false;       ///< something that is no op moved a generator: a seed
   bool whole_draws = false;   ///< ops that draw count as ops of the whole batch
