@@ -77,8 +77,9 @@ void Executor::run(const Instruction& instruction, Rows rows) {
   perform(instruction, rows);
   const double taken = std::chrono::duration<double>(Clock::now() - begin).count();
   const park::StoreStatistics after = job_.store->statistics();
-  if (instruction.operation == Operation::record) {
-    copied_bytes_ = after.moved_out - before.moved_out;
+  if (instruction.operation == Operation::record ||
+      instruction.operation == Operation::whole_loss) {
+    copied_bytes_ = after.moved_out - before.moved_out + after.moved_back - before.moved_back;
   }
   const int64_t samples = instruction.micro_batch < 0 ? job_.batch_size() : rows.size();
   times_.add(instruction, samples, taken - (after.seconds_waited - before.seconds_waited),
@@ -117,34 +118,61 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
     case Operation::combine_gradients:
       return cut_pass_->combine_gradients(segment);
     case Operation::fetch:
-      copied_bytes_ = cut_pass_->fetch(rows, segment, /*back=*/false, /*ahead=*/false);
+    case Operation::prefetch:
+      copied_bytes_ =
+          fetch(rows, segment, /*back=*/false, instruction.operation == Operation::prefetch);
       return;
     case Operation::fetch_back:
-      copied_bytes_ = cut_pass_->fetch(rows, segment, /*back=*/true, /*ahead=*/false);
-      return;
-    case Operation::prefetch:
-      copied_bytes_ = cut_pass_->fetch(rows, segment, /*back=*/false, /*ahead=*/true);
-      return;
     case Operation::prefetch_back:
-      copied_bytes_ = cut_pass_->fetch(rows, segment, /*back=*/true, /*ahead=*/true);
+      copied_bytes_ =
+          fetch(rows, segment, /*back=*/true, instruction.operation == Operation::prefetch_back);
       return;
     case Operation::leave:
     case Operation::leave_back:
-      copied_bytes_ = cut_pass_->leave(rows);
+      copied_bytes_ = leave(rows, segment);
       return;
     case Operation::park:
     case Operation::park_back:
-      copied_bytes_ = cut_pass_->park(rows, segment);
+      copied_bytes_ = park(rows, segment);
       return;
     case Operation::backward:
       return backward(rows, segment);
     case Operation::free:
+      if (job_.coupled != nullptr && job_.outside == nullptr && job_.store != nullptr) {
+        (two_pass_ ? two_pass_->outputs() : *whole_outputs_).forget(rows);
+      }
       return cut_pass_ ? release() : free();
     case Operation::penalty:
       return penalty();
     case Operation::hand_out:
       return hand_out();
   }
+}
+
+WholeOutputs* Executor::outputs_at(Rows rows, int64_t segment) {
+  if (two_pass_) return &two_pass_->outputs();
+  return whole_outputs_ && is_last(rows, segment) ? &*whole_outputs_ : nullptr;
+}
+
+int64_t Executor::fetch(Rows rows, int64_t segment, bool back, bool ahead) {
+  int64_t bytes = cut_pass_ ? cut_pass_->fetch(rows, segment, back, ahead) : 0;
+  if (back && outputs_at(rows, segment) != nullptr) {
+    bytes += outputs_at(rows, segment)->fetch(rows, ahead);
+  }
+  return bytes;
+}
+
+int64_t Executor::leave(Rows rows, int64_t segment) {
+  const int64_t bytes = cut_pass_ ? cut_pass_->leave(rows) : 0;
+  WholeOutputs* outputs = outputs_at(rows, segment);
+  return bytes + (outputs != nullptr ? outputs->leave(rows) : 0);
+}
+
+int64_t Executor::park(Rows rows, int64_t segment) {
+  // A micro-batch whose segments follow each other is gone with the last of them.
+  WholeOutputs* outputs = job_.checkpoints == nullptr ? outputs_at(rows, segment) : nullptr;
+  const int64_t bytes = cut_pass_ ? cut_pass_->park(rows, segment) : 0;
+  return bytes + (outputs != nullptr ? outputs->park(rows) : 0);
 }
 
 void Executor::load(Rows rows) {
@@ -235,7 +263,10 @@ void Executor::record_for_cuts(Rows rows) {
     }
     free();
     // Until a coupled loss is known the other micro-batches need the room.
-    if (whole_outputs_ && job_.store != nullptr) cut_pass_->park(rows);
+    if (whole_outputs_ && job_.store != nullptr) {
+      cut_pass_->park(rows);
+      whole_outputs_->park(rows);
+    }
     // Buffers that were restored under a graph could belong to what it has saved.
     if (buffers_.written()) cut_pass_->drop_graph(rows);
     return;
@@ -365,7 +396,7 @@ void Executor::backward(Rows rows, int64_t segment) {
   cut_pass_->collect(rows, segment);
 }
 
-at::Tensor Executor::gradient_of(Rows rows, size_t leaf, const at::Tensor& output) const {
+at::Tensor Executor::gradient_of(Rows rows, size_t leaf, const at::Tensor& output) {
   if (!seeds_.empty()) return seeds_[leaf];
   if (job_.outside != nullptr) return job_.outside->gradient(rows, leaf, output);
   return whole_outputs_->gradient(rows, leaf, output.device());
@@ -412,7 +443,7 @@ void Executor::finish() {
   final_loss_ = total_.get();
   if (two_pass_) {
     two_pass_->check();
-    if (job_.keep_outputs) final_outputs_ = two_pass_->outputs();
+    if (job_.keep_outputs) final_outputs_ = two_pass_->outputs().all();
     return;
   }
   if (whole_outputs_) {

@@ -1,5 +1,6 @@
 #include <infinitybatch/execute/plan.hpp>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -9,29 +10,38 @@ namespace {
 bool begins_visit(const Instruction& instruction) {
   return instruction.operation == Operation::advance ||
          instruction.operation == Operation::advance_retained ||
-         instruction.operation == Operation::resume;
+         instruction.operation == Operation::resume || instruction.operation == Operation::replay;
 }
 
 /// Nothing is on its way while it runs: it may need all of the device (a loss of all outputs), or
 /// there is nothing yet that could be fetched across it.
 bool is_barrier(const Instruction& instruction) {
   return instruction.operation == Operation::whole_loss ||
-         instruction.operation == Operation::record ||
+         instruction.operation == Operation::record || instruction.operation == Operation::retain ||
          instruction.operation == Operation::penalty ||
          instruction.operation == Operation::hand_out;
 }
 
 /// Weaves copies between the visits of a plan: a micro-batch at work on a segment, from `advance`,
-/// or from `resume` to `free`.
+/// or from `resume` or `replay` to `free`. Where micro-batches are replayed, outputs leave after
+/// `record`.
 class Weaver {
  public:
   Weaver(const Plan& plan, bool overlap)
-      : given_(plan.instructions), overlap_(overlap), alone_(plan.strategy == "checkpoint") {}
+      : given_(plan.instructions),
+        overlap_(overlap),
+        alone_(plan.strategy == "checkpoint"),
+        replays_(std::any_of(given_.begin(), given_.end(), &is_replay)) {}
 
   std::vector<Instruction> weave() {
     for (size_t i = 0; i < given_.size();) {
       if (begins_visit(given_[i])) {
         i = visit(i);
+        continue;
+      }
+      if (replays_ && given_[i].operation == Operation::record) {
+        woven_.push_back(given_[i]);
+        leave(given_[i++]);
         continue;
       }
       if (is_barrier(given_[i])) settle();
@@ -42,7 +52,10 @@ class Weaver {
   }
 
  private:
-  static bool is_back(const Instruction& visit) { return visit.operation == Operation::resume; }
+  static bool is_replay(const Instruction& visit) { return visit.operation == Operation::replay; }
+  static bool is_back(const Instruction& visit) {
+    return visit.operation == Operation::resume || is_replay(visit);
+  }
 
   /// Behind the last instruction of a visit.
   size_t end_of(size_t begin) const {
@@ -88,20 +101,30 @@ class Weaver {
     }
     woven_.insert(woven_.end(), given_.begin() + static_cast<std::ptrdiff_t>(begin),
                   given_.begin() + static_cast<std::ptrdiff_t>(end));
-    settle();
-    const Operation away = is_back(here) ? Operation::park_back : Operation::park;
-    if (overlap_ && !alone_) {
-      add(is_back(here) ? Operation::leave_back : Operation::leave, here);
-      leaving_ = Instruction{away, here.micro_batch, here.segment};
+    if (is_replay(here)) {
+      settle();
     } else {
-      add(away, here);
+      leave(here);
     }
     return end;
   }
 
+  /// What waits after a visit; what left before is away.
+  void leave(const Instruction& visit) {
+    settle();
+    const Operation away = is_back(visit) ? Operation::park_back : Operation::park;
+    if (overlap_ && !alone_) {
+      add(is_back(visit) ? Operation::leave_back : Operation::leave, visit);
+      leaving_ = Instruction{away, visit.micro_batch, visit.segment};
+    } else {
+      add(away, visit);
+    }
+  }
+
   const std::vector<Instruction>& given_;
   bool overlap_;
-  bool alone_;  // visits of one micro-batch follow each other: what the next one needs stays
+  bool alone_;    // visits of one micro-batch follow each other: what the next one needs stays
+  bool replays_;  // a coupled loss without cuts: only outputs wait, and their gradients
   std::vector<Instruction> woven_;
   std::optional<size_t> ahead_;         // the visit that was fetched for
   std::optional<Instruction> leaving_;  // what ends it

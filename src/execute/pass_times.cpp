@@ -60,17 +60,19 @@ class CopyClock {
       case advance:
       case advance_retained:
       case resume:
+      case replay:
         wait_for(back_, who);
         break;
       case record:
-        away_[who] = copy(bytes({record}) * times_.seconds_per_byte_out_);
+      case whole_loss:
+        away_[who] = copy(bytes({operation}) * times_.seconds_per_byte_out_);
         break;
       default:
         break;
     }
     now_ += seconds_of(operation, instruction.segment) * static_cast<double>(samples);
     if (operation == fetch || operation == fetch_back) wait_for(back_, who);
-    if (operation == record) wait_for(away_, who);
+    if (operation == record || operation == whole_loss) wait_for(away_, who);
   }
 
   CopySeconds seconds() const { return {std::max(0.0, copied_ - waited_), waited_}; }

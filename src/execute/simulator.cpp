@@ -15,8 +15,12 @@ using Effect = MicroBatchProfile::Effect;
 /// size, first) is told once.
 class Effects {
  public:
-  Effects(const Plan& plan, const MicroBatchProfile& profile, bool begun)
-      : plan_(plan), profile_(profile), whole_loss_(plan.computes_whole_loss()), first_(!begun) {}
+  Effects(const Plan& plan, const MicroBatchProfile& profile, bool begun, bool outputs_park)
+      : plan_(plan),
+        profile_(profile),
+        whole_loss_(plan.computes_whole_loss()),
+        outputs_park_(outputs_park),
+        first_(!begun) {}
 
   Effect of(const Instruction& instruction) {
     const int64_t index = instruction.micro_batch;
@@ -44,15 +48,22 @@ class Effects {
       case Operation::replay:
         return retained ? Effect() : tell(Operation::replay, size);
       case Operation::free: {
-        // While measuring, what stood for the outputs' gradient was freed here too.
+        // While measuring, what stood for the outputs' gradient was freed here too, as the gradient
+        // itself is where it was parked.
         const Effect effect = tell({Operation::free, instruction.segment}, size);
-        if (plan_.strategy == "stream") return effect;
+        if (plan_.strategy == "stream" || outputs_park_) return effect;
         return {effect.rise, effect.net + tell({Operation::seed, instruction.segment}, size).net};
       }
       case Operation::prefetch:
         return tell({Operation::fetch, instruction.segment}, size);
-      case Operation::prefetch_back:
-        return tell({Operation::fetch_back, instruction.segment}, size);
+      case Operation::fetch_back:
+      case Operation::prefetch_back: {
+        // The outputs' gradient comes with what waits; while measuring, its stand-in came later.
+        const Effect effect = tell({Operation::fetch_back, instruction.segment}, size);
+        if (!outputs_park_) return effect;
+        const int64_t gradient = tell({Operation::seed, instruction.segment}, size).net;
+        return {std::max(effect.rise, effect.net + gradient), effect.net + gradient};
+      }
       case Operation::backward: {
         const Effect effect = tell({Operation::backward, instruction.segment}, size);
         if (plan_.strategy != "stream") first_ = false;
@@ -104,6 +115,7 @@ class Effects {
   const Plan& plan_;
   const MicroBatchProfile& profile_;
   bool whole_loss_;
+  bool outputs_park_;
   bool first_;
   bool again_ = false;
   std::set<std::pair<Operation, int64_t>> done_;
@@ -118,8 +130,8 @@ int64_t outputs_of(const MicroBatchProfile& profile, const Plan& plan, int64_t s
 }
 
 int64_t simulate_peak(const Plan& plan, const MicroBatchProfile& profile, int64_t baseline,
-                      bool begun, Effect whole_loss) {
-  Effects effects(plan, profile, begun);
+                      bool begun, Effect whole_loss, bool outputs_park) {
+  Effects effects(plan, profile, begun, outputs_park);
   int64_t live = begun ? baseline + profile.buffer_bytes() : baseline;
   int64_t peak = live;
   for (const Instruction& instruction : plan.instructions) {

@@ -13,15 +13,16 @@ Plan Planner::measured_plan(std::vector<int64_t> sizes) const {
     Plan plan = cut_rehearsal_plan(std::move(sizes), request_.segments, request_.whole_loss);
     return request_.parked ? with_parking(std::move(plan), /*overlap=*/false) : plan;
   }
-  return request_.two_pass ? rehearsal_plan(std::move(sizes))
-                           : stream_plan(std::move(sizes), /*penalty=*/false);
+  if (!request_.two_pass) return stream_plan(std::move(sizes), /*penalty=*/false);
+  Plan plan = rehearsal_plan(std::move(sizes));
+  return request_.parked ? with_parking(std::move(plan), /*overlap=*/false) : plan;
 }
 
 Plan Planner::whole_plan(int64_t size, int64_t retained, bool overlap) const {
   std::vector<int64_t> sizes = split_evenly(request_.batch_size, size);
-  if (request_.segments == 0) return two_pass_plan(std::move(sizes), retained);
-  Plan plan = cut_plan(std::move(sizes), request_.segments, retained, request_.whole_loss,
-                       request_.penalty);
+  Plan plan = request_.segments == 0 ? two_pass_plan(std::move(sizes), retained)
+                                     : cut_plan(std::move(sizes), request_.segments, retained,
+                                                request_.whole_loss, request_.penalty);
   return request_.parked ? with_parking(std::move(plan), overlap) : plan;
 }
 
@@ -95,7 +96,7 @@ int64_t Planner::two_pass_peak(int64_t size, int64_t retained) const {
 
 int64_t Planner::peak_of(const Plan& plan) const {
   return simulate_peak(plan, *known_->profile, request_.baseline_bytes, /*begun=*/false,
-                       whole_loss_of(plan));
+                       whole_loss_of(plan), request_.outputs_park);
 }
 
 int64_t Planner::corrected(int64_t peak) const {

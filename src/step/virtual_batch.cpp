@@ -66,9 +66,10 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
     job.cut = true;
     job.checkpoints = &checkpoints_[signature_of(job)];
   }
+  const bool waits = job.cut || job.coupled != nullptr;
   const bool parks = options_.parking.when == Parking::When::always ||
                      (job.cut && parked_.contains(signature_of(job)));
-  if (job.cut && parks) job.store = store(job.device);
+  if (waits && parks) job.store = store(job.device);
   if (job.cut) job.check_recordings = !checked_.contains(kind_of(job));
   job.match_native_rng = options_.match_native_rng;
   if (job.match_native_rng) job.draw_laws = &draw_laws_[kind_of_draws(job)];

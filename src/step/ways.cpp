@@ -39,6 +39,7 @@ void VirtualBatch::State::follow_fixed_size(Executor& executor, const Job& job, 
   if (job.coupled != nullptr) {
     const int64_t count = static_cast<int64_t>(sizes.size());
     plan_ = two_pass_plan(std::move(sizes), std::min(options_.retained_micro_batches, count));
+    if (job.store != nullptr) plan_ = with_parking(std::move(plan_), may_overlap(job));
   } else {
     plan_ = stream_plan(std::move(sizes), has_penalty());
   }
@@ -141,6 +142,8 @@ Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   if (job.cut) request.signature += "|cut into " + std::to_string(segments_);
   request.parked = job.store != nullptr;
   if (request.parked) request.signature += "|parked";
+  request.outputs_park = request.parked && job.coupled != nullptr &&
+                         job.coupled->device().value_or(job.device) == job.device;
   request.dims = lengths_of(job);
   request.batch_size = job.batch_size();
   request.baseline_bytes = memory::stats(job.device).live;

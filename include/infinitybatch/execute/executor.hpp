@@ -92,7 +92,14 @@ class Executor {
   /// \param except leaves whose gradients do not belong to the sinks
   void differentiate(const at::Tensor& share, const std::vector<at::Tensor>& except = {});
   /// Of one output leaf of these rows, with cuts and a loss of all outputs.
-  at::Tensor gradient_of(Rows rows, size_t leaf, const at::Tensor& output) const;
+  at::Tensor gradient_of(Rows rows, size_t leaf, const at::Tensor& output);
+  /// With `Job::store`: what waits of these rows, at cuts and of the outputs. Bytes whose copies
+  /// begin.
+  int64_t fetch(Rows rows, int64_t segment, bool back, bool ahead);
+  int64_t leave(Rows rows, int64_t segment);
+  int64_t park(Rows rows, int64_t segment);
+  /// Of a coupled loss's outputs; null where none wait in front of or behind this segment.
+  WholeOutputs* outputs_at(Rows rows, int64_t segment);
 
   const Job& job_;
   autograd::GradientSinks sinks_;

@@ -48,8 +48,8 @@ class TwoPass {
   /// \throws tape::Mismatch, Unsupported where a second forward gave other outputs than the first
   void check() const;
 
-  /// All outputs in order, detached.
-  const Batch& outputs() const noexcept { return outputs_.all(); }
+  /// The outputs of all, and where they wait.
+  WholeOutputs& outputs() noexcept { return outputs_; }
   /// Why the user's forward ran twice; nothing where it did not.
   const std::optional<std::string>& opaque() const noexcept { return opaque_; }
 

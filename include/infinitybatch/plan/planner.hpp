@@ -22,12 +22,13 @@ struct Request {
   int64_t baseline_bytes = 0;  ///< live on the device when the first instruction starts
   int64_t budget_bytes = 0;
   bool penalty = false;
-  bool two_pass = false;     ///< measured in a rehearsal: a coupled loss, or tapes that are cut
-  int64_t segments = 0;      ///< where above 0: of cut tapes
-  bool parked = false;       ///< what waits at cuts leaves the device, so no graph is kept there
-  bool keeps_graphs = true;  ///< with `two_pass`: as many as fit
-  bool whole_loss = true;    ///< with `two_pass`: the loss is computed on the outputs of all
-  bool copies_one = false;   ///< outputs of a single micro-batch are copied where others are joined
+  bool two_pass = false;      ///< measured in a rehearsal: a coupled loss, or tapes that are cut
+  int64_t segments = 0;       ///< where above 0: of cut tapes
+  bool parked = false;        ///< what waits leaves the device, so no graph is kept there
+  bool outputs_park = false;  ///< outputs of a coupled loss and their gradients among it
+  bool keeps_graphs = true;   ///< with `two_pass`: as many as fit
+  bool whole_loss = true;     ///< with `two_pass`: the loss is computed on the outputs of all
+  bool copies_one = false;  ///< outputs of a single micro-batch are copied where others are joined
 };
 
 /// A stretch of a step: consecutive micro-batches, and what to measure while they run.

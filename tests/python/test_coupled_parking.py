@@ -1,0 +1,198 @@
+"""Outputs that wait for a coupled loss, and their gradients after it, leave the device."""
+
+import resource
+import signal
+
+import infinitybatch as ib
+import pytest
+import torch
+from support import Calls, gradient_error, native_gradients
+from torch import nn
+from wrap_support import Square
+
+HOST = {"host_budget": "1GiB", "park_on_disk": False}
+WHERE = {"host": HOST, "host and disk": {"host_budget": "3KiB"}, "disk": {}}
+SAMPLES, WIDTH = 26, 40
+BYTES = SAMPLES * WIDTH * 8  # of the outputs of all
+
+
+def spread(outputs, targets):
+    """Couples every sample with every other."""
+    outputs = outputs - targets
+    return (torch.cdist(outputs, outputs) ** 2).mean() + outputs.std(0).sum()
+
+
+def net(kind: str) -> nn.Module:
+    layers = [nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, WIDTH)]
+    if kind == "batch norm":
+        layers.insert(1, nn.BatchNorm1d(16))
+    if kind == "opaque":
+        layers.insert(1, Calls(lambda self, x: Square.apply(x)))
+    if kind == "dropout":
+        layers.insert(2, nn.Dropout(0.4))
+    return nn.Sequential(*layers).double()
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    rows = SAMPLES
+    return torch.randn(rows, 6).double(), torch.randn(rows, WIDTH).double()
+
+
+def steps(kind: str, loss=spread, **options) -> tuple[list, ib.VirtualBatch, nn.Module]:
+    """What two steps leave, and the parts that had to do with it."""
+    torch.manual_seed(0)
+    model = net(kind)
+    batch = ib.VirtualBatch(model, ib.losses.coupled(loss), micro_batch_size=4, **options)
+    left = []
+    for _ in range(2):
+        model.zero_grad()
+        report = batch.backward(*data())
+        left += [report.loss, *(p.grad for p in model.parameters()), *model.buffers()]
+        left = [tensor.clone() for tensor in left]
+    return left, batch, model
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("retained", [0, 3])
+@pytest.mark.parametrize("kind", ["plain", "batch norm", "opaque", "dropout", "segments"])
+def test_parked_steps_are_bit_equal_to_others(kind, retained, where):
+    options = {"retained_micro_batches": retained}
+    if kind == "segments":
+        options = {"checkpoint_segments": 3}
+    wanted, _, _ = steps(kind, park="never", **options)
+    found, batch, model = steps(kind, park="always", **options, **WHERE[where])
+    assert all(map(torch.equal, wanted, found))
+    if kind != "dropout":
+        assert gradient_error(model, native_gradients(model, spread, *data())) <= 1e-12
+    if kind == "plain" and retained == 0:
+        # Once until the loss; after it, with the gradients, once more.
+        assert batch.backward(*data()).parked_bytes == 3 * BYTES
+
+
+def test_outputs_of_all_shapes():
+    """Nested, along another dimension, ignored by the loss, without a gradient, half precision."""
+
+    def forward(self, x):
+        h = torch.tanh(self.net(x))
+        return {
+            "rows": h,
+            "columns": h.t().mul(2),
+            "halves": h.bfloat16(),
+            "ignored": h.exp(),
+            "labels": h.argmax(1),
+        }
+
+    def loss(outputs, targets):
+        rows, columns = outputs["rows"], outputs["columns"]
+        same = (outputs["labels"][:, None] == outputs["labels"]).double()
+        return ((rows @ columns) * same).mean() + outputs["halves"].float().std() + targets.sum()
+
+    found = []
+    for options in ({"park": "never"}, {"park": "always"}, {"park": "always", **HOST}):
+        for keep in (False, True):
+            torch.manual_seed(0)
+            model = Calls(forward, net=nn.Linear(6, WIDTH)).double()
+            batch = ib.VirtualBatch(
+                model,
+                ib.losses.coupled(loss),
+                micro_batch_size=4,
+                keep_outputs=keep,
+                **options,
+            )
+            report = batch.backward(*data())
+            found.append([report.loss, *(p.grad for p in model.parameters())])
+            if keep:
+                assert torch.equal(report.outputs["columns"], report.outputs["rows"].t() * 2)
+                assert len(report.outputs["labels"]) == SAMPLES
+    for each in found[1:]:
+        assert all(map(torch.equal, found[0], each))
+
+
+def test_what_a_callback_keeps_stays_on_the_device():
+    kept = []
+    _, batch, model = steps(
+        "plain", park="always", on_micro_batch=lambda micro: kept.append(micro.outputs)
+    )
+    outputs = torch.cat(kept[len(kept) // 2 :])
+    assert torch.equal(outputs, torch.cat([model(rows) for rows in data()[0].split(4)]))
+    assert batch.backward(*data()).parked_bytes == 2 * BYTES
+
+
+def test_the_peak_is_lower_by_what_is_parked():
+    """Where graphs, not the loss, make it."""
+    peaks = {}
+    rows, width, size = 512, 128, 16
+    whole, share = rows * width * 8, size * width * 8
+    for park in ("never", "always"):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(160) for layer in (nn.Linear(64, 64), nn.Tanh())]
+        model = nn.Sequential(*layers, nn.Linear(64, width)).double()
+        batch = ib.VirtualBatch(
+            model,
+            ib.losses.coupled(lambda out, _: out.mean(0).pow(2).sum()),
+            micro_batch_size=size,
+            park=park,
+            **HOST,
+        )
+        x = torch.randn(rows, 64).double()
+        live = ib.memory.stats("cpu").live
+        peaks[park] = batch.backward(x).peak_bytes - live
+        assert batch.plan(x).parks == batch.plan(x).overlaps == (park == "always")
+    # The outputs of all and their gradients, but for what two micro-batches have on the device.
+    assert peaks["never"] - peaks["always"] >= 2 * whole - 4 * share
+
+
+@pytest.mark.parametrize("kind", ["plain", "batch norm"])
+@pytest.mark.parametrize("room", [0.6, 3.0])
+def test_the_peak_is_predicted(kind, room):
+    torch.manual_seed(0)
+    wide = 64
+    layers = [layer for _ in range(12) for layer in (nn.Linear(wide, wide), nn.Tanh())]
+    if kind == "batch norm":
+        layers.insert(5, nn.BatchNorm1d(wide))
+    model = nn.Sequential(*layers).double()
+    x = torch.randn(256, wide).double()
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    batch = ib.VirtualBatch(
+        model,
+        ib.losses.coupled(lambda out, _: out.mean(0).pow(2).sum()),
+        memory_budget=ib.memory.stats("cpu").live + gradients + int(room * 2**20),
+        park="always",
+        **HOST,
+    )
+    for _ in range(6):
+        for parameter in model.parameters():
+            parameter.grad = None
+        report = batch.backward(x)
+    assert report.peak_bytes <= report.memory_budget
+    assert report.parked_bytes >= 3 * x.nbytes
+    assert report.predicted_peak_bytes == pytest.approx(report.peak_bytes, rel=0.01)
+
+
+def test_a_full_disk_is_a_typed_error_and_leaves_everything_as_it_was():
+    torch.manual_seed(0)
+    model = net("dropout")
+    batch = ib.VirtualBatch(model, ib.losses.coupled(spread), micro_batch_size=4, park="always")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    inputs, targets = data()
+    live, random = ib.memory.stats("cpu").live, torch.get_rng_state()
+    try:
+        # In the first pass; then where the gradients are to wait beside the outputs.
+        for room in (2**12, 10 * 2**12):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+            with pytest.raises(ib.ParkingError):
+                batch.backward(inputs, targets)
+            assert ib.memory.stats("cpu").live == live
+            assert torch.equal(torch.get_rng_state(), random)
+            assert all(parameter.grad is None for parameter in model.parameters())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    batch.backward(inputs, targets)
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    torch.set_rng_state(random)
+    ib.VirtualBatch(model, ib.losses.coupled(spread), micro_batch_size=4).backward(inputs, targets)
+    assert all(map(torch.equal, found, (parameter.grad for parameter in model.parameters())))
