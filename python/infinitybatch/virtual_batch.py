@@ -69,8 +69,10 @@ class VirtualBatch:
         park: where recordings are cut (BatchNorm and its like, or one sample that does not fit) what
             waits at the cuts leaves the device "needed" (where no plan fits otherwise), "always" or
             "never" (one sample that does not fit computes it again instead, in time that grows with
-            the square of its depth; of a whole batch: BudgetExceeded). It is copied while others
-            compute where the budget has room for two frontiers more, else in turn.
+            the square of its depth; of a whole batch: BudgetExceeded). So do outputs that wait for a
+            coupled loss, and their gradients after it; "always" is for all of these, and keeps no
+            graphs in a plan. It is copied while others compute where the budget has room for two
+            frontiers more, else in turn.
         host_budget: what parked tensors may take of the host's memory, as `memory_budget`; beyond it
             they go to disk. By default half of what is available, and on the CPU, where the host is
             the device, nothing.

@@ -126,7 +126,7 @@ def test_the_peak_is_lower_by_what_is_parked():
     whole, share = rows * width * 8, size * width * 8
     for park in ("never", "always"):
         torch.manual_seed(0)
-        layers = [layer for _ in range(160) for layer in (nn.Linear(64, 64), nn.Tanh())]
+        layers = [layer for _ in range(60) for layer in (nn.Linear(64, 64), nn.Tanh())]
         model = nn.Sequential(*layers, nn.Linear(64, width)).double()
         batch = ib.VirtualBatch(
             model,
@@ -177,7 +177,8 @@ def test_a_full_disk_is_a_typed_error_and_leaves_everything_as_it_was():
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     inputs, targets = data()
-    live, random = ib.memory.stats("cpu").live, torch.get_rng_state()
+    random = torch.get_rng_state()
+    live = ib.memory.stats("cpu").live
     try:
         # In the first pass; then where the gradients are to wait beside the outputs.
         for room in (2**12, 10 * 2**12):

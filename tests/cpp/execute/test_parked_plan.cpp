@@ -37,6 +37,18 @@ TEST(ParkedPlan, InTurnEachVisitFetchesAndParks) {
             "fetch 0.0, resume 0.0, backward 0.0, free 0.0, park 0.0, hand out");
 }
 
+TEST(ParkedPlan, OutputsWaitForALossAndComeBackToBeReplayed) {
+  const Plan plan = two_pass_plan({4, 4}, /*retained=*/0);
+  EXPECT_EQ(tell(with_parking(plan, /*overlap=*/false)),
+            "record 0, park 0, record 1, park 1, loss of all, "
+            "fetch 1, replay 1, backward 1, free 1, fetch 0, replay 0, backward 0, free 0, "
+            "hand out");
+  EXPECT_EQ(tell(with_parking(plan, /*overlap=*/true)),
+            "record 0, leave 0, record 1, park 0, leave 1, park 1, loss of all, "
+            "fetch 1, prefetch 0, replay 1, backward 1, free 1, replay 0, backward 0, free 0, "
+            "hand out");
+}
+
 TEST(ParkedPlan, OverlappedTheNextComesAndTheLastLeavesMeanwhile) {
   EXPECT_EQ(tell(with_parking(cut(3, /*coupled=*/false), /*overlap=*/true)),
             "record 0, record 1, record 2, "
