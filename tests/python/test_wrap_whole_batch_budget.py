@@ -19,7 +19,8 @@ def test_under_a_budget(room):
     x = images(96)[0]
     budget = live() + room
     wrapped = ib.wrap(inner, memory_budget=budget)
-    for step in range(4):
+    predicted = 0
+    for step in range(10):
         torch.manual_seed(step)
         state = torch.get_rng_state()
         inner.zero_grad(set_to_none=True)
@@ -31,11 +32,16 @@ def test_under_a_budget(room):
         report = wrapped.last_report
         assert report.strategy == "cut" and report.peak_bytes <= budget
         assert len(report.micro_batch_sizes) > 1 or room == 1 << 30
-        if step > 1:
-            assert report.peak_bytes <= 1.01 * report.predicted_peak_bytes
+        if report.predicted_peak_bytes is not None:  # settled, sooner on a quiet machine
+            # Sizes may have been tried at the beginning of the first such call.
+            assert not predicted or report.peak_bytes <= 1.01 * report.predicted_peak_bytes
+            predicted += 1
         contrastive(native(x)).backward()
         close(grads(inner), grads(native))
         close(buffers(inner), buffers(native))
+        if predicted == 3:
+            break
+    assert predicted == 3
 
 
 def test_a_budget_with_a_given_size_and_without_gradients():
