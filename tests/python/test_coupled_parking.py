@@ -126,7 +126,7 @@ def test_the_peak_is_lower_by_what_is_parked():
     whole, share = rows * width * 8, size * width * 8
     for park in ("never", "always"):
         torch.manual_seed(0)
-        layers = [layer for _ in range(60) for layer in (nn.Linear(64, 64), nn.Tanh())]
+        layers = [layer for _ in range(40) for layer in (nn.Linear(64, 64), nn.Tanh())]
         model = nn.Sequential(*layers, nn.Linear(64, width)).double()
         batch = ib.VirtualBatch(
             model,

@@ -31,8 +31,9 @@ def step(module, x, times: int = 1) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in left if tensor is not None]
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("size", [1, 4, 5])
+@pytest.mark.parametrize(
+    ("where", "size"), [("host", 4), ("host and disk", 5), ("disk", 4), ("disk", 1)]
+)
 def test_parked_calls_are_bit_equal_to_others(where, size):
     torch.manual_seed(1)
     native = Residual(3).double()
@@ -89,7 +90,7 @@ def test_between_the_passes_only_outputs_are_on_the_device():
     torch.manual_seed(4)
     above = {}
     for park in ("never", "always"):
-        for micro_batches in (4, 16, 64):
+        for micro_batches in (4, 32):
             wrapped = ib.wrap(Residual(2).double(), micro_batch_size=4, park=park, **HOST)
             x = images(4 * micro_batches)[0]
             wrapped(x).sum().backward()
@@ -97,9 +98,9 @@ def test_between_the_passes_only_outputs_are_on_the_device():
             outputs = wrapped(x)
             above[park, micro_batches] = live() - before - outputs.nbytes
             del outputs
-    frontiers = {n: 4 * n * 6 * 64 * 8 for n in (4, 16, 64)}
-    assert above["never", 64] > 3 * frontiers[64]
-    assert above["always", 64] - above["always", 4] < frontiers[4]
+    frontiers = {n: 4 * n * 6 * 64 * 8 for n in (4, 32)}
+    assert above["never", 32] > 3 * frontiers[32]
+    assert above["always", 32] - above["always", 4] < frontiers[4]
 
 
 @pytest.mark.parametrize("given", [None, 8], ids=["planned", "size given"])
