@@ -63,8 +63,9 @@ class VirtualBatch:
             recording is used again, in later steps too. User code, hooks on modules and Python's
             random numbers run no more.
         checkpoint_segments: with a fixed `micro_batch_size`, for any loss: the graph of a
-            micro-batch is never there as a whole; its recording is cut into about as many segments
-            (2 or more), which are played again one after the other, last first. A plan for a
+            micro-batch is never there as a whole; its recording, or each stretch of it between two
+            layers that see the whole batch (BatchNorm), is cut into about as many segments (2 or
+            more), which are played again one after the other, last first. A plan for a
             `memory_budget` does so by itself where one sample does not fit.
         park: where recordings are cut (BatchNorm and its like, or one sample that does not fit) what
             waits at the cuts leaves the device "needed" (where no plan fits otherwise), "always" or

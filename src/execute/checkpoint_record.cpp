@@ -113,18 +113,4 @@ void CutPass::compare(Rows rows, const Batch& outputs) {
   if (differs.item<bool>()) cannot_cut("a replay of it gave other outputs than its recording");
 }
 
-void CutPass::advance_to(Rows rows, const Batch& inputs, int64_t segment) {
-  Part& part = parts_.at(rows.begin);
-  for (int64_t s = 0; s < segment; ++s) {
-    advance(rows, inputs, s, /*retain=*/false);
-    if (job_.checkpoints->forget) {
-      part.waiting.erase_if([&](tape::Crossing crossing, bool) {
-        return part.recorded->last_user.at(crossing) <= s;
-      });
-    }
-    free();
-    if (job_.store != nullptr) keep_for(part, s + 1);
-  }
-}
-
 }  // namespace infinitybatch

@@ -30,7 +30,7 @@ CutPass::CutPass(const Job& job, autograd::GradientSinks& sinks, BufferRule& buf
       held_buffers_.push_back(std::move(buffer));
     }
   }
-  if (job.match_native_rng && job.checkpoints == nullptr) {
+  if (job.match_native_rng && !job.alone) {
     streams_ = std::make_shared<coupled::RandomStreams>(devices_);
     foreign_ = RngSnapshot::capture_foreign();
     foreign_before_ = tell_foreign_sources();
@@ -38,7 +38,7 @@ CutPass::CutPass(const Job& job, autograd::GradientSinks& sinks, BufferRule& buf
 }
 
 int64_t CutPass::segments() const {
-  if (job_.checkpoints != nullptr && !parts_.empty()) {
+  if (job_.alone && !parts_.empty()) {
     return static_cast<int64_t>(parts_.begin()->second.recorded->segments.size());
   }
   return static_cast<int64_t>(ops_.size()) + 1;
@@ -48,14 +48,30 @@ int64_t CutPass::segments(Rows rows) const {
   return static_cast<int64_t>(parts_.at(rows.begin).recorded->segments.size());
 }
 
+Stretches CutPass::stretches(Rows rows) const {
+  const Recorded& recorded = *parts_.at(rows.begin).recorded;
+  Stretches ends(recorded.stretches.begin() + 1, recorded.stretches.end());
+  ends.push_back(static_cast<int64_t>(recorded.segments.size()));
+  return ends;
+}
+
+bool CutPass::is_made_again(const Part& part, int64_t segment) const {
+  if (job_.checkpoints == nullptr) return false;
+  if (job_.checkpoints->forget) return true;
+  const bool at_once = !job_.alone || job_.checkpoints->again;
+  return at_once && segment == part.recorded->last_beside(segment);
+}
+
 bool CutPass::reads_inputs(Rows rows, int64_t segment) const {
   const Part& part = parts_.at(rows.begin);
-  const bool next_op = segment + 1 < segments() && has_op_before(segment + 1);
-  if (job_.checkpoints != nullptr && part.retained.contains(segment)) return false;
-  if (job_.checkpoints != nullptr && job_.checkpoints->forget) return true;
-  if (job_.checkpoints != nullptr && job_.checkpoints->again && is_last(part, segment)) return true;
-  return segment_of(part, segment).reads_inputs ||
-         (next_op && segment_of(part, segment + 1).reads_inputs);
+  if (job_.alone && part.retained.contains(segment)) return false;
+  const bool next_op = !is_last(part, segment) && has_op_before(part, segment + 1);
+  int64_t first = segment;
+  if (is_made_again(part, segment)) first = part.recorded->first_beside(segment);
+  for (int64_t s = first; s <= segment + (next_op ? 1 : 0); ++s) {
+    if (segment_of(part, s).reads_inputs) return true;
+  }
+  return false;
 }
 
 std::vector<at::Tensor> CutPass::frontier(Part& part, const tape::Segment& segment,
@@ -97,9 +113,9 @@ CutPass::Work CutPass::play(Part& part, Rows rows, const Batch& inputs, int64_t 
     if (differentiable) compat::begin_history(value, work.leaves.back().second);
   }
   tape::StandIn first;
-  if (has_op_before(index)) {
+  if (has_op_before(part, index)) {
     first = [&](std::vector<c10::IValue>& arguments) {
-      return op_before(index).apply(rows, arguments, work.op_leaves);
+      return op_before(part, index).apply(rows, arguments, work.op_leaves);
     };
   }
   tape::play(part.recorded->tape, segment, inputs, work.values, random, first);
@@ -118,27 +134,58 @@ void CutPass::settle_written(const Part& part, int64_t segment, const Work& work
   }
 }
 
-void CutPass::keep(Part& part, int64_t segment, const Work& work) {
+/// \param inside what this stretch needs only: later ones have been there already
+void CutPass::keep(Part& part, int64_t segment, const Work& work, bool inside) const {
+  const int64_t last = part.recorded->last_beside(segment);
   for (const tape::ValueId value : segment_of(part, segment).gives) {
     const tape::Crossing crossing{value, static_cast<int32_t>(segment)};
+    if (inside && part.recorded->first_user.at(crossing) > last) continue;
     const at::Tensor& tensor = work.values[value];
     part.waiting[crossing] = tensor.detach();
     if (tensor.requires_grad()) part.differentiable.insert(crossing);
   }
 }
 
-Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool retain) {
-  Part& part = parts_.at(rows.begin);
+/// Takes what waits to the next cut.
+CutPass::Work CutPass::go_through(Part& part, Rows rows, const Batch& inputs, int64_t segment,
+                                  bool inside) {
   std::vector<tape::Draw> random = part.random[static_cast<size_t>(segment)];
   Work work = play(part, rows, inputs, segment, random);
+  keep(part, segment, work, inside);
+  if (!is_last(part, segment)) {
+    part.random[static_cast<size_t>(segment) + 1] = std::move(random);
+  }
+  return work;
+}
+
+/// Of what this stretch has given that which no segment behind this one needs.
+void CutPass::let_go(Part& part, int64_t segment) {
+  const int64_t first = part.recorded->first_beside(segment);
+  part.waiting.erase_if([&](tape::Crossing crossing, bool) {
+    return crossing.giver >= first && part.recorded->last_user.at(crossing) <= segment;
+  });
+}
+
+void CutPass::advance_to(Rows rows, const Batch& inputs, int64_t segment) {
+  Part& part = parts_.at(rows.begin);
+  for (int64_t s = part.recorded->first_beside(segment); s < segment; ++s) {
+    go_through(part, rows, inputs, s, /*inside=*/true);
+    if (job_.checkpoints->forget) let_go(part, s);
+    free();
+    if (job_.store != nullptr) keep_for(part, s + 1, /*back=*/true);
+  }
+}
+
+Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool retain) {
+  Part& part = parts_.at(rows.begin);
+  Work work = go_through(part, rows, inputs, segment, /*inside=*/false);
   settle_written(part, segment, work);
-  keep(part, segment, work);
+  let_go(part, segment);
   const bool last = is_last(part, segment);
-  if (!last) part.random[static_cast<size_t>(segment) + 1] = std::move(random);
-  if (has_op_before(segment + 1) && !last) {
+  if (!last && has_op_before(part, segment + 1)) {
     const tape::Segment& next = segment_of(part, segment + 1);
     std::vector<at::Tensor> values = frontier(part, next, /*op_only=*/true);
-    op_before(segment + 1)
+    op_before(part, segment + 1)
         .collect(rows, tape::first_arguments(part.recorded->tape, next, inputs, values));
   }
   Batch outputs;
@@ -147,11 +194,12 @@ Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool ret
   return outputs;
 }
 
-void CutPass::combine(int64_t segment) {
-  const Part& part = parts_.begin()->second;
+void CutPass::combine(int64_t stretch) {
+  const Recorded& recorded = *parts_.begin()->second.recorded;
+  const int64_t segment = recorded.stretches[static_cast<size_t>(stretch)];
   const tape::ModesGuard modes;
-  part.recorded->tape.modes[part.recorded->first_op(segment).modes].apply();
-  op_before(segment).combine(settled_);
+  recorded.tape.modes[recorded.first_op(segment).modes].apply();
+  op_before_stretch(stretch).combine(settled_);
   for (const coupled::SettledBuffers::Entry& entry : settled_.entries()) {
     buffers_.settle(entry.buffer, entry.value);
   }
@@ -168,13 +216,12 @@ Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
   if (job_.outside != nullptr) input_leaves_ = inputs.tensors();
   const bool last = is_last(part, segment);
   if (!last) {
-    if (has_op_before(segment + 1)) correct(part, rows, inputs, segment + 1);
+    if (has_op_before(part, segment + 1)) correct(part, rows, inputs, segment + 1);
     drop(part, segment + 1);
   }
-  if (job_.checkpoints != nullptr && job_.checkpoints->forget) {
-    part.waiting = WaitingRoom();
-    advance_to(rows, inputs, segment);
-  } else if (job_.checkpoints != nullptr && job_.checkpoints->again && last) {
+  if (is_made_again(part, segment)) {
+    const int64_t first = part.recorded->first_beside(segment);
+    part.waiting.erase_if([&](tape::Crossing crossing, bool) { return crossing.giver >= first; });
     advance_to(rows, inputs, segment);
   }
   const auto retained = part.retained.find(segment);
@@ -190,7 +237,7 @@ Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
   if (!last) return {};
   Batch outputs = tape::result_of(part.recorded->tape, work_.values);
   work_.values.clear();
-  if (job_.checkpoints != nullptr) compare(rows, outputs);
+  if (job_.alone) compare(rows, outputs);
   return outputs;
 }
 
@@ -222,7 +269,9 @@ void CutPass::backward(Rows rows, int64_t segment, std::vector<at::Tensor> roots
 
 void CutPass::collect(Rows rows, int64_t segment) {
   Part& part = parts_.at(rows.begin);
-  if (has_op_before(segment)) op_before(segment).collect_gradient(rows, work_.op_leaves);
+  if (has_op_before(part, segment)) {
+    op_before(part, segment).collect_gradient(rows, work_.op_leaves);
+  }
   const at::NoGradGuard no_grad;
   for (auto& [crossing, leaf] : work_.leaves) {
     if (!leaf.grad().defined()) continue;
@@ -238,7 +287,7 @@ void CutPass::collect(Rows rows, int64_t segment) {
   }
   if (segment > 0) return;
   drop(part, 0);
-  if (job_.checkpoints == nullptr) return;
+  if (!job_.alone) return;
   parts_.erase(rows.begin);  // nothing of it is used again
 }
 
@@ -247,12 +296,12 @@ void CutPass::free() {
   input_leaves_.clear();
 }
 
-void CutPass::combine_gradients(int64_t segment) {
-  op_before(segment).combine_gradients(sinks_);
+void CutPass::combine_gradients(int64_t stretch) {
+  op_before_stretch(stretch).combine_gradients(sinks_);
 }
 
 void CutPass::correct(Part& part, Rows rows, const Batch& inputs, int64_t segment) {
-  const coupled::WholeBatchOp& op = op_before(segment);
+  const coupled::WholeBatchOp& op = op_before(part, segment);
   if (op.corrected() == 0) return;
   const tape::Segment& here = segment_of(part, segment);
   std::vector<tape::ValueId> given;
@@ -280,7 +329,7 @@ void CutPass::correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t s
   const at::Tensor leaf = values[value];
   if (!leaf.requires_grad()) return;
   at::Tensor gradient;
-  op_before(segment).correct(rows, which, leaf, gradient);
+  op_before(part, segment).correct(rows, which, leaf, gradient);
   if (!gradient.defined()) return;
   sinks_.redirect_other_leaves({leaf});
   autograd::run_backward({leaf}, {gradient});

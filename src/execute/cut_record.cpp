@@ -57,17 +57,27 @@ bool same_number(const tape::External& a, const tape::External& b) {
          same_form(a.tensor, b.tensor) && !any_bit_differs(a.tensor, b.tensor).item<bool>();
 }
 
-std::vector<tape::Segment> cut_at(const tape::Tape& tape, const std::vector<uint32_t>& positions) {
+/// \param ops    positions of those that see the whole batch
+/// \param beside where it is cut for memory, too
+void cut_at(Recorded& recorded, const std::vector<uint32_t>& ops,
+            const std::vector<uint32_t>& beside) {
+  const tape::Tape& tape = recorded.tape;
+  std::vector<uint32_t> positions;
+  std::merge(ops.begin(), ops.end(), beside.begin(), beside.end(), std::back_inserter(positions));
   std::vector<tape::Cut> cuts;
   for (const uint32_t position : positions) {
+    const bool sees_all = std::binary_search(ops.begin(), ops.end(), position);
     // What a drawing op writes is its stand-in's to write.
-    cuts.push_back({position, !coupled::draws_for_all(tape, tape.ops[position])});
+    cuts.push_back({position, sees_all && !coupled::draws_for_all(tape, tape.ops[position])});
+    if (sees_all) recorded.stretches.push_back(static_cast<int64_t>(cuts.size()));
   }
   try {
-    return tape::cut(tape, cuts);
+    recorded.segments = tape::cut(tape, cuts);
   } catch (const Unsupported& error) {
-    refuse(tape.ops[positions.front()].facts->name(), error.what_without_backtrace());
+    const uint32_t first = ops.empty() ? positions.front() : ops.front();
+    refuse(tape.ops[first].facts->name(), error.what_without_backtrace());
   }
+  recorded.note_users();
 }
 
 }  // namespace
@@ -78,7 +88,7 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   watch.forget();
   tape::Recorder recorder(inputs, held_buffers_, devices_);
   if (disturbed) recorder.disturb(coupled::is_provisional);
-  if (job_.store != nullptr) recorder.lighten(job_.device);
+  if (records_lightly()) recorder.lighten(job_.device);
   const Batch given = recorder.run(forward);
   if (job_.outside != nullptr && watch.seen().empty()) throw NothingToCut();
   tape::Tape tape = recorder.finish(given, /*trimmed=*/false);
@@ -131,14 +141,16 @@ void CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wat
   }
   const tape::Tape whole = check ? recorded->tape : tape::Tape();
   tape::trim(recorded->tape);
-  recorded->segments = cut_at(recorded->tape, coupled::whole_batch_ops(recorded->tape));
-  recorded->note_users();
+  const std::vector<uint32_t> ops = coupled::whole_batch_ops(recorded->tape);
+  std::vector<uint32_t> beside;
+  if (job_.checkpoints != nullptr) beside = job_.checkpoints->choose(recorded->tape, ops);
+  cut_at(*recorded, ops, beside);
   share_found(recorded->tape);
   learn_draws(rows, inputs, recorded->tape, watch, elsewhere);
   begin(part, recorded);
   if (check) {
     checked_ = true;
-    check_replay(part, inputs, outputs);
+    check_replay(part, rows, inputs, outputs);
     const RngSnapshot after = RngSnapshot::capture(devices_);
     before.restore();
     if (streams_) shift_random();
@@ -176,13 +188,13 @@ void CutPass::begin(Part& part, std::shared_ptr<const Recorded> recorded) {
   part.random.resize(part.recorded->segments.size());
   // Stand-ins know where to draw by themselves.
   if (!streams_) part.random[0] = part.recorded->tape.initial;
-  if (job_.checkpoints != nullptr) return;
+  if (job_.alone) return;
   if (parts_.size() == 1 && ops_.empty()) {
     const tape::Tape& tape = part.recorded->tape;
     const bool known = job_.draw_laws != nullptr && job_.draw_laws->fit(tape);
     auto law = known ? job_.draw_laws->laws.begin() : std::vector<coupled::DrawLaw>::iterator();
-    for (int64_t s = 1; s < static_cast<int64_t>(part.recorded->segments.size()); ++s) {
-      const tape::Op& op = part.recorded->first_op(s);
+    for (size_t s = 1; s < part.recorded->stretches.size(); ++s) {
+      const tape::Op& op = part.recorded->first_op(part.recorded->stretches[s]);
       ops_.push_back(coupled::draws_for_all(tape, op)
                          ? coupled::draw_stand_in(tape, op, known ? &*law++ : nullptr, streams_)
                          : coupled::stand_in(tape, op));
@@ -287,16 +299,16 @@ void CutPass::learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape
 void CutPass::agree(const Part& part) {
   const Recorded& first = *parts_.begin()->second.recorded;
   const Recorded& here = *part.recorded;
-  const auto count = static_cast<int64_t>(std::max(here.segments.size(), first.segments.size()));
-  for (int64_t s = 1; s < count; ++s) {
-    const auto name = [s](const Recorded& of) {
-      return s < static_cast<int64_t>(of.segments.size()) ? of.first_op(s).facts->name()
-                                                          : std::string("none");
+  const size_t count = std::max(here.stretches.size(), first.stretches.size());
+  for (size_t s = 1; s < count; ++s) {
+    const auto op = [s](const Recorded& of) -> const tape::Op& {
+      return of.first_op(of.stretches[s]);
+    };
+    const auto name = [&](const Recorded& of) {
+      return s < of.stretches.size() ? op(of).facts->name() : std::string("none");
     };
     const bool both = name(here) != "none" && name(first) != "none";
-    if (both && coupled::same_layer(first.tape, first.first_op(s), here.tape, here.first_op(s))) {
-      continue;
-    }
+    if (both && coupled::same_layer(first.tape, op(first), here.tape, op(here))) continue;
     refuse(name(first) == "none" ? name(here) : name(first),
            "micro-batches do not run the same layers that see the whole batch (number " +
                std::to_string(s) + " is " + name(first) + " in the first and " +
@@ -304,13 +316,41 @@ void CutPass::agree(const Part& part) {
   }
 }
 
-void CutPass::check_replay(const Part& part, const Batch& inputs, const Batch& outputs) const {
-  const Batch again = tape::replay(part.recorded->tape, inputs);
+/// What `tape::replay` gives, segment by segment: the graph of one of them is there at a time. All
+/// ops run as they were recorded, without stand-ins.
+Batch CutPass::replay_lightly(const Recorded& recorded, Rows rows, const Batch& inputs) {
+  const auto plain = std::make_shared<Recorded>();
+  plain->tape = recorded.tape;
+  std::vector<tape::Cut> cuts;
+  for (size_t s = 1; s < recorded.segments.size(); ++s) {
+    cuts.push_back({recorded.segments[s].ops.begin});
+  }
+  plain->segments = tape::cut(plain->tape, cuts);
+  plain->note_users();
+  Part part;
+  part.recorded = plain;
+  part.random.resize(plain->segments.size());
+  part.random[0] = plain->tape.initial;
+  Work work;
+  for (int64_t s = 0; s < static_cast<int64_t>(plain->segments.size()); ++s) {
+    work = Work();
+    work = go_through(part, rows, inputs, s, /*inside=*/false);
+    let_go(part, s);
+  }
+  return tape::result_of(plain->tape, work.values);
+}
+
+void CutPass::check_replay(const Part& part, Rows rows, const Batch& inputs, const Batch& outputs) {
+  // Segments of a static graph find in buffers what this step left there.
+  const bool light = records_lightly() && job_.static_tapes == nullptr;
+  const Batch again = light ? replay_lightly(*part.recorded, rows, inputs)
+                            : tape::replay(part.recorded->tape, inputs);
   const at::NoGradGuard no_grad;
   at::Tensor differs = at::zeros({}, at::TensorOptions().dtype(at::kBool).device(job_.device));
   note_differences(outputs, again, differs);
   if (differs.item<bool>()) {
-    refuse(ops_.empty() ? "forward" : part.recorded->first_op(1).facts->name(),
+    refuse(ops_.empty() ? "forward"
+                        : part.recorded->first_op(part.recorded->stretches[1]).facts->name(),
            "a replay of forward gave other outputs than its recording");
   }
 }

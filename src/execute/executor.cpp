@@ -133,7 +133,7 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
       return;
     case Operation::park:
     case Operation::park_back:
-      copied_bytes_ = park(rows, segment);
+      copied_bytes_ = park(rows, segment, instruction.operation == Operation::park_back);
       return;
     case Operation::backward:
       return backward(rows, segment);
@@ -168,10 +168,10 @@ int64_t Executor::leave(Rows rows, int64_t segment) {
   return bytes + (outputs != nullptr ? outputs->leave(rows) : 0);
 }
 
-int64_t Executor::park(Rows rows, int64_t segment) {
+int64_t Executor::park(Rows rows, int64_t segment, bool back) {
   // A micro-batch whose segments follow each other is gone with the last of them.
-  WholeOutputs* outputs = job_.checkpoints == nullptr ? outputs_at(rows, segment) : nullptr;
-  const int64_t bytes = cut_pass_ ? cut_pass_->park(rows, segment) : 0;
+  WholeOutputs* outputs = job_.alone ? nullptr : outputs_at(rows, segment);
+  const int64_t bytes = cut_pass_ ? cut_pass_->park(rows, segment, back) : 0;
   return bytes + (outputs != nullptr ? outputs->park(rows) : 0);
 }
 
@@ -239,7 +239,7 @@ bool Executor::is_last(Rows rows, int64_t segment) const {
 
 void Executor::record_for_cuts(Rows rows) {
   if (job_.interrupt) job_.interrupt();
-  if (job_.checkpoints == nullptr && cut_pass_->reuse(rows)) return;
+  if (!job_.alone && cut_pass_->reuse(rows)) return;
   load(rows);
   const auto call = [&](Rows at_work) {
     forward(at_work);
@@ -250,10 +250,10 @@ void Executor::record_for_cuts(Rows rows) {
           "the whole batch, or because one sample's activations do not fit into the budget); write "
           "that out of place, as in x = x - mean. The rows that it ran on are changed");
     }
-    if (job_.checkpoints != nullptr) check_coupling(rows);
+    if (job_.alone) check_coupling(rows);
     return std::exchange(outputs_, Batch());
   };
-  if (job_.checkpoints != nullptr) {
+  if (job_.alone) {
     {
       const Batch outputs = cut_pass_->checkpoint(rows, inputs_, [&] { return call(rows); });
       if (whole_outputs_) {
@@ -448,9 +448,8 @@ void Executor::finish() {
   }
   if (whole_outputs_) {
     if (whole_outputs_->differ()) {
-      const std::string part = job_.checkpoints != nullptr
-                                   ? "forward"
-                                   : "the part of forward after the last op of the whole batch";
+      const std::string part =
+          job_.alone ? "forward" : "the part of forward after the last op of the whole batch";
       throw Unsupported(part +
                         " gave other outputs when it was replayed, so its gradient would not "
                         "belong to the loss; a kernel in it is not deterministic");

@@ -20,11 +20,10 @@ CutPass::Needs CutPass::needs(const Part& part, int64_t segment, bool back) cons
       needs.gradients.insert({value, static_cast<int32_t>(segment)});
     }
   }
-  const bool last = segment + 1 == static_cast<int64_t>(part.recorded->segments.size());
-  if (last || !has_op_before(segment + 1)) return needs;
+  if (is_last(part, segment) || !has_op_before(part, segment + 1)) return needs;
   // The op behind it is given this before it is combined, and some of it to correct it.
   const tape::Segment& next = segment_of(part, segment + 1);
-  size_t left = back ? op_before(segment + 1).corrected() : SIZE_MAX;
+  size_t left = back ? op_before(part, segment + 1).corrected() : SIZE_MAX;
   tape::for_each_argument(part.recorded->tape, part.recorded->first_op(segment + 1),
                           [&](tape::ValueId value, const tape::Slot&) {
                             if (left == 0) return;
@@ -51,12 +50,17 @@ int64_t CutPass::leave(Rows rows) {
   return bytes + part.gradients.start_leaving(*job_.store);
 }
 
-int64_t CutPass::park(Rows rows, int64_t segment) {
+int64_t CutPass::park(Rows rows, int64_t segment, bool back) {
   const auto found = parts_.find(rows.begin);
   if (found == parts_.end()) return 0;  // nothing of it is used again
-  if (job_.checkpoints == nullptr) return park(rows);
-  drop(found->second, segment);
-  return keep_for(found->second, segment - 1);
+  Part& part = found->second;
+  const Recorded& recorded = *part.recorded;
+  if (segment == (back ? recorded.first_beside(segment) : recorded.last_beside(segment))) {
+    return park(rows);
+  }
+  if (!back) return keep_for(part, segment + 1, /*back=*/false);
+  drop(part, segment);
+  return keep_for(part, segment - 1, /*back=*/true);
 }
 
 int64_t CutPass::park(Rows rows) {
@@ -65,8 +69,8 @@ int64_t CutPass::park(Rows rows) {
   return bytes + part.gradients.park(*job_.store);
 }
 
-int64_t CutPass::keep_for(Part& part, int64_t segment) {
-  const Needs needs = this->needs(part, segment, /*back=*/true);
+int64_t CutPass::keep_for(Part& part, int64_t segment, bool back) {
+  const Needs needs = this->needs(part, segment, back);
   const int64_t bytes = part.waiting.park(*job_.store, needs.waiting);
   return bytes + part.gradients.park(*job_.store, needs.gradients);
 }

@@ -143,41 +143,57 @@ Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained) {
 
 Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t retained,
               bool coupled, bool penalty) {
+  Stretches stretches(static_cast<size_t>(segments));
+  std::iota(stretches.begin(), stretches.end(), int64_t{1});
+  const std::vector<Stretches> all(micro_batch_sizes.size(), stretches);
+  return cut_plan(std::move(micro_batch_sizes), all, retained, coupled, penalty);
+}
+
+Plan cut_plan(std::vector<int64_t> micro_batch_sizes, const std::vector<Stretches>& stretches,
+              int64_t retained, bool coupled, bool penalty) {
   Plan plan;
-  plan.strategy = "cut";
-  plan.segments = segments;
   plan.retained = retained;
   plan.batch_size = std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
   const auto count = static_cast<int64_t>(micro_batch_sizes.size());
-  const int64_t last = segments - 1;
+  const int64_t last = static_cast<int64_t>(stretches.front().size()) - 1;
+  for (const Stretches& each : stretches) plan.segments = std::max(plan.segments, each.back());
+  plan.strategy = plan.segments > last + 1 ? "checkpoint" : "cut";
+  const auto end_of = [&](int64_t i, int64_t stretch) {
+    return stretch < 0 ? 0 : stretches[static_cast<size_t>(i)][static_cast<size_t>(stretch)];
+  };
   auto& instructions = plan.instructions;
   for (int64_t i = 0; i < count; ++i) instructions.push_back({Operation::record, i});
-  const auto advance = [&](int64_t segment) {
+  const auto advance = [&](int64_t stretch) {
     for (int64_t i = 0; i < count; ++i) {
-      const bool keeps = i >= count - retained;
-      instructions.push_back(
-          {keeps ? Operation::advance_retained : Operation::advance, i, segment});
+      const auto operation =
+          i >= count - retained ? Operation::advance_retained : Operation::advance;
+      for (int64_t s = end_of(i, stretch - 1); s < end_of(i, stretch); ++s) {
+        instructions.push_back({operation, i, s});
+      }
     }
   };
-  for (int64_t segment = 0; segment < last; ++segment) {
-    advance(segment);
-    instructions.push_back({Operation::combine, -1, segment + 1});
+  for (int64_t stretch = 0; stretch < last; ++stretch) {
+    advance(stretch);
+    instructions.push_back({Operation::combine, -1, stretch + 1});
   }
   if (coupled) {
     advance(last);
     instructions.push_back({Operation::whole_loss, -1});
   }
-  for (int64_t segment = last; segment >= 0; --segment) {
-    // A separable loss needs nothing of the whole batch after the last cut: forward and backward.
-    const bool streams = segment == last && !coupled;
+  for (int64_t stretch = last; stretch >= 0; --stretch) {
+    // A separable loss needs nothing of the whole batch after the last op: forward and backward.
+    const bool streams = stretch == last && !coupled;
     for (int64_t k = 0; k < count; ++k) {
       const int64_t i = streams ? k : count - 1 - k;
-      instructions.push_back({Operation::resume, i, segment});
-      if (streams) instructions.push_back({Operation::loss, i});
-      instructions.push_back({Operation::backward, i, segment});
-      instructions.push_back({Operation::free, i, segment});
+      const int64_t end = end_of(i, stretch);
+      for (int64_t s = end; s-- > end_of(i, stretch - 1);) {
+        instructions.push_back({Operation::resume, i, s});
+        if (streams && s + 1 == end) instructions.push_back({Operation::loss, i});
+        instructions.push_back({Operation::backward, i, s});
+        instructions.push_back({Operation::free, i, s});
+      }
     }
-    if (segment > 0) instructions.push_back({Operation::combine_gradients, -1, segment});
+    if (stretch > 0) instructions.push_back({Operation::combine_gradients, -1, stretch});
   }
   if (penalty) instructions.push_back({Operation::penalty, -1});
   instructions.push_back({Operation::hand_out, -1});
@@ -301,10 +317,21 @@ std::string Plan::explain() const {
             std::to_string(micro_batch_sizes.size()) + " keep their graph); then hand out once\n";
   } else if (strategy == "checkpoint") {
     const bool coupled = computes_whole_loss();
-    text += std::string("instructions") + (coupled ? ": record" : " for each micro-batch: record") +
-            (coupled ? " each micro-batch" : "") + "; its tape is cut into " +
-            std::to_string(segments) + " segments; then" +
-            (coupled ? " the loss of all, and micro-batch by micro-batch" : "") +
+    const auto ops =
+        std::count_if(instructions.begin(), instructions.end(),
+                      [](const Instruction& each) { return each.operation == Operation::combine; });
+    const bool together = coupled || ops > 0;
+    text += std::string("instructions") +
+            (together ? ": record" : " for each micro-batch: record") +
+            (together ? " each micro-batch" : "") + "; its tape is cut into " +
+            std::to_string(segments) + " segments; then";
+    if (ops > 0) {
+      text += " forward from one of " + std::to_string(ops) +
+              " ops that see the whole batch to the next;";
+    }
+    text += (coupled ? std::string(" the loss of all, and") : std::string()) +
+            (ops > 0 ? " back in the same way" : "") +
+            (together ? " micro-batch by micro-batch" : "") +
             ", last segment first: resume, backward, free; hand out once\n";
   } else {
     text += "instructions: record each micro-batch (" + std::to_string(retained) + " of " +

@@ -30,20 +30,43 @@ struct Choice {
   int64_t overlapped = 0;  ///< the same, with the next frontier on its way
 };
 
-class Search {
+/// Of what the model returned.
+int64_t result_bytes(const tape::Tape& tape) {
+  std::set<uint32_t> memories;
+  for (const tape::ValueId value : tape.result_values) {
+    if (value != tape::kNoValue) memories.insert(tape.memories[value]);
+  }
+  memories.erase(tape::kNoMemory);
+  int64_t bytes = 0;
+  for (const uint32_t memory : memories) bytes += tape.memory_bytes[memory];
+  return bytes;
+}
+
+}  // namespace
+
+/// Cuts of one stretch of a tape.
+class CheckpointPlanner::Search {
  public:
   struct Beside {
-    bool parked = false;  // what waits leaves the device
-    int64_t others = 0;   // micro-batches at all of whose cuts something waits
-    int64_t outputs = 0;  // bytes of the outputs of all, and their gradient
+    bool parked = false;    // what waits leaves the device
+    int64_t others = 0;     // micro-batches at all of whose cuts something waits
+    int64_t elsewhere = 0;  // bytes that are there all the while
   };
-  Search(const plan::NarrowPlaces& places, const Beside& beside)
-      : places_(places), ends_(places.positions()), beside_(beside) {}
+  /// \param begin, end of the stretch, as indices into the places
+  Search(const plan::NarrowPlaces& places, size_t begin, size_t end, const Beside& beside)
+      : places_(places),
+        begin_(begin),
+        ends_(places.positions().begin() + static_cast<std::ptrdiff_t>(begin),
+              places.positions().begin() + static_cast<std::ptrdiff_t>(end) + 1),
+        beside_(beside) {}
 
   /// Without cuts.
   int64_t whole() const { return peak({}, /*overlapped=*/false); }
-  /// Of the gradients' sums and the outputs, which no choice can do without.
-  int64_t sums() const { return places_.gradients(0) + beside_.outputs; }
+  /// Of the gradients' sums and what is elsewhere, which no choice can do without.
+  int64_t sums() const { return places_.gradients(ends_[0]) + beside_.elsewhere; }
+
+  /// No segment can keep less.
+  int64_t smallest_step() const { return places_.smallest_step(); }
 
   /// Cuts with which no segment needs more than `bound`; nothing where there are none. Every
   /// segment but the last is computed exactly once more, so the longest last segment takes the
@@ -85,11 +108,15 @@ class Search {
   }
 
  private:
-  int64_t at_work(size_t i, size_t j) const { return places_.at_work(i, j) + beside_.outputs; }
+  int64_t at_work(size_t i, size_t j) const {
+    return places_.at_work(begin_ + i, begin_ + j) + beside_.elsewhere;
+  }
 
   /// What waits in front of a segment, and what it takes while it is at work.
   int64_t peak(const std::vector<size_t>& cuts, bool overlapped) const {
-    const std::vector<int64_t> arrives = places_.waiting(positions(cuts));
+    std::vector<uint32_t> positions{ends_[0]};
+    for (const size_t cut : cuts) positions.push_back(ends_[cut]);
+    const std::vector<int64_t> arrives = places_.waiting(positions);  // in front of each segment
     int64_t waiting = 0;
     const int64_t elsewhere =
         beside_.others * std::accumulate(arrives.begin(), arrives.end(), int64_t{0});
@@ -97,55 +124,28 @@ class Search {
     for (size_t s = 0; s <= cuts.size(); ++s) {
       const size_t begin = s == 0 ? 0 : cuts[s - 1];
       const size_t end = s == cuts.size() ? ends_.size() - 1 : cuts[s];
-      if (s > 0) waiting = (beside_.parked ? 0 : waiting) + arrives[s - 1];
-      const int64_t coming = overlapped && s > 1 ? arrives[s - 2] : 0;
+      waiting = (beside_.parked ? 0 : waiting) + arrives[s];
+      const int64_t coming = overlapped && s > 1 ? arrives[s - 1] : 0;
       most = std::max(most, waiting + coming + at_work(begin, end));
     }
     return most + (beside_.parked ? 0 : elsewhere);
   }
 
-  std::vector<uint32_t> positions(const std::vector<size_t>& cuts) const {
-    std::vector<uint32_t> all;
-    for (const size_t cut : cuts) all.push_back(ends_[cut]);
-    return all;
-  }
-
   const plan::NarrowPlaces& places_;
-  const std::vector<uint32_t>& ends_;
+  size_t begin_;
+  std::vector<uint32_t> ends_;
   Beside beside_;
 };
 
-/// Of what the model returned.
-int64_t result_bytes(const tape::Tape& tape) {
-  std::set<uint32_t> memories;
-  for (const tape::ValueId value : tape.result_values) {
-    if (value != tape::kNoValue) memories.insert(tape.memories[value]);
-  }
-  memories.erase(tape::kNoMemory);
-  int64_t bytes = 0;
-  for (const uint32_t memory : memories) bytes += tape.memory_bytes[memory];
-  return bytes;
-}
-
-}  // namespace
-
-void CheckpointPlanner::begin(int64_t available, bool parked, bool summed, int64_t coupled,
-                              std::optional<int64_t> fixed) {
-  parked = parked || forget;
+void CheckpointPlanner::begin(const Situation& situation) {
   chosen_ = false;
-  const bool same = available_ == available && parked_ == parked && summed_ == summed &&
-                    coupled_ == coupled && fixed_ == fixed;
-  if (!same) {
+  if (situation != situation_) {
     start_over();
     correction_ = 1.0;
     smallest_ = false;
     in_turn_ = false;
   }
-  available_ = available;
-  parked_ = parked;
-  summed_ = summed;
-  coupled_ = coupled;
-  fixed_ = fixed;
+  situation_ = situation;
 }
 
 CheckpointPlanner::Known CheckpointPlanner::Known::of(const tape::Tape& tape) {
@@ -162,7 +162,8 @@ bool CheckpointPlanner::Known::is_program_of(const Known& other) const {
          outputs == other.outputs;
 }
 
-std::vector<uint32_t> CheckpointPlanner::choose(const tape::Tape& tape) {
+std::vector<uint32_t> CheckpointPlanner::choose(const tape::Tape& tape,
+                                                const std::vector<uint32_t>& ops) {
   chosen_ = true;
   Known here = Known::of(tape);
   auto known = std::find_if(known_.begin(), known_.end(),
@@ -173,45 +174,74 @@ std::vector<uint32_t> CheckpointPlanner::choose(const tape::Tape& tape) {
     if (known_.size() == kPrograms) known_.pop_front();
     known = known_.insert(known_.end(), std::move(here));
   }
-  if (std::exchange(known->stale, false)) search(tape, *known);
+  if (std::exchange(known->stale, false)) search(tape, ops, *known);
   smallest_ = known->smallest;
   // With a coupled loss the next micro-batch begins where this one ends: its frontier is fetched in
   // turn.
-  overlaps_ = parked_ && coupled_ == 0 && !forget && !in_turn_ && known->overlapped <= available_;
+  overlaps_ = may_overlap() && known->overlapped <= situation_.available;
   estimate_ = overlaps_ ? known->overlapped : known->estimate;
   sums_ = known->sums;
-  segments_ = static_cast<int64_t>(known->cuts.size()) + 1;
+  segments_ = static_cast<int64_t>(known->cuts.size() + ops.size()) + 1;
   return known->cuts;
 }
 
-void CheckpointPlanner::search(const tape::Tape& tape, Known& known) const {
-  const plan::NarrowPlaces places(tape, known.costs, kPlaces, summed_);
-  Search::Beside beside{parked_};
-  if (coupled_ > 0) {
-    if (!again) beside.others = coupled_ - 1;
-    beside.outputs = 2 * coupled_ * result_bytes(tape);
+void CheckpointPlanner::search(const tape::Tape& tape, const std::vector<uint32_t>& ops,
+                               Known& known) const {
+  const bool summed = situation_.micro_batches > 1;
+  const plan::NarrowPlaces places(tape, known.costs, kPlaces, summed, ops);
+  const std::vector<uint32_t>& positions = places.positions();
+  Search::Beside beside{parked()};
+  const int64_t others = situation_.micro_batches - 1;
+  int64_t outputs = 0;  // of all, and their gradient
+  if (situation_.coupled) {
+    if (!again && !situation_.together) beside.others = others;
+    outputs = 2 * situation_.micro_batches * result_bytes(tape);
   }
-  const Search search(places, beside);
+  const std::vector<int64_t> arrives = places.waiting(ops);
+  int64_t waiting = 0;  // of one micro-batch, in front of ops of the whole batch until here
+  size_t begin = 0;
+  known.cuts.clear();
+  known.estimate = 0;
+  for (size_t stretch = 0; stretch <= ops.size(); ++stretch) {
+    const uint32_t last = stretch < ops.size() ? ops[stretch] : positions.back();
+    size_t end = begin;
+    while (positions[end] < last) ++end;
+    if (stretch > 0) waiting += arrives[stretch - 1];
+    beside.elsewhere = outputs;
+    if (!parked()) {
+      // Of the others their gradients behind this stretch, too.
+      const int64_t handed = stretch < ops.size() ? arrives[stretch] : 0;
+      const int64_t own = places.waiting({positions[begin]}).front();
+      beside.elsewhere += others * (waiting + handed) + std::max<int64_t>(0, waiting - own);
+    }
+    if (begin < end) search(Search(places, begin, end, beside), known);
+    begin = end;
+  }
+}
+
+/// Adds the cuts of one stretch. The stretch that needs the most stands for all.
+void CheckpointPlanner::search(const Search& search, Known& known) const {
   // What no choice can do without is known exactly; the estimate is of the rest.
   const auto sums = static_cast<double>(search.sums());
   const double whole = static_cast<double>(search.whole()) - sums;
-  const double room = (static_cast<double>(available_) - sums) / correction_;
-  const auto narrowest = static_cast<double>(places.smallest_step());
+  const double room = (static_cast<double>(situation_.available) - sums) / correction_;
+  const double narrowest = std::min(static_cast<double>(search.smallest_step()), whole);
+  const std::optional<int64_t>& fixed = situation_.fixed;
   Choice best{{}, search.whole(), search.whole()};
-  known.smallest = true;
+  bool smallest = whole > 0 && (fixed || whole > room);
   const auto weigh = [&](double above) {
     const auto choice = search.within(static_cast<int64_t>(std::ceil(sums + above)));
     if (!choice) return false;
-    if (fixed_) {
+    if (fixed) {
       best = *choice;
-      return static_cast<int64_t>(best.cuts.size()) + 1 < *fixed_;
+      return static_cast<int64_t>(best.cuts.size()) + 1 < *fixed;
     }
     if (choice->peak < best.peak) best = *choice;
-    known.smallest = static_cast<double>(best.peak) - sums > room;
-    return known.smallest;
+    smallest = static_cast<double>(best.peak) - sums > room;
+    return smallest;
   };
-  if (!fixed_ && room > 0 && room < whole) weigh(room);
-  if (known.smallest) {
+  if (!fixed && room > 0 && smallest) weigh(room);
+  if (smallest) {
     double above = whole;
     double too_small = 0;
     bool going_on = true;
@@ -220,16 +250,16 @@ void CheckpointPlanner::search(const tape::Tape& tape, Known& known) const {
           whole * std::pow(narrowest / whole, static_cast<double>(step) / (kBounds - 1));
       going_on = weigh(next);
       if (going_on) above = next;
-      if (!going_on && known.smallest) too_small = next;
+      if (!going_on && smallest) too_small = next;
     }
     // The least bound that any cuts keep, where none of these is inside the budget.
-    for (int step = 0; step < kHalvings && !fixed_ && known.smallest; ++step) {
+    for (int step = 0; step < kHalvings && !fixed && smallest; ++step) {
       const double next = (above + too_small) / 2.0;
-      (weigh(next) || !known.smallest ? above : too_small) = next;
+      (weigh(next) || !smallest ? above : too_small) = next;
     }
   }
   const int64_t coming = best.overlapped - best.peak;
-  if (parked_ && coupled_ == 0 && !forget && !fixed_ && !in_turn_ && coming > 0) {
+  if (may_overlap() && !fixed && coming > 0) {
     // Room for a frontier on its way, where smaller segments give it.
     const double less = room - static_cast<double>(coming);
     const auto choice = search.within(static_cast<int64_t>(std::ceil(sums + less)));
@@ -238,10 +268,13 @@ void CheckpointPlanner::search(const tape::Tape& tape, Known& known) const {
   const auto corrected = [&](int64_t peak) {
     return search.sums() + static_cast<int64_t>((static_cast<double>(peak) - sums) * correction_);
   };
+  const std::vector<uint32_t> cuts = search.ops(best);
+  known.cuts.insert(known.cuts.end(), cuts.begin(), cuts.end());
+  if (corrected(best.peak) < known.estimate) return;
+  known.smallest = smallest;
   known.sums = search.sums();
   known.estimate = corrected(best.peak);
   known.overlapped = corrected(best.overlapped);
-  known.cuts = search.ops(best);
 }
 
 void CheckpointPlanner::start_over() {
@@ -258,6 +291,9 @@ void CheckpointPlanner::begin_again() {
 void CheckpointPlanner::begin_forgetting() {
   forget = true;
   start_over();
+  correction_ = 1.0;
+  smallest_ = false;
+  in_turn_ = false;
 }
 
 bool CheckpointPlanner::ran_out_of_memory() {
@@ -267,7 +303,7 @@ bool CheckpointPlanner::ran_out_of_memory() {
     start_over();
     return true;
   }
-  if (smallest_ || fixed_) return false;
+  if (smallest_ || situation_.fixed) return false;
   // Forward itself did not fit, and nothing was kept beside it.
   const bool kept = std::any_of(guides.begin(), guides.end(),
                                 [](const auto& guide) { return !guide.second.places.empty(); });
@@ -283,7 +319,7 @@ void CheckpointPlanner::measured(int64_t bytes) {
   // Below 1 the estimate was careful. Another choice would have another error, so it stays.
   if (ratio <= 1.0) return;
   correction_ *= ratio;
-  if (fixed_) return;
+  if (situation_.fixed) return;
   for (Known& known : known_) known.stale = true;
 }
 

@@ -45,7 +45,7 @@ std::vector<ValueLife> value_lives(const tape::Tape& tape) {
 }  // namespace
 
 NarrowPlaces::NarrowPlaces(const tape::Tape& tape, const tape::Costs& costs, size_t most,
-                           bool summed) {
+                           bool summed, const std::vector<uint32_t>& always) {
   kept_.assign(1, 0);
   for (size_t i = 0; i < tape.ops.size(); ++i) {
     const tape::OpCost cost = i < costs.ops.size() ? costs.ops[i] : tape::OpCost();
@@ -57,8 +57,8 @@ NarrowPlaces::NarrowPlaces(const tape::Tape& tape, const tape::Costs& costs, siz
   find_gradients(tape);
   find_flights(tape);
   forbid(tape);
-  pick(most);
-  play(summed);
+  pick(most, always);
+  play(summed, always);
 }
 
 void NarrowPlaces::find_lives(const tape::Tape& tape, const tape::Costs& costs) {
@@ -161,13 +161,20 @@ void NarrowPlaces::forbid(const tape::Tape& tape) {
 }
 
 /// Of each stretch of equal bytes the place where the least waits.
-void NarrowPlaces::pick(size_t most) {
+void NarrowPlaces::pick(size_t most, const std::vector<uint32_t>& always) {
   const auto count = static_cast<uint32_t>(own_.size());
   positions_.push_back(0);
   const int64_t stretch = std::max<int64_t>(1, kept_[count] / static_cast<int64_t>(most));
   std::optional<uint32_t> narrowest;
   int64_t end = stretch;
   for (uint32_t p = 1; p < count; ++p) {
+    if (std::binary_search(always.begin(), always.end(), p)) {
+      if (narrowest) positions_.push_back(*narrowest);
+      positions_.push_back(p);
+      narrowest.reset();
+      end = kept_[p] + stretch;
+      continue;
+    }
     if (kept_[p] > end && narrowest) {
       positions_.push_back(*narrowest);
       narrowest.reset();
@@ -218,7 +225,7 @@ void NarrowPlaces::find_flights(const tape::Tape& tape) {
 }
 
 /// Forward from each place on, and its backward up to each later place.
-void NarrowPlaces::play(bool summed) {
+void NarrowPlaces::play(bool summed, const std::vector<uint32_t>& always) {
   const size_t places = positions_.size();
   const uint32_t count = positions_.back();
   std::sort(lives_.begin(), lives_.end(),
@@ -228,6 +235,8 @@ void NarrowPlaces::play(bool summed) {
   std::vector<int64_t> kept(count + 1, 0);   // and to what backward needs
   for (size_t b = 0; b + 1 < places; ++b) {
     const uint32_t begin = positions_[b];
+    const auto behind = std::upper_bound(always.begin(), always.end(), begin);
+    const uint32_t first = behind == always.begin() ? 0 : *std::prev(behind);
     std::fill(there.begin() + begin, there.end(), 0);
     std::fill(kept.begin() + begin, kept.end(), 0);
     for (auto life = lives_.rbegin(); life != lives_.rend() && life->from >= begin; ++life) {
@@ -247,11 +256,11 @@ void NarrowPlaces::play(bool summed) {
       alive += own_[op] + there[op];
       saved += own_[op] + kept[op];
       forward = std::max(forward, alive + workspace_[op]);
-      backward = std::max(backward, saved + flights_[op] + gradients_[summed ? 0 : op]);
+      backward = std::max(backward, saved + flights_[op] + gradients_[summed ? first : op]);
       if (op + 1 != positions_[e]) continue;
       const int64_t handed = op + 1 < count ? crossing_[op] : 0;
       at_work_[b * places + e] =
-          std::max(forward + handed + gradients_[summed ? 0 : op + 1], backward);
+          std::max(forward + handed + gradients_[summed ? first : op + 1], backward);
       if (e++ == b + 1) smallest_step_ = std::max(smallest_step_, saved);
     }
   }

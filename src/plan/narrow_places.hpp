@@ -13,7 +13,10 @@ class NarrowPlaces {
   /// \param costs of a light recording of the same program
   /// \param most   how many places at most
   /// \param summed the sums of all gradients are there from the beginning
-  NarrowPlaces(const tape::Tape& tape, const tape::Costs& costs, size_t most, bool summed);
+  /// \param always ops in front of which it is cut anyway, rising: of these stretches each begins
+  ///               when all that is behind it is done
+  NarrowPlaces(const tape::Tape& tape, const tape::Costs& costs, size_t most, bool summed,
+               const std::vector<uint32_t>& always);
 
   /// In front of these ops; the first is 0, the last behind the last op.
   const std::vector<uint32_t>& positions() const noexcept { return positions_; }
@@ -45,8 +48,8 @@ class NarrowPlaces {
   void find_gradients(const tape::Tape& tape);
   void forbid(const tape::Tape& tape);
   void find_flights(const tape::Tape& tape);
-  void pick(size_t most);
-  void play(bool summed);
+  void pick(size_t most, const std::vector<uint32_t>& always);
+  void play(bool summed, const std::vector<uint32_t>& always);
 
   std::vector<Life> lives_;       // of each memory that an op made and a later one uses
   std::vector<int64_t> kept_;     // by all ops in front of one, results that nothing needs included

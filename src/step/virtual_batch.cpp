@@ -62,7 +62,8 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
     job.static_tapes = static_tapes(job);
   }
   const bool checkpointed = checkpoints_.contains(signature_of(job));
-  if (!job.cut && (options_.checkpoint_segments || checkpointed)) {
+  if (!options_.static_graph && (options_.checkpoint_segments || checkpointed)) {
+    job.alone = !job.cut;
     job.cut = true;
     job.checkpoints = &checkpoints_[signature_of(job)];
   }
@@ -122,14 +123,12 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
     } catch (const CouplingError&) {
       if (!options_.micro_batch_size || !job.cut) check_inputs();
       if (job.checkpoints != nullptr) {
-        // The layer was not met before memory ran out: one cannot be cut in both ways.
-        if (options_.checkpoint_segments) throw;
-        job.checkpoints = nullptr;
-        job.store = nullptr;
-        job.cut = false;
-        checkpoints_.erase(signature_of(job));
+        if (options_.checkpoint_segments && !job.alone) throw;
+        // The layer was not met before memory ran out, or is met for the first time.
+        end_checkpoints(job);
       }
       if (!answer_by_cuts(job)) answer_coupling(job);
+      if (options_.checkpoint_segments) job.checkpoints = &checkpoints_[signature_of(job)];
       // Nothing has run out of memory: not a restart that the report should count.
       --restarts;
     } catch (const BudgetExceeded&) {
@@ -238,15 +237,28 @@ void VirtualBatch::State::tell_parking(const Job& job, StepReport& report) {
 }
 
 bool VirtualBatch::State::begin_checkpoints(Job& job) {
-  const bool possible = !options_.micro_batch_size && !job.cut && options_.use_tapes &&
-                        job.exact_coupling && !coupling_ && planner_.smallest_failed() &&
-                        !failed_in_loss_;
+  const bool possible = !options_.micro_batch_size && !options_.static_graph &&
+                        options_.use_tapes && job.exact_coupling && !coupling_ &&
+                        planner_.smallest_failed() && !failed_in_loss_;
   if (!possible || job.checkpoints != nullptr) return false;
   streamed_ = std::current_exception();
+  job.alone = !job.cut;
   job.cut = true;
   job.checkpoints = &checkpoints_[signature_of(job)];
-  if (options_.parking.when == Parking::When::always) job.store = store(job.device);
+  // With less in each segment what waits may fit.
+  parked_.erase(signature_of(job));
+  const bool parks = options_.parking.when == Parking::When::always;
+  job.store = parks ? store(job.device) : nullptr;
   return true;
+}
+
+void VirtualBatch::State::end_checkpoints(Job& job) {
+  checkpoints_.erase(signature_of(job));
+  parked_.erase(signature_of(job));
+  job.checkpoints = nullptr;
+  job.store = nullptr;
+  if (job.alone) job.cut = false;
+  job.alone = false;
 }
 
 void VirtualBatch::State::give_up_checkpoints(const Job& job, int64_t needed, int64_t budget,
@@ -273,7 +285,8 @@ bool VirtualBatch::State::checkpoint_smaller(Job& job) {
 
 bool VirtualBatch::State::begin_again(const Job& job, CheckpointPlanner& planner) const {
   const bool parks = options_.parking.when != Parking::When::never;
-  if (job.coupled == nullptr || planner.again || planner.forget || parks) return false;
+  if (job.coupled == nullptr || !job.alone || planner.again || planner.forget || parks)
+    return false;
   planner.begin_again();
   return true;
 }

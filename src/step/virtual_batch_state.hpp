@@ -49,11 +49,14 @@ class VirtualBatch::State {
                       StepReport& report);
   /// Makes the planner plan smaller, or throws what the user should see.
   void answer_out_of_memory(int64_t needed, int64_t budget);
-  /// Micro-batch by micro-batch, each of them segment by segment.
+  /// Micro-batch by micro-batch, each of them segment by segment; or, where ops see the whole
+  /// batch, so from one of them to the next.
   void follow_checkpoints(Executor& executor, const Job& job, const std::optional<int64_t>& budget,
                           bool hand_out, StepReport& report);
   /// From now on batches of this kind are computed so; false where they cannot be.
   bool begin_checkpoints(Job& job);
+  /// No more: samples are coupled.
+  void end_checkpoints(Job& job);
   /// They did not help: as if they had never begun. \throws BudgetExceeded
   /// \param what it is that does not fit
   [[noreturn]] void give_up_checkpoints(const Job& job, int64_t needed, int64_t budget,
@@ -72,7 +75,7 @@ class VirtualBatch::State {
   bool may_overlap(const Job& job) const;
   /// From now on they are copied in turn; false where they were.
   bool begin_turns(const Job& job);
-  bool plan_smaller(Job& job) { return begin_checkpoints(job) || begin_parking(job); }
+  bool plan_smaller(Job& job) { return begin_parking(job) || begin_checkpoints(job); }
   park::Store* store(at::Device device) const;
   /// Whether cutting the tapes, or giving it up again, may be exact.
   bool answer_by_cuts(Job& job);

@@ -81,11 +81,17 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
   CheckpointPlanner& planner = checkpoints_[signature_of(job)];
   const int64_t baseline = memory::stats(job.device).live;
   constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max() / 4;
-  std::vector<int64_t> sizes = split_by(job.batch_size(), options_.micro_batch_size.value_or(1));
-  planner.begin(budget ? *budget - baseline : kUnlimited, job.store != nullptr, sizes.size() > 1,
-                job.coupled != nullptr ? static_cast<int64_t>(sizes.size()) : 0,
-                options_.checkpoint_segments);
-  std::vector<int64_t> segments;
+  const int64_t rows = options_.micro_batch_size.value_or(1);
+  std::vector<int64_t> sizes =
+      job.alone ? split_by(job.batch_size(), rows) : split_for_cuts(job.batch_size(), rows);
+  CheckpointPlanner::Situation situation;
+  situation.available = budget ? *budget - baseline : kUnlimited;
+  situation.parked = job.store != nullptr;
+  situation.micro_batches = static_cast<int64_t>(sizes.size());
+  situation.coupled = job.coupled != nullptr;
+  situation.together = !job.alone;
+  situation.fixed = options_.checkpoint_segments;
+  planner.begin(situation);
   int64_t row = 0;
   int64_t most = baseline;
   const auto follow = [&](Plan plan, size_t from, size_t to, bool counts = true) {
@@ -99,25 +105,39 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
     if (counts) most = std::max(most, peak.peak());
   };
   const bool coupled = job.coupled != nullptr;
+  // Nobody goes back before all have been forward.
+  const bool together = coupled || !job.alone;
   const auto parked = [&](Plan plan) {
     return job.store != nullptr ? with_parking(std::move(plan), planner.overlaps()) : plan;
   };
+  std::vector<int64_t> segments;
+  std::vector<Stretches> stretches;
   for (const int64_t size : sizes) {
     follow(checkpoint_plan({size}, {0}, coupled, /*penalty=*/false), 0, 1);
     segments.push_back(executor.segments(Rows{row, row + size}));
+    stretches.push_back(executor.stretches(Rows{row, row + size}));
     const bool last = segments.size() == sizes.size();
     const Plan rest =
         parked(checkpoint_plan({size}, {segments.back()}, coupled, last && has_penalty()));
-    if (!coupled) follow(rest, 1, rest.instructions.size() - (last && hand_out ? 0 : 1));
+    if (!together) follow(rest, 1, rest.instructions.size() - (last && hand_out ? 0 : 1));
     row += size;
   }
-  plan_ = parked(checkpoint_plan(sizes, segments, coupled, has_penalty()));
-  if (coupled) {
+  plan_ = parked(job.alone ? checkpoint_plan(sizes, segments, coupled, has_penalty())
+                           : cut_plan(sizes, stretches, /*retained=*/0, coupled, has_penalty()));
+  if (together) {
     row = 0;
+    const auto& instructions = plan_.instructions;
+    const size_t end = instructions.size() - (hand_out ? 0 : 1);
+    const auto whole = std::find_if(
+        instructions.begin(), instructions.end(),
+        [](const Instruction& each) { return each.operation == Operation::whole_loss; });
+    const auto loss = static_cast<size_t>(whole - instructions.begin());
+    follow(plan_, sizes.size(), std::min(loss, end));
     // What the loss itself takes is not the cuts' to answer.
-    follow(plan_, sizes.size(), sizes.size() + 1, /*counts=*/false);
-    follow(plan_, sizes.size() + 1, plan_.instructions.size() - (hand_out ? 0 : 1));
+    if (coupled) follow(plan_, loss, loss + 1, /*counts=*/false);
+    if (coupled) follow(plan_, loss + 1, end);
   }
+  if (!job.alone) checked_.insert(kind_of(job));
   planner.measured(most - baseline);
   plan_.baseline_bytes = baseline;
   plan_.budget_bytes = budget;

@@ -65,7 +65,9 @@ void trim(Tape& tape) {
   for (size_t i = 0; i < tape.ops.size(); ++i) {
     if (!keep[i]) continue;
     tape.origins.push_back(static_cast<uint32_t>(i));
-    if (!tape.costs.ops.empty()) costs.push_back(tape.costs.ops[i]);
+    if (!tape.costs.ops.empty()) {
+      costs.push_back(i < tape.costs.ops.size() ? tape.costs.ops[i] : OpCost());
+    }
     Op op = tape.ops[i];
     op.releases.begin = static_cast<uint32_t>(tape.releases.size());
     tape.releases.insert(tape.releases.end(), last.begin() + releases[i].begin,

@@ -35,6 +35,14 @@ WAYS = {  # four micro-batches of 3
         "host_budget": "64MiB",
         "park_on_disk": False,
     },
+    "separable, in segments": {"coupled": False, "checkpoint_segments": 3},
+    "coupled, in segments, parked on the host": {
+        "coupled": True,
+        "checkpoint_segments": 3,
+        "park": "always",
+        "host_budget": "64MiB",
+        "park_on_disk": False,
+    },
 }
 
 
@@ -47,6 +55,7 @@ class Fussy(nn.Module):
         self.norm = nn.BatchNorm1d(6)
         self.dropout = nn.Dropout(0.2)
         self.words = nn.Embedding(7, 6, scale_grad_by_freq=True)
+        self.deep = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
         self.last_norm = nn.BatchNorm1d(7)
         self.head = nn.Linear(7, 4)
         self.places = []
@@ -66,7 +75,7 @@ class Fussy(nn.Module):
     def forward(self, x):
         self.trip("begin")
         y = self.dropout(self.norm(self.first(x + 0.1 * (random.random() + np.random.rand()))))
-        y = y + self.words(x[:, 0].abs().mul(3).long() % 7)
+        y = y + self.deep(self.words(x[:, 0].abs().mul(3).long() % 7) * y)
         self.trip("middle")
         y = torch.cat([y, ib.across_batch(self.spread, y)], 1)
         y = self.head(F.relu(self.last_norm(y), inplace=True))
@@ -117,7 +126,9 @@ class Targeted:
         self.batch = batch
 
     def backward(self, inputs):
-        return self.batch.backward(inputs, torch.zeros(len(inputs)))
+        report = self.batch.backward(inputs, torch.zeros(len(inputs)))
+        self.strategy = report.strategy
+        return report
 
 
 @pytest.mark.parametrize("kind", [MyError, KeyboardInterrupt])
@@ -128,6 +139,7 @@ def test_an_exception_wherever_user_code_runs(way, kind):
     wanted = step_bits(model, loss, batch, inputs)
     model.places.clear()
     step_bits(model, loss, batch, inputs)
+    assert batch.strategy == ("checkpoint" if "segments" in way else "cut")
     places = list(model.places)
     assert places.count("begin") == 4 and places.count("function") == 5
     fail_in_user_code(model, loss, inputs, batch, wanted, places, kind)

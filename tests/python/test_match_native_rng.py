@@ -483,13 +483,14 @@ def test_beside_parking_and_cuts_for_memory(norm: bool, size: int, options: dict
     assert_native(small_network(norm), inputs, targets, micro_batch_size=size, **options)
 
 
-def test_several_micro_batches_in_segments_are_refused() -> None:
-    batch = ib.VirtualBatch(
-        small_network(norm=False),
-        nn.CrossEntropyLoss(),
-        micro_batch_size=5,
-        checkpoint_segments=3,
-        match_native_rng=True,
-    )
-    with pytest.raises(ib.CouplingError, match="dropout draws random numbers"):
-        batch.backward(torch.randn(24, 8, dtype=torch.float64), torch.randint(3, (24,)))
+@pytest.mark.parametrize("park", ["never", "always"])
+@pytest.mark.parametrize("which", LOSSES)
+def test_several_micro_batches_in_segments(which: str, park: str) -> None:
+    def layers() -> list[nn.Module]:
+        return [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())]
+
+    norm = small_network(norm=True)
+    model = nn.Sequential(norm[0], *layers(), *norm[1:4], *layers(), *norm[4:]).double()
+    inputs, targets = torch.randn(24, 8, dtype=torch.float64), torch.randint(3, (24,))
+    options = {"micro_batch_size": 5, "checkpoint_segments": 3, "park": park}
+    assert assert_native(model, inputs, targets, which, **options).strategy == "checkpoint"

@@ -10,13 +10,17 @@
 namespace infinitybatch {
 
 /// Where the tape of a micro-batch is cut so that its graph never exists as a whole (activation
-/// checkpointing): it is played again segment by segment, last first.
+/// checkpointing): it is played again segment by segment, last first. In a model with ops that see
+/// the whole batch that is done between one of them and the next: what waits at cuts for memory is
+/// made again from what waits at such an op.
 class Checkpoints {
  public:
   virtual ~Checkpoints() = default;
   /// Positions of the ops in front of which `tape` is cut, rising; none leaves it whole.
   /// \param tape trimmed, of a light recording
-  virtual std::vector<uint32_t> choose(const tape::Tape& tape) = 0;
+  /// \param ops  positions of those that see the whole batch, rising: it is cut there anyway
+  virtual std::vector<uint32_t> choose(const tape::Tape& tape,
+                                       const std::vector<uint32_t>& ops = {}) = 0;
 
   /// Where recordings of so many rows keep what waits at the cuts; empty before the first one.
   std::map<int64_t, tape::FrontierGuide> guides;

@@ -9,6 +9,7 @@
 #include <infinitybatch/execute/buffer_rule.hpp>
 #include <infinitybatch/execute/checkpoints.hpp>
 #include <infinitybatch/execute/job.hpp>
+#include <infinitybatch/execute/plan.hpp>
 #include <infinitybatch/execute/recorded.hpp>
 #include <infinitybatch/execute/waiting_room.hpp>
 #include <infinitybatch/tape/segment.hpp>
@@ -28,9 +29,11 @@ namespace infinitybatch {
 /// the whole batch. Then all micro-batches go from cut to cut together (`advance`, `combine`), and
 /// backward in the same way, last segment first (`resume`, `backward`, `combine_gradients`).
 ///
-/// Segments are numbered from 0; all but the first begin with an op of the whole batch, or, with
-/// `Job::checkpoints`, where little waits. What waits at the cuts, detached, and the gradients of
-/// it, lie on the model's device or, with `Job::store`, there.
+/// Segments are numbered from 0; all but the first begin with an op of the whole batch or, with
+/// `Job::checkpoints`, where little waits: `Recorded::stretches` tells which. What waits at cuts
+/// for memory is there for one micro-batch at a time: it is let go of on the way forward, and made
+/// again from what waits in front of the stretch. What waits at the cuts, detached, and the
+/// gradients of it, lie on the model's device or, with `Job::store`, there.
 class CutPass {
  public:
   CutPass(const Job& job, autograd::GradientSinks& sinks, BufferRule& buffers);
@@ -44,7 +47,7 @@ class CutPass {
   using Elsewhere = std::function<void(Rows rows, const Run& run)>;
   void record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
               const std::function<Batch()>& forward, const Elsewhere& elsewhere);
-  /// With `Job::checkpoints`, in place of `record`: records a micro-batch and cuts its tape where
+  /// With `Job::alone`, in place of `record`: records a micro-batch and cuts its tape where
   /// they say. Afterwards it stands at its last cut; where the cuts were known before and the loss
   /// is separable, the graph behind it is kept from the recording. Returns the model's outputs, as
   /// forward gave them; nobody can run backward from them.
@@ -52,16 +55,19 @@ class CutPass {
   Batch checkpoint(Rows rows, const Batch& inputs, const std::function<Batch()>& forward);
   /// Graphs of these rows cannot be kept after all (buffers were restored under them).
   void drop_graph(Rows rows);
-  /// Takes these rows from the inputs to the cut in front of a segment. With
+  /// Takes these rows from the beginning of its stretch to the cut in front of a segment. With
   /// `Checkpoints::forget` only what this segment needs waits there then.
   void advance_to(Rows rows, const Batch& inputs, int64_t segment);
   /// With `Job::static_tapes`: uses an earlier recording of as many rows instead, where one is
   /// confirmed. Random numbers come from a stream of these rows' own.
   bool reuse(Rows rows);
-  /// How many segments there are; after the first `record`.
+  /// How many segments there are without cuts for memory, and with `Job::alone` in the first
+  /// micro-batch's tape; after the first `record`.
   int64_t segments() const;
   /// Of one micro-batch's tape, once it is recorded.
   int64_t segments(Rows rows) const;
+  /// The same for each of its stretches: the segment behind its last one.
+  Stretches stretches(Rows rows) const;
 
   /// Whether `advance` or `resume` need the rows of the inputs.
   bool reads_inputs(Rows rows, int64_t segment) const;
@@ -70,8 +76,8 @@ class CutPass {
   /// the last one.
   /// \param retain keep the graph for `resume`
   Batch advance(Rows rows, const Batch& inputs, int64_t segment, bool retain);
-  /// The op in front of `segment` has seen all rows.
-  void combine(int64_t segment);
+  /// The op in front of a stretch has seen all rows.
+  void combine(int64_t stretch);
 
   /// In front of a backward pass that is not the first, or not the last.
   /// \param keep another one may follow: what waits goes on waiting
@@ -86,8 +92,8 @@ class CutPass {
                 std::vector<at::Tensor> gradients);
   /// Takes the gradients of `leaves`. `backward` does it by itself.
   void collect(Rows rows, int64_t segment);
-  /// The op in front of `segment` has seen the gradients of all rows.
-  void combine_gradients(int64_t segment);
+  /// The op in front of a stretch has seen the gradients of all rows.
+  void combine_gradients(int64_t stretch);
   /// Lets go of the graph at work.
   void free();
 
@@ -97,8 +103,9 @@ class CutPass {
   int64_t fetch(Rows rows, int64_t segment, bool back, bool ahead);
   /// With `Job::store`: what waits of these rows begins to leave the device.
   int64_t leave(Rows rows);
-  /// It has left. With `Job::checkpoints` what the segment in front of this one needs stays.
-  int64_t park(Rows rows, int64_t segment);
+  /// It has left, but for what the next segment of the same stretch needs; with `back` that is the
+  /// one in front of this.
+  int64_t park(Rows rows, int64_t segment, bool back);
   /// All that waits of these rows has left.
   int64_t park(Rows rows);
 
@@ -131,7 +138,8 @@ class CutPass {
                    coupled::CouplingWatch& watch, const Elsewhere& elsewhere);
   void confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded);
   void settle_written(const Part& part, int64_t segment, const Work& work);
-  void check_replay(const Part& part, const Batch& inputs, const Batch& outputs) const;
+  void check_replay(const Part& part, Rows rows, const Batch& inputs, const Batch& outputs);
+  Batch replay_lightly(const Recorded& recorded, Rows rows, const Batch& inputs);
   static Work tail_of(const Recorded& recorded, tape::Frontiers& frontiers, const Batch& outputs);
   void compare(Rows rows, const Batch& outputs);
   void share_found(tape::Tape& tape);
@@ -146,20 +154,32 @@ class CutPass {
     std::set<tape::Crossing> gradients;
   };
   Needs needs(const Part& part, int64_t segment, bool back) const;
-  void keep(Part& part, int64_t segment, const Work& work);
+  void keep(Part& part, int64_t segment, const Work& work, bool inside = false) const;
+  Work go_through(Part& part, Rows rows, const Batch& inputs, int64_t segment, bool inside);
+  static void let_go(Part& part, int64_t segment);
   void correct(Part& part, Rows rows, const Batch& inputs, int64_t segment);
   void correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t segment, size_t which,
                     tape::ValueId value);
-  coupled::WholeBatchOp& op_before(int64_t segment) const {
-    return *ops_[static_cast<size_t>(segment) - 1];
+  coupled::WholeBatchOp& op_before_stretch(int64_t stretch) const {
+    return *ops_[static_cast<size_t>(stretch) - 1];
   }
-  bool has_op_before(int64_t segment) const { return segment > 0 && job_.checkpoints == nullptr; }
+  coupled::WholeBatchOp& op_before(const Part& part, int64_t segment) const {
+    return op_before_stretch(part.recorded->stretch_of(segment));
+  }
+  /// Whether a segment begins with an op of the whole batch.
+  static bool has_op_before(const Part& part, int64_t segment) {
+    return segment > 0 && part.recorded->begins_stretch(segment);
+  }
+  /// Whether what waits in front of a segment is made again from the front of its stretch.
+  bool is_made_again(const Part& part, int64_t segment) const;
+  /// Whether a micro-batch's graph may be more than fits, so that recordings do without.
+  bool records_lightly() const { return job_.store != nullptr || job_.checkpoints != nullptr; }
   void drop(Part& part, int64_t segment);
   static bool is_last(const Part& part, int64_t segment) {
     return segment + 1 == static_cast<int64_t>(part.recorded->segments.size());
   }
   /// What waits leaves the device, but for what this segment needs.
-  int64_t keep_for(Part& part, int64_t segment);
+  int64_t keep_for(Part& part, int64_t segment, bool back);
   static const tape::Segment& segment_of(const Part& part, int64_t segment) {
     return part.recorded->segments[static_cast<size_t>(segment)];
   }

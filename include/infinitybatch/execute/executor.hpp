@@ -61,6 +61,7 @@ class Executor {
   int64_t segments() const { return cut_pass_ ? cut_pass_->segments() : 1; }
   /// Of one micro-batch, with `Job::checkpoints`, between its `record` and its last `backward`.
   int64_t segments(Rows rows) const { return cut_pass_->segments(rows); }
+  Stretches stretches(Rows rows) const { return cut_pass_->stretches(rows); }
   /// Why the user's forward ran twice for some rows; nothing where it did not.
   std::optional<std::string> opaque() const;
 
@@ -97,7 +98,7 @@ class Executor {
   /// begin.
   int64_t fetch(Rows rows, int64_t segment, bool back, bool ahead);
   int64_t leave(Rows rows, int64_t segment);
-  int64_t park(Rows rows, int64_t segment);
+  int64_t park(Rows rows, int64_t segment, bool back);
   /// Of a coupled loss's outputs; null where none wait in front of or behind this segment.
   WholeOutputs* outputs_at(Rows rows, int64_t segment);
 

@@ -42,7 +42,9 @@ struct Job {
   bool keep_outputs = false;
   bool cut = false;                        ///< tapes are cut where ops see the whole batch
   StaticTapes* static_tapes = nullptr;     ///< with `cut`: tapes to use again
-  Checkpoints* checkpoints = nullptr;      ///< with `cut`: tapes are cut for memory instead
+  Checkpoints* checkpoints = nullptr;      ///< with `cut`: tapes are cut for memory, too
+  bool alone = false;                      ///< then: nothing sees the whole batch, each
+                                           ///< micro-batch goes through its tape by itself
   park::Store* store = nullptr;            ///< with `cut`: where what waits at the cuts goes
   bool match_native_rng = false;           ///< random numbers are those of the whole batch's run
   coupled::DrawLaws* draw_laws = nullptr;  ///< then: what is known of this kind of batch

@@ -45,7 +45,8 @@ struct Instruction {
   Operation operation = Operation::load;
   int64_t micro_batch =
       -1;                ///< index into `Plan::micro_batch_sizes`; -1 for the whole logical batch
-  int64_t segment = -1;  ///< of a cut tape; -1 for the whole
+  int64_t segment = -1;  ///< of the micro-batch's cut tape; -1 for the whole. Of the whole logical
+                         ///< batch: the stretch behind an op that sees it
 };
 
 /// One micro-batch size that the planner looked at.
@@ -113,10 +114,19 @@ Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty);
 /// consumed first, last to first, so that memory falls as backward goes.
 Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained);
 
+/// A micro-batch's tape between ops that see the whole batch: for each such stretch the number of
+/// the segment behind its last one. Without cuts for memory that is 1, 2, …
+using Stretches = std::vector<int64_t>;
+
 /// A model with ops that see the whole batch: all micro-batches are recorded, then go together from
-/// cut to cut, and back. The first instructions, one `record` each, are the same for any number of
-/// segments.
+/// op to op, and back. The first instructions, one `record` each, are the same for any number of
+/// segments. With cuts for memory a stretch is played segment by segment: forward, and, for each
+/// micro-batch, last first on the way back.
+/// \param stretches of each micro-batch's tape; of all as many
 /// \param coupled whether the loss is computed on the outputs of all
+Plan cut_plan(std::vector<int64_t> micro_batch_sizes, const std::vector<Stretches>& stretches,
+              int64_t retained, bool coupled, bool penalty);
+/// The same without cuts for memory.
 Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t retained,
               bool coupled, bool penalty);
 

@@ -2,6 +2,7 @@
 
 #include <infinitybatch/tape/segment.hpp>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -9,10 +10,12 @@
 
 namespace infinitybatch {
 
-/// A micro-batch's tape and where it is cut.
+/// A micro-batch's tape and where it is cut. Segments between two ops of the whole batch are a
+/// stretch: all micro-batches go through a stretch before any of them begins the next.
 struct Recorded {
   tape::Tape tape;
   std::vector<tape::Segment> segments;
+  std::vector<int64_t> stretches{0};             ///< the first segment of each
   std::map<tape::Crossing, int64_t> first_user;  ///< the last segment to need a value in backward
   std::map<tape::Crossing, int64_t> last_user;   ///< and in forward
 
@@ -24,6 +27,23 @@ struct Recorded {
         last_user[take.from] = static_cast<int64_t>(s);
       }
     }
+  }
+
+  /// The stretch that a segment belongs to.
+  int64_t stretch_of(int64_t segment) const {
+    return std::upper_bound(stretches.begin(), stretches.end(), segment) - stretches.begin() - 1;
+  }
+  bool begins_stretch(int64_t segment) const {
+    return std::binary_search(stretches.begin(), stretches.end(), segment);
+  }
+  /// The first segment of the stretch that a segment belongs to.
+  int64_t first_beside(int64_t segment) const {
+    return stretches[static_cast<size_t>(stretch_of(segment))];
+  }
+  /// The last one.
+  int64_t last_beside(int64_t segment) const {
+    const auto next = static_cast<size_t>(stretch_of(segment)) + 1;
+    return (next < stretches.size() ? stretches[next] : static_cast<int64_t>(segments.size())) - 1;
   }
 
   const tape::Op& first_op(int64_t segment) const {

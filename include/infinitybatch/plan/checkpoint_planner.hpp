@@ -19,19 +19,25 @@ namespace infinitybatch {
 /// inside the budget wins. Segments are not of equal size: backward begins with few sums, and ends
 /// with little that waits. What the estimate cannot know (workspace) is learned: a measured peak,
 /// or running out of memory, corrects it. The problem is that of Feng and Huang, "Optimal Gradient
-/// Checkpoint Search for Arbitrary Computation Graphs" (2018), on a line of ops.
+/// Checkpoint Search for Arbitrary Computation Graphs" (2018), on a line of ops. Where ops see the
+/// whole batch each stretch between two of them is such a line by itself, beside what all
+/// micro-batches leave in front of these ops.
 class CheckpointPlanner : public Checkpoints {
  public:
-  /// \param available bytes for everything but what is live before the step
-  /// \param parked    what waits leaves the device, or is forgotten
-  /// \param summed    sums of gradients are there from other micro-batches
-  /// \param fixed     number of segments wished for; nothing: chosen by `available`
-  /// \param coupled   where not 0: the loss is computed on the outputs of so many micro-batches,
-  ///                  all of which wait for it
-  void begin(int64_t available, bool parked, bool summed, int64_t coupled,
-             std::optional<int64_t> fixed = std::nullopt);
+  /// What it chooses for.
+  struct Situation {
+    int64_t available = 0;         ///< bytes for everything but what is live before the step
+    bool parked = false;           ///< what waits leaves the device
+    int64_t micro_batches = 1;     ///< in the step
+    bool coupled = false;          ///< the loss is computed on the outputs of all
+    bool together = false;         ///< they go from op to op of the whole batch together
+    std::optional<int64_t> fixed;  ///< segments wished for, of each stretch; nothing: as they fit
+    bool operator==(const Situation&) const = default;
+  };
+  void begin(const Situation& situation);
 
-  std::vector<uint32_t> choose(const tape::Tape& tape) override;
+  std::vector<uint32_t> choose(const tape::Tape& tape,
+                               const std::vector<uint32_t>& ops = {}) override;
 
   /// From now on nothing waits for a coupled loss; see `Checkpoints::again`.
   void begin_again();
@@ -67,15 +73,20 @@ class CheckpointPlanner : public Checkpoints {
     static Known of(const tape::Tape& tape);
     bool is_program_of(const Known& other) const;
   };
-  void search(const tape::Tape& tape, Known& known) const;
+  class Search;
+  /// \param ops that see the whole batch
+  void search(const tape::Tape& tape, const std::vector<uint32_t>& ops, Known& known) const;
+  void search(const Search& search, Known& known) const;
+  /// Whether what waits is away, or was never there.
+  bool parked() const noexcept { return situation_.parked || forget; }
+  /// Whether frontiers may come back while others are at work.
+  bool may_overlap() const noexcept {
+    return parked() && !situation_.coupled && !situation_.together && !forget && !in_turn_;
+  }
   void start_over();
 
   std::deque<Known> known_;
-  int64_t available_ = 0;
-  bool parked_ = false;
-  bool summed_ = false;
-  int64_t coupled_ = 0;
-  std::optional<int64_t> fixed_;
+  Situation situation_;
   double correction_ = 1.0;  // needed ÷ estimated, beside the sums of gradients
   bool overlaps_ = false;
   bool in_turn_ = false;   // overlapping has run out of memory

@@ -65,10 +65,10 @@ struct Options {
   /// each number of rows, checked on a second micro-batch, and then its tape is used again, in
   /// later steps too. User code, hooks on modules and Python's random numbers run no more.
   bool static_graph = false;
-  /// With `micro_batch_size`, for any loss: the graph of a micro-batch is never there as a
-  /// whole. Its tape is cut into about as many segments (at least 2), which are played again one
-  /// after the other, last first. Without `micro_batch_size` the plan does so by itself where one
-  /// sample does not fit into the budget.
+  /// With `micro_batch_size`, for any loss: the graph of a micro-batch is never there as a whole.
+  /// Its tape, or each stretch of it between ops that see the whole batch, is cut into about as
+  /// many segments (at least 2), which are played again one after the other, last first. A plan
+  /// for a `memory_budget` does so by itself where one sample does not fit.
   std::optional<int64_t> checkpoint_segments;
   /// Whether dropout, rand, randn and their like give the numbers that the whole batch's run would
   /// draw from the same generator, which is left where that run leaves it. Tapes are cut in front

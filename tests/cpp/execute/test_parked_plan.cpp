@@ -110,6 +110,30 @@ TEST(ParkedPlan, SegmentsOfOneMicroBatchComeWhileTheOneBehindThemIsAtWork) {
             "resume 0.0, backward 0.0, free 0.0, park 0.0, hand out");
 }
 
+// Two segments in front of the op that sees the whole batch, one behind it; the other micro-batch's
+// tape is cut for memory behind it as well.
+TEST(ParkedPlan, AStretchThatIsCutForMemoryIsMadeAgainOnTheWayBack) {
+  const Plan plan = cut_plan({4, 2}, {{2, 3}, {2, 4}}, /*retained=*/0, /*coupled=*/false,
+                             /*penalty=*/false);
+  EXPECT_EQ(plan.strategy, "checkpoint");
+  EXPECT_EQ(plan.segments, 4);
+  EXPECT_EQ(tell(plan),
+            "record 0, record 1, advance 0.0, advance 0.1, advance 1.0, advance 1.1, combine.1, "
+            "resume 0.2, loss 0, backward 0.2, free 0.2, "
+            "resume 1.3, loss 1, backward 1.3, free 1.3, resume 1.2, backward 1.2, free 1.2, "
+            "combine gradients.1, "
+            "resume 1.1, backward 1.1, free 1.1, resume 1.0, backward 1.0, free 1.0, "
+            "resume 0.1, backward 0.1, free 0.1, resume 0.0, backward 0.0, free 0.0, hand out");
+  EXPECT_EQ(tell(with_parking(cut_plan({4}, {{1, 3}}, /*retained=*/0, /*coupled=*/true,
+                                       /*penalty=*/false),
+                              /*overlap=*/false)),
+            "record 0, fetch 0.0, advance 0.0, park 0.0, combine.1, "
+            "fetch 0.1, advance 0.1, park 0.1, fetch 0.2, advance 0.2, park 0.2, loss of all, "
+            "fetch 0.2, resume 0.2, backward 0.2, free 0.2, park 0.2, "
+            "fetch 0.1, resume 0.1, backward 0.1, free 0.1, park 0.1, combine gradients.1, "
+            "fetch 0.0, resume 0.0, backward 0.0, free 0.0, park 0.0, hand out");
+}
+
 /// Every `advance` and `resume` of 4 samples takes a second, each fetch and each put moves 40
 /// bytes.
 PassTimes one_second_each(const Plan& plan, double seconds_for_40_bytes) {

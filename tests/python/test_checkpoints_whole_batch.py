@@ -1,0 +1,207 @@
+"""Between two ops that see the whole batch one sample's graph does not fit: stretches cut for memory."""
+
+from __future__ import annotations
+
+import batch_norm_models
+import infinitybatch as ib
+import pytest
+import torch
+import torch.nn.functional as F
+from support import Calls, Result, native, ours, worst_error
+from torch import nn
+
+TOLERANCE = 1e-12
+
+
+def block(width: int) -> nn.Module:
+    layer = nn.Conv2d(width, width, 3, padding=1)
+    # Signals keep their size through many layers: gradients are not lost in rounding.
+    nn.init.kaiming_normal_(layer.weight)
+    return nn.Sequential(layer, nn.GELU())
+
+
+def plain(blocks: int, width: int = 4, norms: int = 1) -> nn.Module:
+    """Equal layers, and BatchNorm so often between them that all stretches are alike."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
+    for _ in range(norms):
+        layers += [block(width) for _ in range(blocks)]
+        layers.append(nn.BatchNorm2d(width))
+    layers += [block(width) for _ in range(blocks)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 5))
+
+
+def at_both_ends() -> nn.Module:
+    """Nothing stands in front of the first layer, nothing behind the last."""
+    body = [nn.Conv2d(3, 5, 3, padding=1), *(block(5) for _ in range(9))]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.BatchNorm1d(5)]
+    return nn.Sequential(nn.BatchNorm2d(3), *body, *head)
+
+
+def close_together() -> nn.Module:
+    """Between the two layers there is next to nothing to cut."""
+    body = [nn.Conv2d(3, 5, 3, padding=1), *(block(5) for _ in range(5))]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 5)]
+    norms = [nn.BatchNorm2d(5), nn.GELU(), nn.BatchNorm2d(5, momentum=None)]
+    return nn.Sequential(*body, *norms, *(block(5) for _ in range(5)), *head)
+
+
+def skips() -> nn.Module:
+    """Values from in front of a cut for memory that a later segment, a later stretch, and both of
+    them need; one of them is changed in place at the end."""
+
+    def forward(self, x):
+        first = x = self.stem(x)
+        for index, layer in enumerate(self.front):
+            x = layer(x) + (first if index == 4 else 0)
+            if index == 1:
+                early = x
+                late = x * 2
+        x = self.norm(x) * early.tanh()
+        for index, layer in enumerate(self.back):
+            x = layer(x) + (early if index == 3 else 0)
+        x = F.relu_(self.last(x + first))
+        for layer in self.tail:
+            x = layer(x)
+        x += late.mul_(0.5)
+        return self.head((x + self.gain).mean((2, 3)))
+
+    return Calls(
+        forward,
+        stem=nn.Conv2d(3, 4, 3, padding=1),
+        front=nn.ModuleList(block(4) for _ in range(6)),
+        norm=nn.BatchNorm2d(4),
+        back=nn.ModuleList(block(4) for _ in range(6)),
+        last=nn.BatchNorm2d(4),
+        tail=nn.ModuleList(block(4) for _ in range(4)),
+        gain=nn.Parameter(torch.randn(4, 1, 1)),
+        head=nn.Linear(4, 5),
+    )
+
+
+def shared() -> nn.Module:
+    """One weight in every segment of every stretch."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        for norm in self.norms:
+            for _ in range(6):
+                x = x + torch.tanh(self.layer(x))
+            x = norm(x)
+        return self.head(x.mean((2, 3)))
+
+    return Calls(
+        forward,
+        stem=nn.Conv2d(3, 4, 3, padding=1),
+        layer=nn.Conv2d(4, 4, 3, padding=1),
+        norms=nn.ModuleList(nn.BatchNorm2d(4) for _ in range(2)),
+        head=nn.Linear(4, 5),
+    )
+
+
+def other_ops() -> nn.Module:
+    """Functions of the user's and word counts, with layers between them."""
+
+    def forward(self, x):
+        x = self.words((x[:, 0].abs() * 3).long() % 7).permute(0, 3, 1, 2)
+        for layer in self.front:
+            x = layer(x)
+        x = x * ib.across_batch(lambda t: t.square().mean(0, keepdim=True).expand(t.shape), x)
+        for layer in self.back:
+            x = layer(x)
+        return self.head(x.mean((2, 3)))
+
+    return Calls(
+        forward,
+        words=nn.Embedding(7, 4, scale_grad_by_freq=True),
+        front=nn.ModuleList(block(4) for _ in range(6)),
+        back=nn.ModuleList(block(4) for _ in range(6)),
+        head=nn.Linear(4, 5),
+    )
+
+
+MODELS = {
+    "plain": lambda: plain(8),
+    "three layers": lambda: plain(5, norms=3),
+    "at both ends": at_both_ends,
+    "close together": close_together,
+    "skips": skips,
+    "shared": shared,
+    "other ops": other_ops,
+}
+
+
+def make(name: str, samples: int = 5) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    return model, *batch_norm_models.images(samples)
+
+
+def contrast(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Each sample against all others."""
+    sides = torch.cat([outputs, F.one_hot(targets, 5), outputs.exp()], 1)
+    return F.cross_entropy(sides @ sides.T, torch.arange(len(sides)).flip(0))
+
+
+def assert_equal(found: Result, wanted: Result) -> None:
+    assert worst_error(found, wanted) <= TOLERANCE
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=TOLERANCE, atol=0)
+    for name, buffer in wanted.buffers.items():
+        torch.testing.assert_close(found.buffers[name], buffer, rtol=TOLERANCE, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("coupled", [False, True], ids=["separable", "coupled"])
+@pytest.mark.parametrize("park", ["never", "always"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("segments", [2, 7])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_and_statistics_are_those_of_the_whole_batch(
+    name: str, segments: int, size: int, park: str, coupled: bool
+) -> None:
+    model, inputs, targets = make(name)
+    criterion = contrast if coupled else nn.CrossEntropyLoss()
+    loss = ib.losses.coupled(contrast) if coupled else criterion
+    options = {"checkpoint_segments": segments, "park": park}
+    found = ours(model, loss, inputs, targets, micro_batch_size=size, **options)
+    assert found.report.strategy == "checkpoint"
+    assert (found.report.parked_bytes > 0) == (park == "always")
+    assert_equal(found, native(model, criterion, inputs, targets))
+
+
+@pytest.mark.parametrize("name", batch_norm_models.MODELS)
+def test_networks_that_people_train(name: str) -> None:
+    torch.manual_seed(0)
+    model = batch_norm_models.make(name)
+    inputs, targets = batch_norm_models.images(6)
+    criterion = nn.CrossEntropyLoss()
+    found = ours(model, criterion, inputs, targets, micro_batch_size=2, checkpoint_segments=3)
+    assert found.report.strategy in ("checkpoint", "cut")  # some stretches hold nothing to cut
+    assert_equal(found, native(model, criterion, inputs, targets))
+
+
+@pytest.mark.parametrize("coupled", [False, True], ids=["separable", "coupled"])
+def test_any_number_of_segments_gives_the_same_gradient(coupled: bool) -> None:
+    model, inputs, targets = make("skips")
+    loss = ib.losses.coupled(contrast) if coupled else nn.CrossEntropyLoss()
+    plain = ours(model, loss, inputs, targets, micro_batch_size=2)
+    assert plain.report.strategy == "cut"
+    for segments in range(2, 8):
+        options = {"checkpoint_segments": segments}
+        found = ours(model, loss, inputs, targets, micro_batch_size=2, **options)
+        assert found.report.strategy == "checkpoint"
+        assert worst_error(found, plain) <= 1e-14, segments
+
+
+def test_later_steps_and_how_often_user_code_runs() -> None:
+    model, inputs, targets = make("skips")
+    wanted = native(model, nn.CrossEntropyLoss(), inputs, targets)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=2, checkpoint_segments=4)
+    for step in range(3):
+        model.zero_grad()
+        calls.clear()
+        batch.backward(inputs, targets)
+        # At first once until the layer is met, and once more to check the recording.
+        assert len(calls) == (5 if step == 0 else 3)
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        assert worst_error(Result(wanted.loss, gradients, {}, model), wanted) <= TOLERANCE, step
