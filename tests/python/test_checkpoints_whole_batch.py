@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import batch_norm_models
 import infinitybatch as ib
 import pytest
 import torch
 import torch.nn.functional as F
-from support import Calls, Result, native, ours, worst_error
+from support import Calls, Result, native, ours, result_of, worst_error
 from torch import nn
 
 TOLERANCE = 1e-12
@@ -142,6 +144,11 @@ def contrast(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(sides @ sides.T, torch.arange(len(sides)).flip(0))
 
 
+def spread(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """No sample's share can be told from the others'."""
+    return F.cross_entropy(outputs, targets) * (2 + outputs.tanh().sum())
+
+
 def assert_equal(found: Result, wanted: Result) -> None:
     assert worst_error(found, wanted) <= TOLERANCE
     torch.testing.assert_close(found.loss, wanted.loss, rtol=TOLERANCE, atol=0)
@@ -205,3 +212,92 @@ def test_later_steps_and_how_often_user_code_runs() -> None:
         assert len(calls) == (5 if step == 0 else 3)
         gradients = {name: p.grad for name, p in model.named_parameters()}
         assert worst_error(Result(wanted.loss, gradients, {}, model), wanted) <= TOLERANCE, step
+
+
+class Skip(nn.Module):
+    """Samples stay apart through many layers."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return x + 0.3 * self.layer(x)
+
+
+def far_apart(blocks: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A frontier of one sample is 16 KiB, its graph of either stretch 32 KiB for each block."""
+    torch.manual_seed(0)
+    body = [
+        [Skip(block(8)) for _ in range(blocks)],
+        [nn.BatchNorm2d(8)],
+        [Skip(block(8)) for _ in range(blocks)],
+    ]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *sum(body, []), *head).double()
+    return model, torch.randn(3, 3, 16, 16, dtype=torch.float64), torch.randint(5, (3,))
+
+
+@pytest.mark.parametrize(
+    ("park", "above", "coupled"),
+    [("never", 500, False), ("never", 320, False), ("needed", 250, False), ("needed", 250, True)],
+    ids=["kept", "computed again", "parked", "parked, coupled"],
+)
+def test_a_stretch_beyond_the_device(park: str, above: int, coupled: bool) -> None:
+    """One sample's graph of either stretch takes 1.3 MiB, a multiple of the budget."""
+    model, inputs, targets = far_apart(40)
+    criterion = spread if coupled else nn.CrossEntropyLoss()
+    wanted = native(model, criterion, inputs, targets)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    sums = sum(parameter.nbytes for parameter in model.parameters())
+    gc.collect()
+    budget = ib.memory.stats("cpu").live + sums + above * 1024
+    loss = ib.losses.coupled(spread) if coupled else criterion
+    batch = ib.VirtualBatch(model, loss, memory_budget=budget, park=park)
+    for _ in range(2):
+        model.load_state_dict(buffers, strict=False)
+        model.zero_grad()
+        calls.clear()
+        report = batch.backward(inputs, targets)
+        assert report.strategy == "checkpoint"
+        assert report.peak_bytes <= budget
+        assert (report.parked_bytes > 0) == (park == "needed")
+        assert_equal(result_of(model, report.loss), wanted)
+    assert report.restarts == 0 and len(calls) == 3
+    model.zero_grad()
+    assert "1 ops that see the whole batch" in batch.plan(inputs, targets).explain()
+
+
+@pytest.mark.parametrize("park", ["needed", "never"])
+def test_a_budget_below_the_smallest_segment_says_so(park: str) -> None:
+    model, inputs, targets = far_apart(10)
+    sums = sum(parameter.nbytes for parameter in model.parameters())
+    gc.collect()
+    live = ib.memory.stats("cpu").live
+    budget = live + sums + 150 * 1024
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget=budget, park=park)
+    with pytest.raises(ib.BudgetExceeded, match="smallest segment of a single sample") as raised:
+        batch.backward(inputs, targets)
+    assert budget < raised.value.needed <= live + sums + 300 * 1024
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
+
+
+def test_masks_are_those_that_a_coupled_loss_saw() -> None:
+    """Also where dropout stands behind a cut for memory."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (*block(4), nn.Dropout(0.3))]
+    stem = nn.Conv2d(3, 4, 3, padding=1)
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)]
+    model = nn.Sequential(stem, *layers[:12], nn.BatchNorm2d(4), *layers[12:], *head).double()
+    inputs, targets = batch_norm_models.images(6)
+    found = []
+    for options in ({}, {"checkpoint_segments": 3}):
+        torch.manual_seed(1)
+        loss = ib.losses.coupled(contrast)
+        found.append(ours(model, loss, inputs, targets, micro_batch_size=2, **options))
+    assert [each.report.strategy for each in found] == ["cut", "checkpoint"]
+    assert_equal(found[1], found[0])
