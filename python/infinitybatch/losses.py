@@ -157,10 +157,20 @@ def coupled(
     returned for the whole batch; then each micro-batch runs again, without your code, and backward
     from the gradient of its outputs. Exact for every loss.
 
+    Outputs are joined along the dimension that follows the samples. Those that are the same for any
+    samples (a temperature, a penalty, prototypes) stand once, as natively; those that mix the
+    samples of a micro-batch (a mean over it) raise BatchError.
+
+    A loss over the batches of several ranks gathers their outputs itself, by operations that carry
+    gradient (`torch.distributed.nn.functional.all_gather`), and is the same on each rank: the mean
+    of the ranks' gradients, as DistributedDataParallel takes it, is then that of the batch of all.
+    Each rank computes it once in a step, whatever its plan, or raises Unsupported where memory ran
+    out after it had been computed.
+
     Args:
         value: `value(outputs, targets)`, or `value(outputs)`, gives the loss of the whole batch, a
             tensor of one number. It may use parameters of its own (a temperature): they get their
-            gradient once, where the optimizer has them.
+            gradient once, where the optimizer has them. It may change outputs in place.
         loss_device: where outputs are assembled and the loss is computed, "cpu" included. None:
             where the model is.
 

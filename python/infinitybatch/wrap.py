@@ -78,7 +78,9 @@ def wrap(
         host_bandwidth: on the CPU, to find out what a link to a device would cost: copies to and
             from the host's arena take at least their bytes divided by this, in bytes per second.
         reduce: what an output that is one number for each micro-batch is: a "sum" or a "mean" over
-            samples. Without it such outputs raise BatchError.
+            samples. Without it such outputs raise BatchError, unless they are the same for any
+            samples (a temperature, a penalty): these stand once, as natively, whatever `reduce`
+            says.
         output_batch_dim: the dimension of outputs along which samples lie, where several could be
             it (by default the one whose size follows the micro-batch's).
         process_group: whose ranks agree, at the end of each backward through the outputs and before

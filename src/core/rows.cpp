@@ -2,6 +2,7 @@
 #include <infinitybatch/core/batch.hpp>
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/following_dims.hpp>
 
 #include <ATen/Functions.h>
 
@@ -96,26 +97,32 @@ Batch detached(const Batch& batch) {
   });
 }
 
+std::vector<int64_t> following_dims(const std::vector<Batch>& parts,
+                                    const std::vector<int64_t>& row_counts, size_t leaf) {
+  const int64_t count = parts.front().leaves()[leaf].tensor.dim();
+  std::vector<int64_t> dims;
+  for (int64_t dim = 0; dim < count; ++dim) {
+    bool follows = true;
+    for (size_t i = 0; i < parts.size() && follows; ++i) {
+      const at::Tensor& part = parts[i].leaves()[leaf].tensor;
+      follows = part.dim() == count && part.size(dim) == row_counts[i];
+    }
+    if (follows) dims.push_back(dim);
+  }
+  return dims;
+}
+
 namespace {
 
 /// The one dimension along which every part has its number of rows; of a single part `kShared`
 /// where there is none.
 int64_t follows_rows(const std::vector<Batch>& parts, const std::vector<int64_t>& row_counts,
                      size_t leaf, const std::string& name) {
-  const at::Tensor& first = parts.front().leaves()[leaf].tensor;
-  std::vector<int64_t> dims;
-  for (int64_t dim = 0; dim < first.dim(); ++dim) {
-    bool follows = true;
-    for (size_t i = 0; i < parts.size() && follows; ++i) {
-      const at::Tensor& part = parts[i].leaves()[leaf].tensor;
-      follows = part.dim() == first.dim() && part.size(dim) == row_counts[i];
-    }
-    if (follows) dims.push_back(dim);
-  }
+  const std::vector<int64_t> dims = following_dims(parts, row_counts, leaf);
   // With all parts of one size a second dimension may match by chance: the first is the convention.
   if (!dims.empty()) return dims.front();
   if (parts.size() == 1) return Leaf::kShared;
-  throw BatchError(name + " has shape " + shape(first) + " for " +
+  throw BatchError(name + " has shape " + shape(parts.front().leaves()[leaf].tensor) + " for " +
                    std::to_string(row_counts.front()) +
                    " rows: no dimension follows the micro-batch, so the parts cannot be joined; "
                    "return one value for each sample (a mean over samples is then for the loss to "

@@ -114,8 +114,8 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   return tape;
 }
 
-void CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
-                     const std::function<Batch()>& forward, const Elsewhere& elsewhere) {
+Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
+                      const std::function<Batch()>& forward, const Elsewhere& elsewhere) {
   Part& part = parts_[rows.begin];
   rewind_random();
   const bool check = job_.check_recordings && !checked_;
@@ -164,6 +164,10 @@ void CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wat
     }
   }
   if (job_.static_tapes != nullptr) confirm(rows, recorded);
+  for (Leaf& leaf : outputs.leaves()) {
+    if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.detach();
+  }
+  return outputs;
 }
 
 /// Every micro-batch finds the step's own buffers, and mostly the same numbers in its program: one
@@ -283,16 +287,15 @@ void CutPass::learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape
   const bool decided = *foreign_after_ != foreign_before_;
   if (!decided && job_.draw_laws->fit(tape)) return;
   // Another number of samples tells which dimensions follow it.
-  const int64_t here = rows.size();
-  const int64_t other = here > 2 ? here - 1 : here == 1 ? 2 : total > 2 ? 3 : 1;
-  const int64_t begin = std::min(rows.begin, total - other);
+  const Rows other = other_rows(rows, total);
   buffers_.end_micro_batch();
   rewind_random();
-  elsewhere({begin, begin + other}, [&](const Batch& others, const std::function<Batch()>& run) {
+  elsewhere(other, [&](const Batch& others, const std::function<Batch()>& run) {
     tape::Tape second = record_tape(others, watch, run, /*disturbed=*/false, nullptr);
     meet_random(second);
     tape::trim(second);
-    *job_.draw_laws = coupled::find_draw_laws({tape, inputs, here}, {second, others, other});
+    *job_.draw_laws =
+        coupled::find_draw_laws({tape, inputs, rows.size()}, {second, others, other.size()});
   });
 }
 

@@ -45,6 +45,13 @@ Batch detach(const Batch& batch) {
   return {std::move(leaves), batch.structure()};
 }
 
+/// What its leaves are, and where their samples lie.
+Batch without_tensors(const Batch& batch) {
+  std::vector<Leaf> leaves = batch.leaves();
+  for (Leaf& leaf : leaves) leaf.tensor.reset();
+  return {std::move(leaves), batch.structure()};
+}
+
 }  // namespace
 
 Executor::Executor(const Job& job)
@@ -212,7 +219,9 @@ void Executor::record(Rows rows, bool retain) {
   load(rows);
   const Batch& seen = two_pass_->first(rows, inputs_, retain, [&] { return call_model(rows); });
   if (job_.on_micro_batch) job_.on_micro_batch({rows.begin, rows.end, seen, targets_});
+  const Batch inputs = without_tensors(inputs_);
   free();
+  if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, seen, two_pass_->tape(rows));
   // Buffers that were restored under a graph could belong to what it has saved.
   if (retain && buffers_.written()) two_pass_->drop_graph(rows);
 }
@@ -254,14 +263,15 @@ void Executor::record_for_cuts(Rows rows) {
     return std::exchange(outputs_, Batch());
   };
   if (job_.alone) {
-    {
-      const Batch outputs = cut_pass_->checkpoint(rows, inputs_, [&] { return call(rows); });
-      if (whole_outputs_) {
-        const Batch& seen = whole_outputs_->add(rows, outputs);
-        if (job_.on_micro_batch) job_.on_micro_batch({rows.begin, rows.end, seen, targets_});
-      }
+    Batch given = cut_pass_->checkpoint(rows, inputs_, [&] { return call(rows); });
+    if (whole_outputs_) {
+      given = whole_outputs_->add(rows, given);
+      if (job_.on_micro_batch) job_.on_micro_batch({rows.begin, rows.end, given, targets_});
     }
+    const Batch inputs = without_tensors(inputs_);
     free();
+    if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
+    given = Batch();
     // Until a coupled loss is known the other micro-batches need the room.
     if (whole_outputs_ && job_.store != nullptr) {
       cut_pass_->park(rows);
@@ -279,8 +289,10 @@ void Executor::record_for_cuts(Rows rows) {
     inputs_ = inputs;
     targets_ = targets;
   };
-  cut_pass_->record(rows, inputs, watch_, [&] { return call(rows); }, elsewhere);
+  const Batch given =
+      cut_pass_->record(rows, inputs, watch_, [&] { return call(rows); }, elsewhere);
   free();
+  if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
 }
 
 void Executor::load_for(Rows rows, int64_t segment) {
@@ -480,6 +492,11 @@ void Executor::roll_back() {
 
 at::Tensor Executor::loss() const {
   return final_loss_.defined() ? final_loss_ : total_.get();
+}
+
+std::optional<std::string> Executor::collective() const {
+  if (two_pass_) return two_pass_->outputs().collective();
+  return whole_outputs_ ? whole_outputs_->collective() : std::nullopt;
 }
 
 std::optional<std::string> Executor::opaque() const {

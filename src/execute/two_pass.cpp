@@ -32,13 +32,13 @@ const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain,
   if (!job_.use_tapes) {
     part.tape.opaque = "an earlier replay gave other outputs than its recording";
     outputs = forward();
-  } else if (retain && job_.buffers.empty()) {
+  } else if (retain && job_.buffers.empty() && !job_.learns_output_law(rows)) {
     outputs = forward();
   } else {
     tape::Recorder recorder(inputs, buffers_, devices_);
     outputs = recorder.run(forward);
     part.tape = recorder.finish(outputs);
-    if (part.tape.refusal) {
+    if (part.tape.refusal && !(retain && job_.buffers.empty())) {
       throw Unsupported(*part.tape.refusal +
                         ", so micro-batches would not see what the whole batch sees");
     }

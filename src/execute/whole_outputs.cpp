@@ -3,6 +3,9 @@
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/torch_compat.hpp>
+#include <infinitybatch/execute/loss_watch.hpp>
+#include <infinitybatch/execute/output_law.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
@@ -40,6 +43,31 @@ const Batch& WholeOutputs::add(Rows rows, const Batch& outputs) {
   return part.outputs;
 }
 
+void WholeOutputs::expect(const Batch& outputs) {
+  expected_.clear();
+  for (size_t i = 0; i < outputs.leaves().size(); ++i) {
+    const at::Tensor& tensor = outputs.leaves()[i].tensor;
+    const bool once = tensor.defined() && job_.output_law->leaves[i].once();
+    expected_.push_back(once ? tensor.to(device()) : at::Tensor());
+  }
+}
+
+void WholeOutputs::know_sources(std::vector<bool> from_samples, std::optional<std::string> why) {
+  from_samples_ = std::move(from_samples);
+  why_ = std::move(why);
+}
+
+void WholeOutputs::find_law(const std::vector<Batch>& outputs,
+                            const std::vector<int64_t>& row_counts) {
+  if (from_samples_.empty()) return;
+  size_t other = 0;
+  while (other + 1 < outputs.size() && row_counts[other] == row_counts[0]) ++other;
+  if (row_counts[other] == row_counts[0]) return;
+  if (outputs[other].leaves().size() != from_samples_.size()) return;
+  const OutputForm second{outputs[other], row_counts[other], from_samples_, why_};
+  *job_.output_law = find_output_law({outputs[0], row_counts[0], from_samples_, why_}, &second);
+}
+
 void WholeOutputs::assemble() {
   const at::NoGradGuard no_grad;
   std::vector<Batch> outputs;
@@ -57,7 +85,22 @@ void WholeOutputs::assemble() {
       wants_gradient_[i] = wants_gradient_[i] || part.wants_gradient[i];
     }
   }
-  whole_ = concatenate(std::move(outputs), row_counts, "outputs");
+  find_law(outputs, row_counts);
+  const bool known =
+      outputs.size() > 1 && job_.output_law != nullptr && job_.output_law->fits(outputs.front());
+  whole_ = known ? join(std::move(outputs), row_counts, *job_.output_law, expected_)
+                 : concatenate(std::move(outputs), row_counts, "outputs");
+  if (job_.keep_outputs) left_ = whole_;
+}
+
+/// What the loss is given: no leaf itself, as natively, so that it may be changed in place. The
+/// node in between takes hooks, which a leaf's own accumulator would not run for another tensor.
+at::Tensor WholeOutputs::handed(const at::Tensor& output, std::vector<at::Tensor>& leaves) {
+  const at::AutoGradMode grad_mode(true);
+  leaves.push_back(output.detach().requires_grad_());
+  const at::Tensor handed = output.detach();
+  compat::begin_history(handed, at::alias(leaves.back()));
+  return handed;
 }
 
 at::Tensor WholeOutputs::loss(autograd::GradientSinks& sinks) {
@@ -129,14 +172,21 @@ void WholeOutputs::forget(Rows rows) {
 at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
   std::vector<Leaf> leaves = whole_.leaves();
   std::vector<at::Tensor> wanted;
+  std::vector<at::Tensor> watched;
   for (size_t i = 0; i < leaves.size(); ++i) {
-    if (!wants_gradient_[i]) continue;
-    leaves[i].tensor = leaves[i].tensor.detach().requires_grad_();
-    wanted.push_back(leaves[i].tensor);
+    at::Tensor& tensor = leaves[i].tensor;
+    watched.push_back(tensor);
+    if (wants_gradient_[i]) tensor = handed(tensor, wanted);
   }
+  const LossWatch watch(watched, [this](size_t leaf) {
+    const at::NoGradGuard no_grad;
+    at::Tensor& kept = whole_.leaves()[leaf].tensor;
+    kept = kept.clone();
+  });
+  watched.clear();
   const Batch targets = job_.targets->rows(0, job_.batch_size());
   const at::Tensor loss =
-      job_.coupled->value({leaves, whole_.structure()}, to_device(targets, device()));
+      computed({std::move(leaves), whole_.structure()}, to_device(targets, device()), watch);
   if (!loss.requires_grad()) {
     throw InvalidArgument(
         "the loss does not depend on anything that requires grad; check that the model's "
@@ -147,10 +197,29 @@ at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
       job_.loss_scale.defined() ? job_.loss_scale.to(loss.device(), loss.scalar_type()).reshape({})
                                 : at::ones_like(loss);
   autograd::run_backward({loss}, {gradient});
-  for (size_t i = 0; i < leaves.size(); ++i) {
-    gradients_.push_back(wants_gradient_[i] ? leaves[i].tensor.grad() : at::Tensor());
+  auto leaf = wanted.begin();
+  const OutputLaw* law = job_.output_law;
+  for (size_t i = 0; i < wants_gradient_.size(); ++i) {
+    gradients_.push_back(wants_gradient_[i] ? (leaf++)->grad() : at::Tensor());
+    const bool compares =
+        parts_.size() > 1 && law != nullptr && law->fits(whole_) && law->leaves[i].compares;
+    if (compares && gradients_[i].defined()) refuse_compared(whole_, i);
   }
   return loss.detach();
+}
+
+/// Whatever becomes of it, what it said to other ranks is known afterwards.
+at::Tensor WholeOutputs::computed(const Batch& outputs, const Batch& targets,
+                                  const LossWatch& watch) {
+  try {
+    at::Tensor loss = job_.coupled->value(outputs, targets);
+    collective_ = watch.collective();
+    watch.rethrow();
+    return loss;
+  } catch (...) {
+    collective_ = watch.collective();
+    throw;
+  }
 }
 
 at::Tensor WholeOutputs::gradient(Rows rows, size_t leaf, at::Device device) {
@@ -159,10 +228,11 @@ at::Tensor WholeOutputs::gradient(Rows rows, size_t leaf, at::Device device) {
   }
   if (leaf >= gradients_.size() || !gradients_[leaf].defined()) return {};
   const int64_t dim = whole_.leaves()[leaf].batch_dim;
-  const at::Tensor gradient = dim == Leaf::kShared
-                                  ? gradients_[leaf]
-                                  : gradients_[leaf].narrow(dim, rows.begin, rows.size());
-  return gradient.to(device);
+  if (dim != Leaf::kShared) {
+    return gradients_[leaf].narrow(dim, rows.begin, rows.size()).to(device);
+  }
+  // What stands once is computed by every micro-batch: one of them answers for it.
+  return rows.begin == 0 ? gradients_[leaf].to(device) : at::Tensor();
 }
 
 Batch WholeOutputs::seen(Part& part) {

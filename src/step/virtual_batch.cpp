@@ -71,6 +71,7 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   const bool parks = options_.parking.when == Parking::When::always ||
                      (job.cut && parked_.contains(signature_of(job)));
   if (waits && parks) job.store = store(job.device);
+  if (job.coupled != nullptr) job.output_law = &output_laws_[kind_of(job)];
   if (job.cut) job.check_recordings = !checked_.contains(kind_of(job));
   job.match_native_rng = options_.match_native_rng;
   if (job.match_native_rng) job.draw_laws = &draw_laws_[kind_of_draws(job)];
@@ -92,7 +93,16 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
   }
 
   int changes = 0;  // of the number of segments
+  collective_.reset();
   for (int64_t restarts = 0;; ++restarts) {
+    if (collective_) {
+      throw Unsupported(
+          "the step has to begin again, after memory ran out or a replay gave other outputs, but "
+          "its loss has talked to other ranks (" +
+          *collective_ +
+          "), who would not answer a second time; give every rank a micro_batch_size, or skip this "
+          "step on all of them: the next one is planned with what was learned");
+    }
     // The CPU's limit is enforced; an accelerator's is kept by the plan alone. One for each
     // attempt, so that it tells what failed in this one.
     std::optional<memory::Limit> limit;
@@ -208,6 +218,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     keep_foreign_exception(std::current_exception());
     failed_in_loss_ = executor && executor->in_whole_loss();
     if (executor) {
+      if (auto collective = executor->collective()) collective_ = std::move(collective);
       inputs_written_ = inputs_written_ || executor->wrote_inputs();
       executor->roll_back();
     }

@@ -178,6 +178,7 @@ Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
 bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
   Job quiet = job;
   quiet.on_micro_batch = nullptr;
+  quiet.output_law = nullptr;
   quiet.keep_outputs = false;
   // A small batch has too few rows to time every size in one pass over them.
   constexpr int kPasses = 8;

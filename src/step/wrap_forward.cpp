@@ -8,6 +8,7 @@
 #include <infinitybatch/coupled/one_of_many.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/tape/recorder.hpp>
+#include <infinitybatch/tape/sample_flow.hpp>
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
@@ -72,7 +73,8 @@ Batch ForwardPass::run(const Split& split, int64_t total) {
     run({row, row + sizes[i]}, total, i >= keep_from);
     row += sizes[i];
     // A second size tells along which dimension outputs lie.
-    if (i == 0 && one_size && sizes[0] > 1 && is_ambiguous(outputs_[0], sizes[0], options_)) {
+    if (i == 0 && one_size && sizes[0] > 1 &&
+        is_ambiguous(outputs_[0], sizes[0], from_samples_, options_)) {
       --sizes[1];
       sizes.insert(sizes.begin() + 2, 1);
       ++keep_from;  // as many rows as planned
@@ -93,10 +95,12 @@ Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
   int64_t row = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
     cuts.record({row, row + sizes[i]});
+    if (i == 0 || may_stand_once()) note_sources(cuts.tape({row, row + sizes[i]}));
     row += sizes[i];
     // A second size tells along which dimension outputs lie. Two halves: layers may refuse a
     // single sample.
-    if (i == 0 && ambiguous_ && sizes.size() > 1 && sizes[0] > 1 && sizes.front() == sizes.back()) {
+    if (i == 0 && (ambiguous_ || may_stand_once()) && sizes.size() > 1 && sizes[0] > 1 &&
+        sizes.front() == sizes.back()) {
       sizes.push_back(sizes[1] / 2);
       sizes[1] -= sizes.back();
     }
@@ -113,7 +117,7 @@ Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
 
 void ForwardPass::learn_from_recording(const Batch& outputs, const Batch& micro,
                                        uint64_t first_node) {
-  ambiguous_ = is_ambiguous(outputs, batch_size(micro, "inputs"), options_);
+  ambiguous_ = is_ambiguous(outputs, batch_size(micro, "inputs"), {}, options_);
   if (!recording_) return;
   const size_t known = call_->leaves.size();
   note_graph(outputs, micro, first_node);
@@ -190,7 +194,13 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   }
   const auto call = [&] { return keep ? call_model_and_keep(micro) : call_model(micro); };
   const uint64_t first_node = at::sequence_number::peek();
-  if (!recording_) {
+  const bool first = row_counts_.empty();
+  if (!recording_ && first && rows.size() < total) {
+    // Nothing will be replayed: it only tells what comes from the samples.
+    tape::Recorder recorder(micro, buffers_, call_->devices);
+    outputs = recorder.run(call);
+    note_sources(recorder.finish(outputs));
+  } else if (!recording_) {
     outputs = call();
   } else if (!call_->wrapped->use_tapes) {
     part.tape.opaque = "an earlier replay gave other outputs than its recording";
@@ -203,6 +213,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
       throw Unsupported(*part.tape.refusal +
                         ", so micro-batches would not see what the whole batch sees");
     }
+    if (first || may_stand_once()) note_sources(part.tape);
   }
   if (exact_) watch_.check(rows.size(), total);
   if (recording_) note_graph(outputs, micro, first_node);
@@ -226,6 +237,16 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   buffer_rule_.end_micro_batch();
   // Buffers that were restored under a graph could belong to what it has saved.
   if (keep && buffer_rule_.written()) call_->keep().graphs.clear();
+}
+
+void ForwardPass::note_sources(const tape::Tape& tape) {
+  const std::vector<bool> found = tape::from_samples(tape, inputs_);
+  from_samples_.resize(std::max(from_samples_.size(), found.size()), false);
+  for (size_t i = 0; i < found.size(); ++i) from_samples_[i] = from_samples_[i] || found[i];
+}
+
+bool ForwardPass::may_stand_once() const {
+  return std::find(from_samples_.begin(), from_samples_.end(), false) != from_samples_.end();
 }
 
 /// Notes where gradients go that are no parameters of the model, before the graph is dropped.
@@ -268,7 +289,7 @@ Batch ForwardPass::finish() {
     call_->live_before_loss = memory::stats(call_->device).live;
     call_->during_loss = std::make_unique<memory::HighWater>(call_->device);
   }
-  JoinedOutputs joined = join(std::move(outputs_), row_counts_, options_);
+  JoinedOutputs joined = join(std::move(outputs_), row_counts_, from_samples_, options_);
   buffer_rule_.commit();
   if (call_->cuts) call_->cuts->finish_forward();
   Batch outputs = joined.whole;

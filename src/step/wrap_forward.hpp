@@ -68,6 +68,10 @@ class ForwardPass {
   /// The same, in a graph that ends in sinks of its own.
   Batch call_model_and_keep(const Batch& micro);
   void note_graph(const Batch& outputs, const Batch& micro, uint64_t first_node);
+  /// Which outputs come from the samples, as far as this recording tells.
+  void note_sources(const tape::Tape& tape);
+  /// Whether that of further micro-batches matters.
+  bool may_stand_once() const;
 
   const WrapOptions& options_;
   const bool exact_;
@@ -83,6 +87,7 @@ class ForwardPass {
   std::vector<Batch> outputs_;
   std::vector<int64_t> row_counts_;
   std::vector<bool> wants_gradient_;  // of each leaf of the outputs
+  std::vector<bool> from_samples_;    // the same; empty where nothing was recorded
   // What the node's edges need; the call itself holds inputs without their graph.
   Batch inputs_;
   bool one_of_many_ = false;  // a single sample is at work

@@ -1,6 +1,9 @@
 #include "wrap_outputs.hpp"
 
+#include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/following_dims.hpp>
+#include <infinitybatch/execute/output_law.hpp>
 
 #include <ATen/Functions.h>
 
@@ -18,34 +21,17 @@ std::string shape(const at::Tensor& tensor) {
   return text.str();
 }
 
-/// Dimensions along which every part has its number of rows.
-std::vector<int64_t> fitting(const std::vector<Batch>& parts,
-                             const std::vector<int64_t>& row_counts, size_t leaf) {
-  const int64_t count = parts.front().leaves()[leaf].tensor.dim();
-  std::vector<int64_t> dims;
-  for (int64_t dim = 0; dim < count; ++dim) {
-    bool fits = true;
-    for (size_t i = 0; i < parts.size() && fits; ++i) {
-      const at::Tensor& part = parts[i].leaves()[leaf].tensor;
-      fits = part.dim() == count && part.size(dim) == row_counts[i];
-    }
-    if (fits) dims.push_back(dim);
-  }
-  return dims;
-}
-
 bool settled(const std::vector<int64_t>& dims, const std::optional<int64_t>& given) {
   return dims.size() <= 1 || (given && std::find(dims.begin(), dims.end(), *given) != dims.end());
 }
 
+constexpr const char* kOneSize =
+    " could be the same for any samples, which micro-batches of a single one cannot tell; give a "
+    "larger micro_batch_size";
+
 int64_t choose(const std::vector<int64_t>& dims, const at::Tensor& first, int64_t rows,
                const std::optional<int64_t>& given, const std::string& name) {
   if (given && std::find(dims.begin(), dims.end(), *given) != dims.end()) return *given;
-  if (dims.empty()) {
-    throw BatchError(name + " has shape " + shape(first) + " for " + std::to_string(rows) +
-                     " rows: no dimension follows the micro-batch, so the parts cannot be joined; "
-                     "return one value for each sample");
-  }
   // Of micro-batches of one row a matrix is taken to have its samples first, as is the convention.
   if (dims.size() > 1 && !(first.dim() <= 2 && dims.front() == 0)) {
     throw BatchError(name + " has shape " + shape(first) + " for every micro-batch of " +
@@ -56,12 +42,34 @@ int64_t choose(const std::vector<int64_t>& dims, const at::Tensor& first, int64_
   return dims.front();
 }
 
-at::Tensor reduced(const std::vector<Batch>& parts, const std::vector<int64_t>& row_counts,
-                   size_t leaf, Reduce reduce, const std::string& name) {
-  const at::Tensor& first = parts.front().leaves()[leaf].tensor;
+/// Leaves of all parts that are joined into one.
+struct Joining {
+  const std::vector<Batch>& parts;
+  const std::vector<int64_t>& row_counts;
+  size_t leaf;
+  bool from_samples;
+
+  const at::Tensor& tensor(size_t part) const { return parts[part].leaves()[leaf].tensor; }
+  bool several_sizes() const {
+    return std::any_of(row_counts.begin(), row_counts.end(),
+                       [&](int64_t count) { return count != row_counts.front(); });
+  }
+  bool alike() const {
+    for (size_t i = 1; i < parts.size(); ++i) {
+      if (!same_form(tensor(0), tensor(i))) return false;
+      if (any_bit_differs(tensor(0), tensor(i)).item<bool>()) return false;
+    }
+    return true;
+  }
+};
+
+at::Tensor reduced(const Joining& joining, Reduce reduce, const std::string& name) {
+  const at::Tensor& first = joining.tensor(0);
+  const auto& [parts, row_counts, leaf, from_samples] = joining;
   if (reduce == Reduce::none) {
-    throw BatchError(name +
-                     " is one number for each micro-batch, which cannot be joined; say "
+    throw BatchError(name + " is one number for each micro-batch" +
+                     (from_samples ? "" : ", and not the same one,") +
+                     " which cannot be joined; say "
                      "reduce=\"sum\" or \"mean\" if it is a sum or a mean over samples, or return "
                      "one value for each sample");
   }
@@ -81,18 +89,49 @@ at::Tensor reduced(const std::vector<Batch>& parts, const std::vector<int64_t>& 
   return sum;
 }
 
+/// The leaf of all rows, and along which dimension they lie. Nothing where it stands once.
+std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& options,
+                                  const std::string& name) {
+  const auto& [parts, row_counts, leaf, from_samples] = joining;
+  const at::Tensor& first = joining.tensor(0);
+  const std::vector<int64_t> dims = following_dims(parts, row_counts, leaf);
+  if (dims.empty()) {
+    if (parts.size() == 1) return std::nullopt;
+    if (!from_samples && joining.alike()) {
+      if (joining.several_sizes()) return std::nullopt;
+      if (first.dim() > 0 || options.reduce == Reduce::none) throw BatchError(name + kOneSize);
+    }
+    if (first.dim() == 0) return Leaf::kShared;
+    throw BatchError(name + " has shape " + shape(first) + " for " +
+                     std::to_string(row_counts.front()) +
+                     " rows: no dimension follows the micro-batch, so the parts cannot be joined; "
+                     "return one value for each sample");
+  }
+  const std::optional<int64_t>& given = options.output_batch_dim;
+  if (parts.size() > 1) {
+    if (dims.size() > 1 && joining.several_sizes()) refuse_compared(parts.front(), leaf);
+    if (!from_samples && !given && !joining.several_sizes() && joining.alike()) {
+      throw BatchError(name + " of shape " + shape(first) + kOneSize +
+                       ", or output_batch_dim if it has one for each");
+    }
+  }
+  return choose(dims, first, row_counts.front(), given, name);
+}
+
 }  // namespace
 
-bool is_ambiguous(const Batch& outputs, int64_t rows, const WrapOptions& options) {
+bool is_ambiguous(const Batch& outputs, int64_t rows, const std::vector<bool>& from_samples,
+                  const WrapOptions& options) {
   for (size_t leaf = 0; leaf < outputs.leaves().size(); ++leaf) {
     if (!outputs.leaves()[leaf].tensor.defined()) continue;
-    if (!settled(fitting({outputs}, {rows}, leaf), options.output_batch_dim)) return true;
+    if (leaf < from_samples.size() && !from_samples[leaf]) return true;
+    if (!settled(following_dims({outputs}, {rows}, leaf), options.output_batch_dim)) return true;
   }
   return false;
 }
 
 JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_counts,
-                   const WrapOptions& options) {
+                   const std::vector<bool>& from_samples, const WrapOptions& options) {
   const size_t count = parts.front().leaves().size();
   for (const Batch& part : parts) {
     bool alike = part.leaves().size() == count;
@@ -105,26 +144,32 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
           "return the same ones for every batch");
     }
   }
+  JoinedOutputs joined;
+  joined.once.resize(count, false);
   std::vector<Leaf> leaves = parts.front().leaves();
   for (size_t leaf = 0; leaf < count; ++leaf) {
     const at::Tensor first = leaves[leaf].tensor;
     if (!first.defined()) continue;
     const std::string name = "outputs" + parts.front().structure()->leaf_name(leaf);
-    if (first.dim() == 0) {
-      leaves[leaf].tensor = reduced(parts, row_counts, leaf, options.reduce, name);
-      leaves[leaf].batch_dim = Leaf::kShared;
+    const Joining joining{parts, row_counts, leaf,
+                          leaf >= from_samples.size() || from_samples[leaf]};
+    const std::optional<int64_t> dim = joined_dim(joining, options, name);
+    joined.once[leaf] = !dim;
+    leaves[leaf].batch_dim = dim.value_or(Leaf::kShared);
+    if (!dim) {
+      leaves[leaf].tensor = first.clone();  // a parameter itself, say, or what a graph has kept
       continue;
     }
-    const int64_t dim = choose(fitting(parts, row_counts, leaf), first, row_counts.front(),
-                               options.output_batch_dim, name);
+    if (*dim == Leaf::kShared) {
+      leaves[leaf].tensor = reduced(joining, options.reduce, name);
+      continue;
+    }
     std::vector<at::Tensor> tensors;
     for (Batch& part : parts) {
       tensors.push_back(std::exchange(part.leaves()[leaf].tensor, at::Tensor()));
     }
-    leaves[leaf].tensor = at::cat(tensors, dim);
-    leaves[leaf].batch_dim = dim;
+    leaves[leaf].tensor = at::cat(tensors, *dim);
   }
-  JoinedOutputs joined;
   joined.whole = Batch(std::move(leaves), parts.front().structure());
   joined.reduce = options.reduce;
   joined.rows = std::accumulate(row_counts.begin(), row_counts.end(), static_cast<int64_t>(0));
@@ -135,6 +180,7 @@ at::Tensor JoinedOutputs::part_of_gradient(size_t index, const at::Tensor& gradi
                                            Rows part) const {
   const int64_t dim = whole.leaves()[index].batch_dim;
   if (dim != Leaf::kShared) return gradient.narrow(dim, part.begin, part.size());
+  if (once[index]) return part.begin == 0 ? gradient : at::Tensor();
   if (reduce == Reduce::sum) return gradient;
   return gradient.mul(static_cast<double>(part.size()) / static_cast<double>(rows));
 }

@@ -21,7 +21,7 @@ at::Tensor WrapSeam::gradient(Rows rows, size_t leaf, const at::Tensor& output) 
   const at::Tensor& gradient = gradients_[static_cast<size_t>(number)];
   if (!gradient.defined()) return {};
   at::Tensor here = call_.outputs.part_of_gradient(leaf, gradient, rows);
-  if (here.sizes() != output.sizes()) return {};
+  if (!here.defined() || here.sizes() != output.sizes()) return {};
   return here.to(output.device(), output.scalar_type());
 }
 
@@ -31,7 +31,8 @@ void WrapSeam::compare(Rows part, const Batch& numbers, const Batch& outputs) {
   for (size_t i = 0; i < seen.leaves().size(); ++i) {
     Leaf& leaf = seen.leaves()[i];
     if (!leaf.tensor.defined()) continue;
-    if (leaf.batch_dim == Leaf::kShared || !call_.output_versions[i].holds()) leaf.tensor.reset();
+    const bool reduced = leaf.batch_dim == Leaf::kShared && !call_.outputs.once[i];
+    if (reduced || !call_.output_versions[i].holds()) leaf.tensor.reset();
   }
   note_differences(rows(seen, part.begin, part.end), outputs, differs_);
 }

@@ -9,22 +9,6 @@
 
 namespace infinitybatch {
 
-BufferValues::BufferValues(const std::vector<BufferSlot>& slots) {
-  const at::NoGradGuard no_grad;
-  for (const BufferSlot& slot : slots) {
-    const at::Tensor tensor = slot.get();
-    if (tensor.defined()) entries_.push_back({slot, tensor, tensor.detach().clone()});
-  }
-}
-
-void BufferValues::restore() const {
-  const at::NoGradGuard no_grad;
-  for (const Entry& entry : entries_) {
-    if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
-    entry.tensor.variable_data().copy_(entry.values);
-  }
-}
-
 Version Version::of(std::string what, const at::Tensor& tensor) {
   // Inference tensors count no versions; nothing can be said of them.
   return {std::move(what), tensor,

@@ -5,6 +5,7 @@
 
 #include <infinitybatch/autograd/gradient_sinks.hpp>
 #include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/execute/buffer_values.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
 #include <infinitybatch/memory/foreign_storage.hpp>
 #include <infinitybatch/memory/high_water.hpp>
@@ -69,22 +70,6 @@ class StoreUse {
 
  private:
   Wrapped* wrapped_ = nullptr;
-};
-
-/// Tensors of all buffers and their values at one moment. Restoring raises no version: graphs that
-/// read the buffers stay valid, for they find the same values.
-class BufferValues {
- public:
-  explicit BufferValues(const std::vector<BufferSlot>& slots);
-  void restore() const;
-
- private:
-  struct Entry {
-    BufferSlot slot;
-    at::Tensor tensor;
-    at::Tensor values;
-  };
-  std::vector<Entry> entries_;
 };
 
 /// A tensor and its version when it was read.

@@ -45,8 +45,10 @@ class CutPass {
   /// \param elsewhere calls back with other rows' inputs, and with what runs the model on them
   using Run = std::function<void(const Batch& inputs, const std::function<Batch()>& forward)>;
   using Elsewhere = std::function<void(Rows rows, const Run& run)>;
-  void record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
-              const std::function<Batch()>& forward, const Elsewhere& elsewhere);
+  /// \return the outputs of the recording, detached; what comes of ops of the whole batch is wrong
+  ///         in them
+  Batch record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
+               const std::function<Batch()>& forward, const Elsewhere& elsewhere);
   /// With `Job::alone`, in place of `record`: records a micro-batch and cuts its tape where
   /// they say. Afterwards it stands at its last cut; where the cuts were known before and the loss
   /// is separable, the graph behind it is kept from the recording. Returns the model's outputs, as
@@ -64,6 +66,8 @@ class CutPass {
   /// How many segments there are without cuts for memory, and with `Job::alone` in the first
   /// micro-batch's tape; after the first `record`.
   int64_t segments() const;
+  /// One micro-batch's, once it is recorded.
+  const tape::Tape& tape(Rows rows) const { return parts_.at(rows.begin).recorded->tape; }
   /// Of one micro-batch's tape, once it is recorded.
   int64_t segments(Rows rows) const;
   /// The same for each of its stretches: the segment behind its last one.

@@ -7,6 +7,7 @@
 #include <infinitybatch/execute/denominator.hpp>
 #include <infinitybatch/execute/job.hpp>
 #include <infinitybatch/execute/loss_total.hpp>
+#include <infinitybatch/execute/output_law.hpp>
 #include <infinitybatch/execute/pass_times.hpp>
 #include <infinitybatch/execute/plan.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
@@ -62,6 +63,10 @@ class Executor {
   /// Of one micro-batch, with `Job::checkpoints`, between its `record` and its last `backward`.
   int64_t segments(Rows rows) const { return cut_pass_->segments(rows); }
   Stretches stretches(Rows rows) const { return cut_pass_->stretches(rows); }
+  /// One micro-batch's recording, with cuts, once it is recorded.
+  const tape::Tape& tape(Rows rows) const { return cut_pass_->tape(rows); }
+  /// By which operation a loss of all outputs talked to other ranks; nothing where it did not.
+  std::optional<std::string> collective() const;
   /// Why the user's forward ran twice for some rows; nothing where it did not.
   std::optional<std::string> opaque() const;
 
@@ -75,6 +80,13 @@ class Executor {
   void whole_loss();
   void replay(Rows rows);
   void record_for_cuts(Rows rows);
+  /// How outputs follow the samples, after the first micro-batch's recording, where it is not known
+  /// yet. May run forward on a few other rows, and undoes that.
+  /// \param inputs  that it ran on
+  /// \param outputs that it gave, detached
+  /// \throws BatchError naming an output that cannot be joined
+  void learn_outputs(Rows rows, const Batch& inputs, const Batch& outputs, const tape::Tape& tape);
+  OutputForm form_elsewhere(Rows rows, at::Device device);
   void advance(Rows rows, int64_t segment, bool retain);
   void resume(Rows rows, int64_t segment);
   void load_for(Rows rows, int64_t segment);

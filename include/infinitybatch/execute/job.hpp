@@ -2,6 +2,7 @@
 
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/core/model.hpp>
+#include <infinitybatch/core/row_range.hpp>
 #include <infinitybatch/loss/coupled.hpp>
 #include <infinitybatch/loss/loss.hpp>
 
@@ -9,6 +10,7 @@
 
 namespace infinitybatch {
 
+struct OutputLaw;
 struct StaticTapes;
 class Checkpoints;
 class OutsideLoss;
@@ -48,6 +50,7 @@ struct Job {
   park::Store* store = nullptr;            ///< with `cut`: where what waits at the cuts goes
   bool match_native_rng = false;           ///< random numbers are those of the whole batch's run
   coupled::DrawLaws* draw_laws = nullptr;  ///< then: what is known of this kind of batch
+  OutputLaw* output_law = nullptr;         ///< with `coupled`: what is known of its outputs, if any
   bool check_recordings = true;            ///< with `cut`: whether the first recording is checked
   bool use_tapes = true;                   ///< false: a second forward always runs the user's code
   bool tapes_stay = false;                 ///< what a recording keeps is held beyond its replay
@@ -57,7 +60,12 @@ struct Job {
   std::function<void()> interrupt;
 
   int64_t batch_size() const noexcept { return inputs->size; }
+  /// Whether the recording of these rows has to tell how outputs follow them.
+  bool learns_output_law(Rows rows) const;
 };
+
+/// Rows beside these `rows`, another number of them, whose forward tells what follows the samples.
+Rows other_rows(Rows rows, int64_t batch_size);
 
 /// The devices whose random generators a step may draw from.
 std::vector<at::Device> devices_of(const Job& job);

@@ -48,8 +48,11 @@ class TwoPass {
   /// \throws tape::Mismatch, Unsupported where a second forward gave other outputs than the first
   void check() const;
 
+  /// The recording of these rows, from `first` to `again`; empty where there is none.
+  const tape::Tape& tape(Rows rows) const { return parts_.at(rows.begin).tape; }
   /// The outputs of all, and where they wait.
   WholeOutputs& outputs() noexcept { return outputs_; }
+  const WholeOutputs& outputs() const noexcept { return outputs_; }
   /// Why the user's forward ran twice; nothing where it did not.
   const std::optional<std::string>& opaque() const noexcept { return opaque_; }
 

@@ -6,9 +6,13 @@
 #include <infinitybatch/execute/waiting_room.hpp>
 
 #include <map>
+#include <optional>
+#include <string>
 #include <vector>
 
 namespace infinitybatch {
+
+class LossWatch;
 
 /// For measuring: in place of the gradient of each leaf of `outputs`; undefined where none is
 /// wanted.
@@ -16,8 +20,9 @@ std::vector<at::Tensor> stand_in_gradients(const Batch& outputs);
 
 /// The outputs of all micro-batches, the coupled loss on them, and the gradient that it gives each.
 ///
-/// Outputs of a second forward are compared bit for bit with those that the loss saw, on the device
-/// and without waiting for it.
+/// Outputs of a second forward are compared bit for bit with those that the first one gave, on the
+/// device and without waiting for it. The loss may change in place what it is given, as natively:
+/// where it is about to, what is compared is copied first.
 ///
 /// With `Job::store`, and a loss that is computed on the model's device, they wait there: outputs
 /// until the loss, and then, micro-batch by micro-batch, what its second forward is compared with
@@ -28,9 +33,16 @@ class WholeOutputs {
 
   /// Keeps what the model gave for these rows, detached, on the loss's device; returns that.
   const Batch& add(Rows rows, const Batch& outputs);
+  /// That is what leaves that stand once in the outputs of all rows have to be (see `OutputLaw`).
+  void expect(const Batch& outputs);
+  /// Another micro-batch will tell how outputs follow the samples, for it has another number of
+  /// rows; see `OutputForm`.
+  void know_sources(std::vector<bool> from_samples, std::optional<std::string> why);
 
   /// The loss of all outputs, detached, and the gradient of the outputs. Gradients of the loss's
   /// own parameters go to the sinks.
+  /// \throws BatchError where outputs cannot be joined, or the loss uses what compares the samples
+  ///         of a micro-batch
   at::Tensor loss(autograd::GradientSinks& sinks);
 
   /// With `Job::store`: what waits of these rows begins to leave the device, has left, is there
@@ -50,8 +62,10 @@ class WholeOutputs {
   /// Whether any did. Waits for the device.
   bool differ() const;
 
-  /// All outputs in order, detached.
-  const Batch& all() const noexcept { return whole_; }
+  /// All outputs in order, detached, as the loss left them; with `Job::keep_outputs`.
+  const Batch& all() const noexcept { return left_; }
+  /// The first collective operation by which the loss talked to other ranks, if any did.
+  const std::optional<std::string>& collective() const noexcept { return collective_; }
 
  private:
   struct Part {
@@ -64,6 +78,9 @@ class WholeOutputs {
   at::Tensor compute(autograd::GradientSinks& sinks);
   void disperse();
   Batch seen(Part& part);
+  void find_law(const std::vector<Batch>& outputs, const std::vector<int64_t>& row_counts);
+  static at::Tensor handed(const at::Tensor& output, std::vector<at::Tensor>& leaves);
+  at::Tensor computed(const Batch& outputs, const Batch& targets, const LossWatch& watch);
   at::Device device() const;
   bool parks() const { return job_.store != nullptr && device() == job_.device; }
   /// Where a leaf of a micro-batch waits.
@@ -72,8 +89,13 @@ class WholeOutputs {
   WaitingRoom& settled(Part& part);
 
   const Job& job_;
-  std::map<int64_t, Part> parts_;      // by first row
-  Batch whole_;                        // outputs of all rows
+  std::map<int64_t, Part> parts_;     // by first row
+  Batch whole_;                       // outputs of all rows, as the model gave them
+  Batch left_;                        // as the loss left them, with `keep_outputs`
+  std::vector<at::Tensor> expected_;  // of each leaf; undefined where unknown
+  std::vector<bool> from_samples_;    // the same; empty where nobody needs to know
+  std::optional<std::string> why_;
+  std::optional<std::string> collective_;
   std::vector<bool> wants_gradient_;   // of each leaf of `whole_`
   std::vector<at::Tensor> gradients_;  // of each leaf of `whole_`; undefined where none is wanted
   bool dispersed_ = false;             // both wait by micro-batch, but for what all of them share

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <ATen/core/TensorBody.h>
+#include <ATen/record_function.h>
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace infinitybatch {
+
+/// Watches the ops of a loss of all outputs, in this thread: which of the outputs it is about to
+/// change in place, and whether it talks to other ranks. What writes memory without an op (a
+/// kernel of the user's that is no operator) is not seen.
+class LossWatch {
+ public:
+  /// \param watched outputs as the loss gets them; undefined ones are left out
+  /// \param write   called with the index of each of them in front of the first op that writes its
+  ///                memory
+  LossWatch(const std::vector<at::Tensor>& watched, std::function<void(size_t)> write);
+  ~LossWatch();
+  LossWatch(const LossWatch&) = delete;
+  LossWatch& operator=(const LossWatch&) = delete;
+
+  /// The first collective operation, "c10d::allgather_"; nothing where there was none.
+  const std::optional<std::string>& collective() const noexcept { return collective_; }
+  /// \throws what `write` threw, which torch keeps to itself
+  void rethrow() const {
+    if (failed_) std::rethrow_exception(failed_);
+  }
+
+ private:
+  static std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& op);
+  void meet(const at::RecordFunction& op);
+  void meet_write(const at::Tensor& tensor);
+
+  std::unordered_multimap<const c10::StorageImpl*, size_t> unwritten_;
+  std::function<void(size_t)> write_;
+  std::optional<std::string> collective_;
+  std::exception_ptr failed_;
+  LossWatch* outer_;
+  at::CallbackHandle handle_;
+};
+
+}  // namespace infinitybatch

@@ -1,0 +1,156 @@
+#include <infinitybatch/execute/output_law.hpp>
+
+#include <infinitybatch/core/bits.hpp>
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/following_dims.hpp>
+
+#include <ATen/Functions.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+std::string name_of(const Batch& outputs, size_t leaf) {
+  return "outputs" + outputs.structure()->leaf_name(leaf);
+}
+
+std::string shape_for(const at::Tensor& tensor, int64_t rows) {
+  return " has shape " + c10::str(tensor.sizes()) + " for " + std::to_string(rows) + " rows";
+}
+
+[[noreturn]] void refuse(const OutputForm& form, size_t leaf, const std::string& why) {
+  throw BatchError(
+      name_of(form.outputs, leaf) + shape_for(form.outputs.leaves()[leaf].tensor, form.rows) +
+      ": no dimension follows the micro-batch, so the parts cannot be joined, and " + why +
+      "; return one value for each sample (a mean over samples is then for the loss "
+      "to take). What the model itself needs of the whole batch is a matter for "
+      "across_batch");
+}
+
+/// Follows the samples along none of its dimensions: the same for any of them, or an error.
+void check_once(const OutputForm& form, const OutputForm& other, size_t leaf) {
+  const at::Tensor& here = form.outputs.leaves()[leaf].tensor;
+  const at::Tensor& there = other.outputs.leaves()[leaf].tensor;
+  if (form.from_samples[leaf] || other.from_samples[leaf]) {
+    const auto& why = form.why ? form.why : other.why;
+    refuse(form, leaf,
+           why ? "nobody knows whether it is the same for any samples (" + *why + ")"
+               : std::string("it comes from the samples, so it is not the same for all of them"));
+  }
+  if (!same_form(here, there) || any_bit_differs(here, there).item<bool>()) {
+    refuse(form, leaf,
+           "it is not the same for " + std::to_string(other.rows) +
+               " rows, be it that it depends on their number or on random numbers");
+  }
+}
+
+}  // namespace
+
+bool OutputLaw::fits(const Batch& outputs) const {
+  if (leaves.empty() || leaves.size() != outputs.leaves().size()) return false;
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    const at::Tensor& tensor = outputs.leaves()[i].tensor;
+    if (leaves[i].dims != (tensor.defined() ? tensor.dim() : -1)) return false;
+  }
+  return true;
+}
+
+bool needs_other_rows(const OutputForm& form) {
+  for (size_t i = 0; i < form.outputs.leaves().size(); ++i) {
+    if (!form.outputs.leaves()[i].tensor.defined()) continue;
+    if (!form.from_samples[i]) return true;
+    // Of one sample any dimension may be that long, and two may not fit: the first is the
+    // convention.
+    if (form.rows > 1 && following_dims({form.outputs}, {form.rows}, i).size() > 1) return true;
+  }
+  return false;
+}
+
+OutputLaw find_output_law(const OutputForm& form, const OutputForm* other) {
+  const size_t count = form.outputs.leaves().size();
+  if (other != nullptr && other->outputs.leaves().size() != count) {
+    throw BatchError("the model returned " + std::to_string(count) + " values for " +
+                     std::to_string(form.rows) + " rows and " +
+                     std::to_string(other->outputs.leaves().size()) + " for " +
+                     std::to_string(other->rows) +
+                     ", so the outputs of micro-batches cannot be joined; return the same ones for "
+                     "every batch");
+  }
+  OutputLaw law;
+  for (size_t i = 0; i < count; ++i) {
+    const at::Tensor& tensor = form.outputs.leaves()[i].tensor;
+    OutputLaw::OfLeaf& leaf = law.leaves.emplace_back();
+    if (!tensor.defined()) continue;
+    leaf.dims = tensor.dim();
+    const bool both = other != nullptr && other->outputs.leaves()[i].tensor.defined();
+    const std::vector<int64_t> dims =
+        both ? following_dims({form.outputs, other->outputs}, {form.rows, other->rows}, i)
+             : following_dims({form.outputs}, {form.rows}, i);
+    if (!dims.empty()) {
+      leaf.batch_dim = dims.front();
+      leaf.compares = both && dims.size() > 1;
+    } else if (both) {
+      check_once(form, *other, i);
+    } else {
+      check_once(form, form, i);
+    }
+  }
+  return law;
+}
+
+void refuse_compared(const Batch& outputs, size_t leaf) {
+  throw BatchError(name_of(outputs, leaf) +
+                   " has several dimensions that follow the micro-batch, as where its samples are "
+                   "compared with each other: a comparison of samples of different micro-batches "
+                   "is not among them; return what is compared, and let the loss compare");
+}
+
+void check_same(const at::Tensor& first, const at::Tensor& part, const std::string& name) {
+  if (same_form(first, part) && !any_bit_differs(first, part).item<bool>()) return;
+  throw BatchError(name + " of shape " + c10::str(first.sizes()) +
+                   " does not come from the samples, so that the whole batch would have it once, "
+                   "but micro-batches give different values for it: it depends on their number or "
+                   "on random numbers; return one value for each sample");
+}
+
+Batch join(std::vector<Batch> parts, const std::vector<int64_t>& row_counts, const OutputLaw& law,
+           const std::vector<at::Tensor>& expected) {
+  std::vector<std::pair<size_t, Leaf>> apart;
+  for (const Batch& part : parts) {
+    if (law.fits(part)) continue;
+    throw BatchError(
+        "outputs of different micro-batches have different structures, so they cannot be joined; "
+        "return the same ones for every batch");
+  }
+  for (size_t i = 0; i < law.leaves.size(); ++i) {
+    Leaf leaf = parts.front().leaves()[i];
+    if (!leaf.tensor.defined()) continue;
+    leaf.batch_dim = law.leaves[i].batch_dim;
+    std::vector<at::Tensor> tensors;
+    for (const Batch& part : parts) tensors.push_back(part.leaves()[i].tensor);
+    if (law.leaves[i].once()) {
+      if (i < expected.size() && expected[i].defined()) tensors.push_back(expected[i]);
+      for (const at::Tensor& each : tensors) {
+        check_same(leaf.tensor, each, name_of(parts.front(), i));
+      }
+    } else {
+      const std::vector<int64_t> dims = following_dims(parts, row_counts, i);
+      if (dims.size() > 1 && row_counts.front() != row_counts.back()) {
+        refuse_compared(parts.front(), i);
+      }
+      if (dims.empty() || dims.front() == leaf.batch_dim) continue;
+      leaf.tensor = at::cat(tensors, leaf.batch_dim);
+    }
+    tensors.clear();
+    for (Batch& part : parts) part.leaves()[i].tensor.reset();
+    apart.emplace_back(i, std::move(leaf));
+  }
+  Batch whole = concatenate(std::move(parts), row_counts, "outputs");
+  for (auto& [i, leaf] : apart) whole.leaves()[i] = std::move(leaf);
+  return whole;
+}
+
+}  // namespace infinitybatch
