@@ -206,5 +206,6 @@ def _coupled_op(module: nn.Module) -> str:
         if module.max_norm is not None:
             return "aten::embedding_renorm_"
         if module.scale_grad_by_freq:
-            return "aten::embedding"
+            bag = isinstance(module, nn.EmbeddingBag)
+            return "aten::embedding_bag" if bag else "aten::embedding"
     return ""

@@ -5,9 +5,7 @@
 #include <infinitybatch/tape/op_facts.hpp>
 
 #include <ATen/Context.h>
-#include <ATen/Functions.h>
 #include <ATen/core/ivalue.h>
-#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <array>
@@ -19,15 +17,17 @@ namespace {
 
 thread_local CouplingWatch* innermost = nullptr;
 
-enum class Kind { batch_norm, always, embedding, embedding_renorm, across_batch };
+enum class Kind { batch_norm, always, embedding, across_batch };
 
 struct Watched {
   std::string_view op;
   Kind kind;
 };
 
+constexpr std::string_view kRenorm = "aten::embedding_renorm_";
+
 // Every spelling: the composite op that modules call, and the kernels that code may call directly.
-constexpr std::array<Watched, 16> kWatched{{
+constexpr std::array<Watched, 15> kWatched{{
     {"aten::batch_norm", Kind::batch_norm},
     {"aten::_batch_norm_impl_index", Kind::batch_norm},
     {"aten::native_batch_norm", Kind::batch_norm},
@@ -42,7 +42,6 @@ constexpr std::array<Watched, 16> kWatched{{
     {"aten::embedding", Kind::embedding},
     {"aten::embedding_bag", Kind::embedding},
     {"aten::_embedding_bag", Kind::embedding},
-    {"aten::embedding_renorm_", Kind::embedding_renorm},
     {"infinitybatch::across_batch", Kind::across_batch},
 }};
 
@@ -62,7 +61,6 @@ bool couples(Kind kind, const c10::ArrayRef<const c10::IValue>& inputs) {
     case Kind::embedding:
       return first_bool(inputs) && inputs[0].isTensor() && inputs[0].toTensor().requires_grad();
     case Kind::always:
-    case Kind::embedding_renorm:
     case Kind::across_batch:
       return true;
   }
@@ -73,8 +71,6 @@ std::string reason(Kind kind) {
   switch (kind) {
     case Kind::embedding:
       return "scale_grad_by_freq divides by how often a word occurs in the whole batch";
-    case Kind::embedding_renorm:
-      return "max_norm rewrites rows of the weight during forward";
     case Kind::across_batch:
       return "its function asks for all samples";
     case Kind::batch_norm:
@@ -87,6 +83,8 @@ std::string reason(Kind kind) {
 }  // namespace
 
 struct CouplingWatch::Inside : at::ObserverContext {};
+
+struct CouplingWatch::Renorming : at::ObserverContext {};
 
 struct CouplingWatch::Drawing : at::ObserverContext {
   Drawing(std::string name, std::vector<Stand> stand)
@@ -143,6 +141,7 @@ CouplingWatch::Scope::Scope(CouplingWatch& watch)
                                              .scopes({at::RecordScope::FUNCTION}))) {
   watch.inside_ = 0;
   watch.drawing_ = false;
+  watch.renormed_->forget();
   innermost = &watch;
 }
 
@@ -155,6 +154,9 @@ std::unique_ptr<at::ObserverContext> CouplingWatch::on_op(const at::RecordFuncti
   CouplingWatch* watch = innermost;
   if (watch == nullptr) return nullptr;
   const std::string_view name = op.name();
+  const bool reads = watch->inside_ == 0 && !watch->renormed_->empty();
+  const bool lookup = reads && watch->renormed_->is_lookup(op);
+  if (reads && !lookup) watch->on_read(op);
   if (!watch->generators_.empty() && !watch->drawing_) {
     if (auto drawing = watch->on_draw(op)) return drawing;
   }
@@ -163,8 +165,8 @@ std::unique_ptr<at::ObserverContext> CouplingWatch::on_op(const at::RecordFuncti
     ++watch->inside_;
     return std::make_unique<Inside>();
   }
-  if (name == "aten::embedding_renorm_") watch->remember(op.inputs()[0].toTensor());
   if (watch->inside_ > 0) return nullptr;
+  if (name == kRenorm) return watch->on_renorm(op);
   for (const Watched& watched : kWatched) {
     if (name != watched.op || !couples(watched.kind, op.inputs())) continue;
     if (watched.kind == Kind::batch_norm && watch->is_parameter(op.inputs()[0])) return nullptr;
@@ -172,10 +174,13 @@ std::unique_ptr<at::ObserverContext> CouplingWatch::on_op(const at::RecordFuncti
     ++watch->inside_;
     return std::make_unique<Inside>();
   }
-  return nullptr;
+  if (!lookup) return nullptr;
+  ++watch->inside_;  // its inner ops read the weight as well
+  return std::make_unique<Inside>();
 }
 
 void CouplingWatch::know_parameters(const std::vector<NamedParameter>& parameters) {
+  renormed_->know_parameters(parameters);
   for (const NamedParameter& parameter : parameters) {
     if (parameter.tensor.has_storage()) {
       parameters_.insert(parameter.tensor.storage().unsafeGetStorageImpl());
@@ -188,12 +193,19 @@ bool CouplingWatch::is_parameter(const c10::IValue& value) const {
          parameters_.count(value.toTensor().storage().unsafeGetStorageImpl()) != 0;
 }
 
-void CouplingWatch::remember(const at::Tensor& weight) {
-  for (const Write& write : writes_) {
-    if (write.weight.is_same(weight)) return;
+std::unique_ptr<at::ObserverContext> CouplingWatch::on_renorm(const at::RecordFunction& op) {
+  if (auto why = renormed_->begin(op)) seen_.push_back({std::string(kRenorm), std::move(*why)});
+  ++inside_;
+  return std::make_unique<Renorming>();
+}
+
+void CouplingWatch::on_read(const at::RecordFunction& op) {
+  const bool known = std::any_of(seen_.begin(), seen_.end(),
+                                 [](const CoupledOp& seen) { return seen.op == kRenorm; });
+  if (known || op.name() == kRenorm) return;
+  if (auto why = renormed_->other_read(op)) {
+    seen_.push_back({std::string(kRenorm), std::move(*why)});
   }
-  const at::NoGradGuard no_grad;
-  writes_.push_back({weight, weight.detach().clone()});
 }
 
 void CouplingWatch::check(int64_t rows, int64_t total) const {
@@ -208,15 +220,13 @@ void CouplingWatch::check(int64_t rows, int64_t total) const {
           "batch_coupling=\"per_micro_batch\"");
 }
 
-void CouplingWatch::undo_writes() const {
-  const at::NoGradGuard no_grad;
-  for (const Write& write : writes_) at::Tensor(write.weight).copy_(write.before);
-}
-
 void CouplingWatch::after_op(const at::RecordFunction&, at::ObserverContext* context) {
   if (innermost == nullptr || context == nullptr) return;
   if (dynamic_cast<Inside*>(context) != nullptr) {
     --innermost->inside_;
+  } else if (dynamic_cast<Renorming*>(context) != nullptr) {
+    --innermost->inside_;
+    innermost->renormed_->end();
   } else if (auto* drawing = dynamic_cast<Drawing*>(context)) {
     innermost->drawing_ = false;
     for (const Stand& before : drawing->before) {

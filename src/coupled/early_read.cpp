@@ -98,7 +98,7 @@ std::optional<std::string> given_something_else(const tape::Tape& tape,
   }
   for (const tape::Op& op : tape.ops) {
     if (op.facts == nullptr) continue;
-    const bool embedding = op.facts->name() == "aten::embedding";
+    const bool embedding = op.facts->looks_up;
     const bool across = op.facts->name() == "infinitybatch::across_batch";
     bool any = false;
     bool wanted = true;  // those that the op takes for samples

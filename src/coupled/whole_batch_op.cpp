@@ -4,6 +4,7 @@
 #include "batch_norm.hpp"
 #include "embedding.hpp"
 
+#include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/tape/arguments.hpp>
 
 #include <algorithm>
@@ -43,6 +44,18 @@ constexpr std::array kKnown{
     Known{"aten::embedding", /*flag=*/3, /*provisional=*/false,
           [](const tape::Tape&, const tape::Op&) -> std::unique_ptr<WholeBatchOp> {
             return std::make_unique<ScaledEmbedding>();
+          }},
+    Known{"aten::embedding_bag", /*flag=*/3, /*provisional=*/false,
+          [](const tape::Tape& tape, const tape::Op& op) -> std::unique_ptr<WholeBatchOp> {
+            for (uint32_t o = op.outputs.begin + 1; o < op.outputs.end; ++o) {
+              if (tape.outputs[o] == tape::kNoValue) continue;
+              throw CouplingError(
+                  "aten::embedding_bag",
+                  "aten::embedding_bag couples the samples of a batch (scale_grad_by_freq), and "
+                  "forward uses more of its results than the sums; call "
+                  "torch.nn.functional.embedding_bag");
+            }
+            return std::make_unique<ScaledEmbeddingBag>();
           }},
     Known{"infinitybatch::across_batch", /*flag=*/-1, /*provisional=*/true,
           [](const tape::Tape& tape, const tape::Op& op) -> std::unique_ptr<WholeBatchOp> {

@@ -31,6 +31,7 @@ std::string name_of(const coupled::CouplingWatch& watch, const tape::Tape& tape)
   if (!watch.seen().empty()) return watch.seen().front().op;
   const std::vector<uint32_t> draws = coupled::drawing_ops(tape);
   if (!draws.empty()) return tape.ops[draws.front()].facts->name();
+  if (!watch.renormed()->empty()) return "aten::embedding_renorm_";
   return watch.drew().value_or("an op of the whole batch");
 }
 
@@ -104,7 +105,8 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   }
   tape.whole_draws = streams_ != nullptr;
   coupled::check_draws(tape);
-  if (tape.opaque && watch.seen().empty() && !watch.drew()) {
+  const bool uncoupled = watch.seen().empty() && !watch.drew();
+  if (tape.opaque && uncoupled && job_.static_tapes != nullptr) {
     throw Unsupported("forward cannot be used again as a tape, as static_graph asks for: " +
                       *tape.opaque + "; leave static_graph out");
   }
@@ -228,6 +230,8 @@ void CutPass::confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded
   entry.confirmed = std::none_of(ops.begin(), ops.end(), [](const tape::Op& op) {
     return op.facts != nullptr && op.facts->name() == "infinitybatch::across_batch";
   });
+  // Nor would a recording scale the rows that other samples look up.
+  entry.confirmed = entry.confirmed && !recorded->tape.scales_rows;
   // Nor does a recording know where a generator of the user's stands in the next step.
   for (const tape::Draw& draw : recorded->tape.draws) {
     entry.confirmed = entry.confirmed && !draw.passed;

@@ -61,6 +61,7 @@ Executor::Executor(const Job& job)
       total_(job.device) {
   if (job.cut) cut_pass_.emplace(job, sinks_, buffers_);
   watch_.know_parameters(job.parameters);
+  if (job.renormed != nullptr) watch_.renormed()->expect(job.renormed);
   if (job.match_native_rng) watch_.watch_draws(devices_of(job));
   if (job.outside != nullptr) {
     // computes no loss here
@@ -201,6 +202,7 @@ void Executor::forward(Rows rows) {
   const bool watched = job_.match_native_rng && !cut_pass_ && rows.size() < job_.batch_size();
   const auto foreign = watched ? tell_foreign_sources() : std::map<std::string, std::string>();
   outputs_ = job_.model->forward(inputs_);
+  watch_.renormed()->rethrow();
   if (watched) {
     for (const auto& [name, state] : tell_foreign_sources()) {
       if (state != foreign.at(name)) foreign_draw_ = name;
@@ -475,6 +477,7 @@ void Executor::finish() {
 void Executor::finish_forward() {
   buffers_.commit();
   sinks_.uninstall();
+  watch_.renormed()->commit();
   watch_.close();
 }
 
@@ -486,7 +489,7 @@ void Executor::begin_backward(bool keep) {
 void Executor::roll_back() {
   sinks_.uninstall();
   buffers_.roll_back();
-  watch_.undo_writes();
+  watch_.renormed()->undo();
   watch_.undo_draws();
 }
 

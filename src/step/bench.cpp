@@ -207,7 +207,7 @@ class Race {
     if (job_.device.is_cpu()) limit.emplace(memory::Budget("auto").resolve(job_.device));
     const Batch inputs = to_device(job_.inputs->rows(0, job_.batch_size()), job_.device);
     const Batch targets = to_device(job_.targets->rows(0, job_.batch_size()), job_.device);
-    whole_loss_.value(job_.model->forward(inputs), targets).backward();
+    whole_loss_.value(model_.forward(inputs), targets).backward();
   }
 
   void measure(BenchReport& report) {

@@ -20,10 +20,24 @@ ExaminedModel::ExaminedModel(const Job& job)
     if (!tensor.defined()) continue;
     buffers_.push_back({tensor, tensor.variable_data(), tensor.detach().clone(), {}, {}});
   }
+  begin_watch();
+}
+
+void ExaminedModel::begin_watch() {
+  watch_.emplace();
+  watch_->know_parameters(job_.parameters);
+}
+
+Batch ExaminedModel::forward(const Batch& inputs) {
+  const coupled::CouplingWatch::Scope watching(*watch_);
+  Batch outputs = job_.model->forward(inputs);
+  watch_->renormed()->rethrow();
+  return outputs;
 }
 
 ExaminedModel::~ExaminedModel() {
   const at::NoGradGuard no_grad;
+  weights_.restore();
   for (const Kept& kept : parameters_) {
     kept.tensor.mutable_grad() = at::Tensor();
     if (in_double_) {
@@ -43,15 +57,20 @@ ExaminedModel::~ExaminedModel() {
 void ExaminedModel::turn_to_double() {
   const at::NoGradGuard no_grad;
   in_double_ = true;
+  weights_.restore();
+  weights_.forget();
   for (const Kept& kept : parameters_) {
     kept.tensor.mutable_grad() = at::Tensor();
     at::Tensor(kept.tensor).set_data(to_double(kept.data));
   }
   for (const Kept& kept : buffers_) at::Tensor(kept.tensor).set_data(to_double(kept.data).clone());
+  begin_watch();  // of other memory
 }
 
 void ExaminedModel::reset() {
   const at::NoGradGuard no_grad;
+  watch_->renormed()->undo();
+  weights_.restore();  // what steps of others did
   for (const Kept& kept : parameters_) kept.tensor.mutable_grad() = at::Tensor();
   for (const Kept& kept : buffers_) kept.tensor.variable_data().copy_(kept.values);
   random_.restore();

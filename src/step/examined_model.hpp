@@ -2,8 +2,11 @@
 
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
+#include <infinitybatch/coupled/coupling_watch.hpp>
+#include <infinitybatch/coupled/original_weights.hpp>
 #include <infinitybatch/execute/job.hpp>
 
+#include <optional>
 #include <vector>
 
 namespace infinitybatch {
@@ -20,7 +23,9 @@ class ExaminedModel {
 
   /// Parameters and buffers in fp64 from now on.
   void turn_to_double();
-  /// Buffers and random state as in the beginning, no `.grad`.
+  /// The model's own forward. What it does to parameters (`max_norm`) is undone by `reset`.
+  Batch forward(const Batch& inputs);
+  /// Buffers, rewritten weights and random state as in the beginning, no `.grad`.
   void reset();
   /// What stands in `.grad`, one for each parameter; undefined where there is none.
   std::vector<at::Tensor> take_gradients();
@@ -34,7 +39,11 @@ class ExaminedModel {
     compat::NodePtr accumulator;
   };
 
+  void begin_watch();
+
   const Job& job_;
+  coupled::OriginalWeights weights_;
+  std::optional<coupled::CouplingWatch> watch_;
   RngSnapshot random_;
   std::vector<Kept> parameters_;
   std::vector<Kept> buffers_;

@@ -91,7 +91,7 @@ class Examination {
   Gradients native(const Batch& inputs, const Batch& targets) {
     model_.reset();
     const at::Tensor before = at::globalContext().defaultGenerator(job_.device).get_state();
-    const Batch outputs = job_.model->forward(inputs);
+    const Batch outputs = model_.forward(inputs);
     const at::Tensor after = at::globalContext().defaultGenerator(job_.device).get_state();
     if (!at::equal(before, after)) {
       throw Unsupported(
@@ -191,9 +191,9 @@ class Examination {
     at::Tensor order = at::arange(rows_, at::kLong);
     order.slice(0, half).zero_();
     model_.reset();
-    const Batch before = job_.model->forward(inputs_);
+    const Batch before = model_.forward(inputs_);
     model_.reset();
-    const Batch after = job_.model->forward(gather(inputs_, order));
+    const Batch after = model_.forward(gather(inputs_, order));
     for (size_t i = 0; i < before.leaves().size() && i < after.leaves().size(); ++i) {
       const at::Tensor& a = before.leaves()[i].tensor;
       const at::Tensor& b = after.leaves()[i].tensor;

@@ -73,6 +73,7 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   if (waits && parks) job.store = store(job.device);
   if (job.coupled != nullptr) job.output_law = &output_laws_[kind_of(job)];
   if (job.cut) job.check_recordings = !checked_.contains(kind_of(job));
+  job.renormed = &renormed_;
   job.match_native_rng = options_.match_native_rng;
   if (job.match_native_rng) job.draw_laws = &draw_laws_[kind_of_draws(job)];
   return job;

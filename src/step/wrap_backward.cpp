@@ -7,6 +7,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
+#include <infinitybatch/coupled/coupling_watch.hpp>
 #include <infinitybatch/tape/draws.hpp>
 
 #include <ATen/Functions.h>
@@ -167,7 +168,13 @@ Batch BackwardPass::outputs_of(const WrappedCall::Part& part, const Batch& micro
   }
   for (const Version& version : call_.parameter_versions) version.check();
   const AsInForward as_in_forward(call_, part);
-  return call_.wrapped->model.forward(micro);
+  if (!call_.renormed) return call_.wrapped->model.forward(micro);
+  // Rows that forward has scaled are not scaled again.
+  coupled::CouplingWatch watch(call_.renormed);
+  const coupled::CouplingWatch::Scope watching(watch);
+  Batch outputs = call_.wrapped->model.forward(micro);
+  call_.renormed->rethrow();
+  return outputs;
 }
 
 std::vector<at::Tensor> run_once(const WrappedCall& call, const std::vector<at::Tensor>& gradients,

@@ -6,6 +6,7 @@
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/coupled/one_of_many.hpp>
+#include <infinitybatch/coupled/whole_batch_op.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 #include <infinitybatch/tape/sample_flow.hpp>
@@ -126,10 +127,15 @@ void ForwardPass::learn_from_recording(const Batch& outputs, const Batch& micro,
   }
 }
 
+bool ForwardPass::saw_coupling() const {
+  return std::any_of(watch_.seen().begin(), watch_.seen().end(),
+                     [](const auto& seen) { return coupled::has_stand_in(seen.op); });
+}
+
 void ForwardPass::roll_back() {
   if (call_->cuts) call_->cuts->roll_back();
   buffer_rule_.roll_back();
-  watch_.undo_writes();
+  watch_.renormed()->undo();
   before_.restore();
 }
 
@@ -162,7 +168,9 @@ Batch ForwardPass::call_model(const Batch& micro) {
   // Layers that refuse a single sample would not refuse the batch.
   const coupled::OneOfMany one(exact_ && one_of_many_);
   const coupled::CouplingWatch::Scope watching(watch_);
-  return call_->wrapped->model.forward(micro);
+  Batch outputs = call_->wrapped->model.forward(micro);
+  watch_.renormed()->rethrow();
+  return outputs;
 }
 
 Batch ForwardPass::call_model_and_keep(const Batch& micro) {
@@ -192,7 +200,11 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
     part.random = RngSnapshot::capture(call_->devices);
     part.buffers = exact_ ? values_ : std::make_shared<BufferValues>(call_->buffers);
   }
-  const auto call = [&] { return keep ? call_model_and_keep(micro) : call_model(micro); };
+  const auto call = [&] {
+    Batch given = keep ? call_model_and_keep(micro) : call_model(micro);
+    if (exact_) watch_.check(rows.size(), total);
+    return given;
+  };
   const uint64_t first_node = at::sequence_number::peek();
   const bool first = row_counts_.empty();
   if (!recording_ && first && rows.size() < total) {
@@ -215,7 +227,6 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
     }
     if (first || may_stand_once()) note_sources(part.tape);
   }
-  if (exact_) watch_.check(rows.size(), total);
   if (recording_) note_graph(outputs, micro, first_node);
   outputs_.push_back(detached(outputs));
   row_counts_.push_back(rows.size());
@@ -295,9 +306,12 @@ Batch ForwardPass::finish() {
   Batch outputs = joined.whole;
   if (!recording_ ||
       std::find(wants_gradient_.begin(), wants_gradient_.end(), true) == wants_gradient_.end()) {
+    watch_.renormed()->commit();
     return outputs;
   }
   for (const auto& [tensor, wanted] : call_->requires_grad) {
+    // Another call may scale other rows of it.
+    if (watch_.renormed()->contains(tensor)) continue;
     call_->parameter_versions.push_back(Version::of("a parameter", tensor));
   }
   for (const at::Tensor& tensor : call_->inputs.tensors()) {
@@ -305,6 +319,8 @@ Batch ForwardPass::finish() {
   }
   call_->outputs = std::move(joined);
   attach_node(call_, inputs_, wants_gradient_, outputs);
+  watch_.renormed()->commit();
+  if (!watch_.renormed()->empty()) call_->renormed = watch_.renormed();
   return outputs;
 }
 

@@ -51,8 +51,8 @@ class ForwardPass {
   Batch finish();
   /// Whether micro-batches are joined; running out of memory then is no matter of their size.
   bool finishing() const noexcept { return finishing_; }
-  /// Whether an op that couples samples has run.
-  bool saw_coupling() const noexcept { return !watch_.seen().empty(); }
+  /// Whether an op that couples samples has run for which somebody can stand in.
+  bool saw_coupling() const;
 
   /// Buffers, rewritten weights and random state as the pass found them.
   void roll_back();

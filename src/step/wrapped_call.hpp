@@ -5,6 +5,7 @@
 
 #include <infinitybatch/autograd/gradient_sinks.hpp>
 #include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/coupled/renormed_weights.hpp>
 #include <infinitybatch/execute/buffer_values.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
 #include <infinitybatch/memory/foreign_storage.hpp>
@@ -124,6 +125,7 @@ struct WrappedCall {
   std::vector<Version> input_versions;
   std::vector<Part> parts;  ///< empty with `cuts`
   std::vector<BufferSlot> buffers;
+  std::shared_ptr<coupled::RenormedWeights> renormed;  ///< null where forward scaled no rows
   tape::Modes modes;
   JoinedOutputs outputs;                 ///< tensors detached; they share memory with the caller's
   std::vector<Version> output_versions;  ///< for each leaf of `outputs`

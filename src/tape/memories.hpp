@@ -22,6 +22,7 @@ struct Memory {
   bool made_here = false;                             ///< by an op of this recording
   bool from_empty = false;                            ///< by an op that leaves it uninitialised
   bool raw = false;                                   ///< and no op has written it yet
+  bool scaled = false;     ///< rows of it, by `embedding_renorm_`: its version tells nothing
   int64_t restored = -1;   ///< index into Tape::restores of what it was found to hold last
   bool resizable = false;  ///< when it was made; `numpy()` takes that away
   int64_t bytes = 0;       ///< when it was met

@@ -33,6 +33,12 @@ constexpr std::array<std::string_view, 4> kForwardMode{
     "aten::_fw_primal",
 };
 
+constexpr std::array<std::string_view, 3> kLookups{
+    "aten::embedding",
+    "aten::embedding_bag",
+    "aten::_embedding_bag",
+};
+
 template <size_t N>
 bool contains(const std::array<std::string_view, N>& names, std::string_view name) {
   return std::find(names.begin(), names.end(), name) != names.end();
@@ -77,6 +83,8 @@ std::unique_ptr<OpFacts> read(const c10::OperatorHandle& handle) {
   }
   facts->leaves_raw = contains(kRaw, facts->name());
   facts->casts = handle.operator_name() == c10::OperatorName("aten::to", "dtype");
+  facts->scales_rows = facts->name() == "aten::embedding_renorm_";
+  facts->looks_up = contains(kLookups, facts->name());
   facts->forward_ad = contains(kForwardMode, facts->name());
   facts->reads_values = contains(kReadsValues, facts->name()) ||
                         (handle.hasTag(at::Tag::dynamic_output_shape) &&

@@ -176,6 +176,10 @@ void Program::begin_op(const at::RecordFunction& op) {
   op_.slots.begin = position(tape_.slots);
   op_.draws.begin = position(tape_.draws);
   if (facts.draws) generators_.before_draw(tape_.draws);
+  if (facts.scales_rows && outlives_call(inputs[0].toTensor())) {
+    begin_scaling(inputs[0].toTensor());
+    if (tape_.opaque) return;
+  }
   for (size_t i = 0; i < inputs.size(); ++i) {
     take_argument(inputs[i], i);
     if (tape_.opaque) return;
@@ -184,12 +188,13 @@ void Program::begin_op(const at::RecordFunction& op) {
   op_.slots.end = position(tape_.slots);
   op_.draws.end = position(tape_.draws);
   if (facts.reads_values && !tape_.host_read) tape_.host_read = facts.name();
-  op_.reads_values = facts.reads_values || selects_by_mask(facts, inputs);
+  op_.reads_values = facts.reads_values || selects_by_mask(facts, inputs) || op_.aside;
   if (light) begin_cost();
 }
 
 void Program::take_argument(const c10::IValue& argument, size_t position_in_op) {
-  const Access access = facts_->written[position_in_op]  ? Access::write
+  const bool written = facts_->written[position_in_op] && !op_.aside;
+  const Access access = written                          ? Access::write
                         : facts_->viewed[position_in_op] ? Access::view
                                                          : Access::read;
   Slot slot;
@@ -198,6 +203,7 @@ void Program::take_argument(const c10::IValue& argument, size_t position_in_op) 
     const at::Tensor& tensor = argument.toTensor();
     if (!tensor.defined()) return tape_.arguments.push_back(argument);
     slot.first = use(tensor, access);
+    if (op_.aside && position_in_op == 1) scaled_by_.push_back(slot.first);
     tape_.slots.push_back(slot);
     tape_.arguments.emplace_back();
     return;
@@ -329,9 +335,11 @@ void Program::watch_begin(const at::RecordFunction& op) {
   const auto inputs = stack.slice(stack.size() - facts_->argument_count);
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (inputs[i].isGenerator()) take_generator(inputs[i].toGenerator());
-    if (facts_->written[i]) {
-      for_each_tensor(inputs[i], [&](const at::Tensor& tensor) { judge_write(tensor); });
-    }
+    if (!facts_->written[i]) continue;
+    for_each_tensor(inputs[i], [&](const at::Tensor& tensor) {
+      if (!facts_->scales_rows || !outlives_call(tensor)) return judge_write(tensor);
+      if (Memory* memory = memories_.add(tensor)) memory->scaled = true;
+    });
   }
 }
 

@@ -95,6 +95,12 @@ class Program {
   void refresh(const at::Tensor& tensor);
   void check_externals();
   void judge_leftovers();
+  // Weights of which forward scales rows (values.cpp).
+  bool outlives_call(const at::Tensor& tensor);
+  void begin_scaling(const at::Tensor& weight);
+  void check_reads_before(const Memory& weight);
+  /// What was done to a value since it was looked at; null where nothing was.
+  static const char* difference(const Value& value, const at::Tensor& now);
 
   Tape tape_;
   std::vector<Value> values_;
@@ -119,6 +125,7 @@ class Program {
   std::vector<const c10::TensorImpl*> casts_;           // weights that autocast has in its cache
   /// Tensors of unknown origin that were written: harmless if they are gone in the end.
   std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, std::string>> leftovers_;
+  std::vector<ValueId> scaled_by_;  // indices of rows that were scaled
   bool input_written_ = false;
   std::optional<memory::PeakScope> rise_;  // of the op at work, in a light recording
   int64_t live_ = 0;                       // when it began

@@ -21,6 +21,7 @@ void trim(Tape& tape) {
       needed[restored[i]] = true;
       continue;
     }
+    if (op.aside) continue;
     keep[i] = op.facts->writes || op.facts->draws;
     for (uint32_t o = op.outputs.begin; o < op.outputs.end && !keep[i]; ++o) {
       keep[i] = tape.outputs[o] != kNoValue && needed[tape.outputs[o]];

@@ -2,10 +2,13 @@
 #include "program.hpp"
 
 #include <infinitybatch/core/bits.hpp>
+#include <infinitybatch/tape/arguments.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
+
+#include <algorithm>
 
 namespace infinitybatch::tape {
 namespace {
@@ -30,7 +33,7 @@ ValueId Program::use(const at::Tensor& tensor, Access access) {
     value = find_external(tensor);
   } else {
     value = found->second;
-    if (const char* why = values_[value].provenance.difference(Provenance::of(tensor))) {
+    if (const char* why = difference(values_[value], tensor)) {
       give_up(std::string("a tensor changed between two ops: ") + why);
     }
   }
@@ -78,6 +81,9 @@ ValueId Program::add_external(const at::Tensor& tensor, int64_t input_leaf) {
   if (input_leaf < 0) external.tensor = tensor;
   external.is_buffer = buffers_.count(tensor.unsafeGetTensorImpl()) != 0;
   if (!tensor.is_inference()) external.version = static_cast<uint32_t>(tensor._version());
+  if (const Memory* memory = values_[external.value].memory; memory != nullptr && memory->scaled) {
+    external.version.reset();
+  }
   values_[external.value].external = static_cast<int64_t>(tape_.externals.size());
   tape_.externals.push_back(std::move(external));
   return tape_.externals.back().value;
@@ -133,7 +139,7 @@ void Program::before_write(const at::Tensor& tensor, ValueId value) {
     const at::Tensor original(known.impl.lock());
     if (!original.defined()) continue;
     // The write will hide what was done to its aliases until now.
-    if (const char* why = known.provenance.difference(Provenance::of(original))) {
+    if (const char* why = difference(known, original)) {
       return give_up(std::string("a tensor changed between two ops: ") + why);
     }
     if (known.external < 0) continue;
@@ -143,6 +149,63 @@ void Program::before_write(const at::Tensor& tensor, ValueId value) {
     if (original.requires_grad()) return give_up("forward writes into an input that requires grad");
     external.before = copy_of(original);
   }
+}
+
+/// Whether it is neither made by this call, nor an input, nor a buffer.
+bool Program::outlives_call(const at::Tensor& tensor) {
+  if (tensor.grad_fn()) return false;
+  c10::StorageImpl* storage = storage_of(tensor);
+  if (storage == nullptr) return false;
+  for (const at::Tensor& buffer : held_buffers_) {
+    if (storage_of(buffer) == storage) return false;
+  }
+  const Memory* memory = memories_.find(tensor);
+  if (memory == nullptr) return true;
+  return !memory->made_here &&
+         std::none_of(memory->values.begin(), memory->values.end(), [&](ValueId alias) {
+           const int64_t index = values_[alias].external;
+           return index >= 0 && tape_.externals[static_cast<size_t>(index)].input_leaf >= 0;
+         });
+}
+
+/// `embedding_renorm_`: whoever reads these rows reads them scaled, in the recording as in replays.
+void Program::begin_scaling(const at::Tensor& weight) {
+  use(weight, Access::read);
+  if (tape_.opaque) return;
+  Memory* memory = memories_.find(weight);
+  check_reads_before(*memory);
+  memory->scaled = true;
+  tape_.scales_rows = op_.aside = true;
+  for (const ValueId alias : memory->values) {
+    const int64_t index = values_[alias].external;
+    if (index >= 0) tape_.externals[static_cast<size_t>(index)].version.reset();
+  }
+  written_.push_back(weight);
+}
+
+/// What read other rows than those that were scaled by then would find them scaled in a replay.
+void Program::check_reads_before(const Memory& weight) {
+  for (const Op& op : tape_.ops) {
+    if (op.facts == nullptr || op.aside) continue;
+    bool reads = false;
+    bool looks_up = false;
+    for_each_argument(tape_, op, [&](ValueId value, const Slot& slot) {
+      const bool here = values_[value].memory == &weight;
+      reads = reads || (here && !op.facts->viewed[slot.argument]);
+      looks_up = looks_up || (slot.argument == 1 && std::find(scaled_by_.begin(), scaled_by_.end(),
+                                                              value) != scaled_by_.end());
+    });
+    if (!reads || (op.facts->looks_up && looks_up)) continue;
+    return give_up(op.facts->name() + " reads a weight before max_norm rewrites rows of it");
+  }
+}
+
+const char* Program::difference(const Value& value, const at::Tensor& now) {
+  Provenance here = Provenance::of(now);
+  const bool same =
+      value.memory != nullptr && value.memory->scaled && here.storage == value.provenance.storage;
+  if (same) here.version = value.provenance.version;
+  return value.provenance.difference(here);
 }
 
 void Program::judge_write(const at::Tensor& tensor) {
@@ -232,9 +295,9 @@ void Program::check_externals() {
     const Value& value = values_[external.value];
     const at::Tensor now(value.impl.lock());
     if (!now.defined()) continue;
-    const Provenance here = Provenance::of(now);
-    const char* why = value.provenance.difference(here);
+    const char* why = difference(value, now);
     if (why == nullptr) continue;
+    const Provenance here = Provenance::of(now);
     // After an op was only watched, inputs and buffers need not look as they did.
     if (!tape_.opaque) give_up(std::string("a tensor changed between two ops: ") + why);
     const bool content =

@@ -26,6 +26,14 @@ def embedding(**options):
     ).double()
 
 
+def tied():
+    words = nn.Embedding(20, 5, max_norm=0.5)
+    return Calls(
+        lambda self, x: self.words((x.abs() * 9).long() % 20).mean(1) @ self.words.weight[:5].T,
+        words=words,
+    ).double()
+
+
 def counting():
     """A buffer that holds the mean of what the layer saw."""
 
@@ -36,7 +44,7 @@ def counting():
     return Calls(forward, net=mlp(), seen=torch.zeros(6, dtype=torch.float64))
 
 
-# Exact in micro-batches: test_batch_norm.py, test_across_batch.py.
+# Exact in micro-batches: test_batch_norm.py, test_across_batch.py, test_max_norm.py.
 NORMS = {
     "BatchNorm": batch_norm,
     "SyncBatchNorm": lambda: batch_norm(nn.SyncBatchNorm),
@@ -44,7 +52,7 @@ NORMS = {
     "scale_grad_by_freq": lambda: embedding(scale_grad_by_freq=True),
 }
 COUPLED = {
-    "max_norm": (lambda: embedding(max_norm=0.5), "aten::embedding_renorm_"),
+    "max_norm and another reader": (tied, "aten::embedding_renorm_"),
     "a buffer": (counting, "seen"),
 }
 

@@ -67,6 +67,13 @@ inline void begin_history(const at::Tensor& tensor, const at::Tensor& start) {
   torch::autograd::impl::set_gradient_edge(tensor, torch::autograd::impl::gradient_edge(start));
 }
 
+/// Makes the version of the memory of `tensor` this one, as torch's `_unsafe_set_version_counter`
+/// does.
+inline void set_version(const at::Tensor& tensor, uint32_t version) {
+  c10::VariableVersion counter = tensor.unsafeGetTensorImpl()->version_counter();
+  counter.set_version(version);
+}
+
 /// Adds `gradient` to `buffer` as torch's own accumulator does: the first one is taken over without
 /// a copy where nobody else holds it, later ones are added in place.
 /// \param references how many references to `gradient` the caller itself holds

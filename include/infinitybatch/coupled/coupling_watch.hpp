@@ -2,14 +2,17 @@
 
 #include <infinitybatch/core/model.hpp>
 #include <infinitybatch/coupled/across_batch.hpp>
+#include <infinitybatch/coupled/renormed_weights.hpp>
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/TensorBody.h>
 #include <ATen/record_function.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace infinitybatch::coupled {
@@ -21,11 +24,16 @@ struct CoupledOp {
 };
 
 /// Notices ops that couple samples: BatchNorm in training mode in any of its spellings, embeddings
-/// with `scale_grad_by_freq`, which couple in backward alone, and with `max_norm`, which rewrite
-/// their weight. `instance_norm`, which is computed by batch_norm over each sample, is not one of
-/// them. Ops inside a compiled region are not dispatched one by one and cannot be seen.
+/// with `scale_grad_by_freq`, which couple in backward alone, and with `max_norm`, where something
+/// else reads the weight that they rewrite. `instance_norm`, which is computed by batch_norm over
+/// each sample, is not one of them. Ops inside a compiled region are not dispatched one by one and
+/// cannot be seen.
 class CouplingWatch {
  public:
+  CouplingWatch() : CouplingWatch(std::make_shared<RenormedWeights>()) {}
+  explicit CouplingWatch(std::shared_ptr<RenormedWeights> renormed)
+      : renormed_(std::move(renormed)) {}
+
   /// Watches the ops of this thread while it lives. Scopes may nest; the innermost sees.
   class Scope {
    public:
@@ -73,11 +81,12 @@ class CouplingWatch {
   /// \throws CouplingError where a coupled op ran on `rows` of `total` samples, but not all of them
   void check(int64_t rows, int64_t total) const;
 
-  /// Puts back weights that an embedding's `max_norm` rewrote, as they were before the first time.
-  void undo_writes() const;
+  /// Weights that an embedding's `max_norm` rewrites. Others may watch with the same.
+  const std::shared_ptr<RenormedWeights>& renormed() const noexcept { return renormed_; }
 
  private:
   struct Inside;
+  struct Renorming;
   struct Drawing;
   struct Stand {
     at::Generator generator;
@@ -85,20 +94,17 @@ class CouplingWatch {
   };
   static std::vector<Stand> stand_of(const std::vector<at::Generator>& generators);
   std::unique_ptr<at::ObserverContext> on_draw(const at::RecordFunction& op);
-  struct Write {
-    at::Tensor weight;
-    at::Tensor before;
-  };
   static std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& op);
   static void after_op(const at::RecordFunction& op, at::ObserverContext* context);
-  void remember(const at::Tensor& weight);
+  std::unique_ptr<at::ObserverContext> on_renorm(const at::RecordFunction& op);
+  void on_read(const at::RecordFunction& op);
 
   bool is_parameter(const c10::IValue& value) const;
 
   AcrossBatchFunctions functions_;
   std::unordered_set<const c10::StorageImpl*> parameters_;
   std::vector<CoupledOp> seen_;
-  std::vector<Write> writes_;
+  std::shared_ptr<RenormedWeights> renormed_;
   int inside_ = 0;                         // ops whose inner ops are not looked at
   std::vector<at::Generator> generators_;  // the default ones, where draws are watched
   std::vector<Stand> given_;               // those that ops were given

@@ -3,6 +3,7 @@
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/core/model.hpp>
 #include <infinitybatch/core/row_range.hpp>
+#include <infinitybatch/coupled/renormed_weights.hpp>
 #include <infinitybatch/loss/coupled.hpp>
 #include <infinitybatch/loss/loss.hpp>
 
@@ -51,9 +52,10 @@ struct Job {
   bool match_native_rng = false;           ///< random numbers are those of the whole batch's run
   coupled::DrawLaws* draw_laws = nullptr;  ///< then: what is known of this kind of batch
   OutputLaw* output_law = nullptr;         ///< with `coupled`: what is known of its outputs, if any
-  bool check_recordings = true;            ///< with `cut`: whether the first recording is checked
-  bool use_tapes = true;                   ///< false: a second forward always runs the user's code
-  bool tapes_stay = false;                 ///< what a recording keeps is held beyond its replay
+  coupled::RenormedMemory* renormed = nullptr;  ///< what is known of `max_norm`; may be null
+  bool check_recordings = true;  ///< with `cut`: whether the first recording is checked
+  bool use_tapes = true;         ///< false: a second forward always runs the user's code
+  bool tapes_stay = false;       ///< what a recording keeps is held beyond its replay
   std::function<void(const MicroBatch&)> on_micro_batch;
   bool nested = false;    ///< may run inside another step of this thread
   at::Tensor loss_scale;  ///< undefined means 1

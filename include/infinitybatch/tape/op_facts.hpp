@@ -21,6 +21,8 @@ struct OpFacts {
   bool leaves_raw = false;       ///< its output is uninitialised memory: the `empty` family
   bool reads_values = false;     ///< hands tensor values to the host: item, nonzero, equal
   bool casts = false;            ///< converts to another type, as autocast does with weights
+  bool scales_rows = false;      ///< of a weight, those that it looks up: `embedding_renorm_`
+  bool looks_up = false;         ///< reads rows of its first argument that the second one names
   bool forward_ad = false;       ///< forward-mode gradients
   size_t return_count = 0;
 

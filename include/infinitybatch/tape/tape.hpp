@@ -48,6 +48,7 @@ struct Op {
   bool reads_values = false;       ///< what follows may depend on values of its arguments: they
                                    ///< reach the host, or decide the shape of the result
   bool drew = false;               ///< it took numbers from a generator
+  bool aside = false;              ///< scaled rows of a weight: replays find them scaled
 };
 
 /// What an op did to the device's memory while it was recorded; see `Recorder::lighten`.
@@ -106,6 +107,7 @@ struct Tape {
   std::vector<uint32_t> origins;  ///< for each op: its position before `trim`
   Costs costs;
 
+  bool scales_rows = false;   ///< of weights, that replays find scaled and do not scale
   bool strayed = false;       ///< something that is no op moved a generator: a seed
   bool whole_draws = false;   ///< ops that draw count as ops of the whole batch
   std::vector<Draw> initial;  ///< the default generators when the recording began; empty where

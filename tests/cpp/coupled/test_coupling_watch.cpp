@@ -164,8 +164,90 @@ TEST(CouplingWatch, PutsRewrittenWeightsBackToBeforeTheFirstTime) {
     words(at::tensor({2, 3}));
   }
   ASSERT_FALSE(words->weight.equal(before));
-  watch.undo_writes();
+  watch.renormed()->undo();
   EXPECT_TRUE(words->weight.equal(before));
+}
+
+/// A model's own embedding: its weight is known.
+struct Words {
+  nn::Embedding module{nn::EmbeddingOptions(4, 2).max_norm(0.3)};
+  CouplingWatch watch;
+
+  Words() { watch.know_parameters({{"weight", module->weight}}); }
+  void look_up(const at::Tensor& indices) {
+    const CouplingWatch::Scope scope(watch);
+    module(indices);
+  }
+};
+
+TEST(RenormedWeights, LookupsOfAParameterCoupleNothing) {
+  Words words;
+  const at::Tensor before = words.module->weight.detach().clone();
+  words.look_up(at::tensor({0, 1}));
+  words.look_up(at::tensor({1, 2, 2}).reshape({3, 1}));
+  EXPECT_FALSE(words.watch.found().has_value());
+  EXPECT_FALSE(words.watch.renormed()->empty());
+  const at::Tensor scaled = words.module->weight.detach().clone();
+  EXPECT_FALSE(scaled.slice(0, 0, 3).equal(before.slice(0, 0, 3)));
+  EXPECT_TRUE(scaled[3].equal(before[3]));
+  words.watch.renormed()->undo();
+  EXPECT_TRUE(words.module->weight.equal(before));
+}
+
+TEST(RenormedWeights, OnlyTheFirstScalingRaisesTheVersion) {
+  Words words;
+  const int64_t before = words.module->weight._version();
+  words.look_up(at::tensor({0, 1}));
+  const int64_t after = words.module->weight._version();
+  EXPECT_GT(after, before);
+  words.look_up(at::tensor({2, 3}));
+  EXPECT_EQ(words.module->weight._version(), after);
+  words.watch.renormed()->undo();
+  EXPECT_EQ(words.module->weight._version(), before);
+}
+
+TEST(RenormedWeights, ScaledRowsStayAsTheyAre) {
+  Words words;
+  words.look_up(at::tensor({0, 1}));
+  {
+    const at::NoGradGuard no_grad;
+    words.module->weight[0].mul_(7);  // as if rounding had made it too long, if more so
+  }
+  const at::Tensor row = words.module->weight.detach()[0].clone();
+  words.look_up(at::tensor({0, 2}));
+  EXPECT_TRUE(words.module->weight.detach()[0].equal(row));
+  EXPECT_LE(words.module->weight.detach()[2].norm().item<float>(), 0.31F);
+}
+
+TEST(RenormedWeights, WhoElseReadsTheWeightIsNamed) {
+  Words words;
+  words.look_up(at::tensor({0, 1}));
+  {
+    const CouplingWatch::Scope scope(words.watch);
+    words.module->weight.t().slice(0, 0, 1).detach();  // views read nothing
+    EXPECT_FALSE(words.watch.found().has_value());
+    at::linear(at::ones({1, 2}), words.module->weight);
+  }
+  ASSERT_TRUE(words.watch.found().has_value());
+  EXPECT_EQ(words.watch.found()->op, "aten::embedding_renorm_");
+  EXPECT_NE(words.watch.found()->why.find("aten::linear"), std::string::npos);
+}
+
+TEST(RenormedWeights, LookupsOfOtherRowsAreReads) {
+  Words words;
+  words.look_up(at::tensor({0, 1}));
+  const CouplingWatch::Scope scope(words.watch);
+  at::embedding(words.module->weight, at::tensor({0, 1}));
+  EXPECT_TRUE(words.watch.found().has_value());
+}
+
+TEST(RenormedWeights, TwoNormsOfOneWeightCouple) {
+  Words words;
+  words.look_up(at::tensor({0, 1}));
+  const CouplingWatch::Scope scope(words.watch);
+  const at::NoGradGuard no_grad;
+  at::embedding_renorm_(words.module->weight, at::tensor({0, 1}), 0.2, 2.0);
+  EXPECT_TRUE(words.watch.found().has_value());
 }
 
 }  // namespace
