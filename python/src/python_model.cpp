@@ -5,12 +5,14 @@
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/coupled/one_of_many.hpp>
+#include <infinitybatch/execute/carried_state.hpp>
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 namespace infinitybatch::python {
@@ -50,6 +52,23 @@ void check_can_be_kept(const Batch& outputs) {
   }
 }
 
+Batch finished(const py::object& given, bool keep_outputs) {
+  Batch outputs = to_batch(given, Side::returned, "outputs");
+  if (keep_outputs) check_can_be_kept(outputs);
+  return outputs;
+}
+
+/// As torch complains of shapes that do not fit; running out of memory is no such complaint.
+bool is_of_shape(const py::error_already_set& error) {
+  if (!error.matches(PyExc_RuntimeError)) return false;
+  return !error.matches(py::module_::import("torch").attr("OutOfMemoryError"));
+}
+
+std::string first_line(const py::error_already_set& error) {
+  const auto text = py::str(error.value()).cast<std::string>();
+  return text.substr(0, text.find('\n'));
+}
+
 }  // namespace
 
 Model model_of(const Held& view, const Held& forward, bool keep_outputs) {
@@ -58,9 +77,19 @@ Model model_of(const Held& view, const Held& forward, bool keep_outputs) {
     const py::gil_scoped_acquire gil;
     py::object callable = py::reinterpret_borrow<py::object>(forward.handle());
     if (coupled::OneOfMany::at_work()) callable = view.handle().attr("one_of_many")(callable);
-    Batch outputs = to_batch(call_model(callable, inputs), Side::returned, "outputs");
-    if (keep_outputs) check_can_be_kept(outputs);
-    return outputs;
+    CarriedState* carried = CarriedState::at_work();
+    if (carried == nullptr) return finished(call_model(callable, inputs), keep_outputs);
+    const py::object module = view.handle().attr("forward");
+    carried->before_forward(plain_state(module));
+    py::object given;
+    try {
+      given = call_model(callable, inputs);
+    } catch (py::error_already_set& error) {
+      if (is_of_shape(error)) carried->forward_failed(first_line(error));
+      throw;
+    }
+    carried->after_forward(plain_state(module).tensors);
+    return finished(given, keep_outputs);
   };
   // What is found beside the parameters, for which C++ asks first, until it asks for that too.
   const auto beside = std::make_shared<std::optional<std::vector<BufferSlot>>>();

@@ -3,6 +3,7 @@
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/following_dims.hpp>
+#include <infinitybatch/core/join.hpp>
 
 #include <ATen/Functions.h>
 
@@ -137,10 +138,13 @@ Batch concatenate(std::vector<Batch> parts, const std::vector<int64_t>& row_coun
   for (size_t leaf = 0; leaf < joined.leaves().size(); ++leaf) {
     if (!joined.leaves()[leaf].tensor.defined()) continue;
     parts.front() = joined;
-    const int64_t dim = follows_rows(parts, row_counts, leaf, describe(name, joined, leaf));
+    const std::string leaf_name = describe(name, joined, leaf);
+    const int64_t dim = follows_rows(parts, row_counts, leaf, leaf_name);
     std::vector<at::Tensor> tensors;
     for (const Batch& part : parts) tensors.push_back(part.leaves()[leaf].tensor);
-    if (tensors.size() > 1) joined.leaves()[leaf].tensor = at::cat(tensors, dim);
+    if (tensors.size() > 1) {
+      joined.leaves()[leaf].tensor = join_rows(tensors, dim, leaf_name);
+    }
     joined.leaves()[leaf].batch_dim = dim;
   }
   return joined;

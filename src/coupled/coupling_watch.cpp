@@ -154,6 +154,8 @@ std::unique_ptr<at::ObserverContext> CouplingWatch::on_op(const at::RecordFuncti
   CouplingWatch* watch = innermost;
   if (watch == nullptr) return nullptr;
   const std::string_view name = op.name();
+  // What an embedding's `max_norm` rewrites is renormed_'s to see.
+  if (watch->inside_ == 0 && name != kRenorm) watch->memory_.observe(op);
   const bool reads = watch->inside_ == 0 && !watch->renormed_->empty();
   const bool lookup = reads && watch->renormed_->is_lookup(op);
   if (reads && !lookup) watch->on_read(op);
@@ -184,6 +186,7 @@ void CouplingWatch::know_parameters(const std::vector<NamedParameter>& parameter
   for (const NamedParameter& parameter : parameters) {
     if (parameter.tensor.has_storage()) {
       parameters_.insert(parameter.tensor.storage().unsafeGetStorageImpl());
+      memory_.know(parameter.tensor, /*carried=*/false);
     }
   }
 }

@@ -58,10 +58,12 @@ Executor::Executor(const Job& job)
     : job_(job),
       sinks_(job.parameters, job.nested),
       buffers_(job.buffers, job.exact_coupling),
+      state_(watch_.memory()),
       total_(job.device) {
   if (job.cut) cut_pass_.emplace(job, sinks_, buffers_);
   watch_.know_parameters(job.parameters);
   if (job.renormed != nullptr) watch_.renormed()->expect(job.renormed);
+  parameters_.emplace(job.parameters, watch_.memory(), job.exact_coupling);
   if (job.match_native_rng) watch_.watch_draws(devices_of(job));
   if (job.outside != nullptr) {
     // computes no loss here
@@ -201,7 +203,11 @@ void Executor::forward(Rows rows) {
   const std::vector<uint32_t> before = versions_of(inputs_);
   const bool watched = job_.match_native_rng && !cut_pass_ && rows.size() < job_.batch_size();
   const auto foreign = watched ? tell_foreign_sources() : std::map<std::string, std::string>();
-  outputs_ = job_.model->forward(inputs_);
+  const bool part = rows.size() < job_.batch_size();
+  {
+    const CarriedState::Scope stateful(job_.exact_coupling ? &state_ : nullptr, part);
+    outputs_ = job_.model->forward(inputs_);
+  }
   watch_.renormed()->rethrow();
   if (watched) {
     for (const auto& [name, state] : tell_foreign_sources()) {
@@ -225,7 +231,7 @@ void Executor::record(Rows rows, bool retain) {
   free();
   if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, seen, two_pass_->tape(rows));
   // Buffers that were restored under a graph could belong to what it has saved.
-  if (retain && buffers_.written()) two_pass_->drop_graph(rows);
+  if (retain && (buffers_.written() || parameters_->written())) two_pass_->drop_graph(rows);
 }
 
 void Executor::whole_loss() {
@@ -236,6 +242,7 @@ void Executor::whole_loss() {
   if (streams != nullptr) streams->take();
   in_whole_loss_ = false;
   buffers_.begin_second_pass();
+  parameters_->begin_second_pass();
   total_.add(value);
 }
 
@@ -420,6 +427,14 @@ void Executor::free() {
   if (two_pass_) two_pass_->free();
   release();
   buffers_.end_micro_batch();
+  parameters_->end_micro_batch();
+}
+
+void Executor::commit() {
+  apart_ = true;
+  buffers_.commit();
+  parameters_->commit();
+  apart_ = false;
 }
 
 void Executor::seed() {
@@ -445,7 +460,7 @@ void Executor::penalty() {
 }
 
 void Executor::hand_out() {
-  buffers_.commit();
+  commit();
   // Whatever can fail comes first: a hand-out cannot be taken back.
   finish();
   // Hooks may draw too.
@@ -475,7 +490,7 @@ void Executor::finish() {
 }
 
 void Executor::finish_forward() {
-  buffers_.commit();
+  commit();
   sinks_.uninstall();
   watch_.renormed()->commit();
   watch_.close();
@@ -489,7 +504,10 @@ void Executor::begin_backward(bool keep) {
 void Executor::roll_back() {
   sinks_.uninstall();
   buffers_.roll_back();
+  parameters_->roll_back();
+  watch_.memory().undo();
   watch_.renormed()->undo();
+  state_.roll_back();
   watch_.undo_draws();
 }
 

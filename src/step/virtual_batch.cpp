@@ -179,6 +179,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
 StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int64_t>& budget,
                                         bool hand_out) {
   planning_ = false;
+  coupled_by_state_ = false;
   const RngSnapshot random = RngSnapshot::capture(devices_of(job));
   Job checked;
   std::optional<Executor> executor;
@@ -220,6 +221,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     failed_in_loss_ = executor && executor->in_whole_loss();
     if (executor) {
       if (auto collective = executor->collective()) collective_ = std::move(collective);
+      coupled_by_state_ = executor->coupled_by_state();
       inputs_written_ = inputs_written_ || executor->wrote_inputs();
       executor->roll_back();
     }
@@ -359,7 +361,7 @@ void VirtualBatch::State::check_inputs() const {
 
 bool VirtualBatch::State::answer_by_cuts(Job& job) {
   bool& cut = cut_[model_.is_training()];
-  if (!job.cut && job.exact_coupling && !uncut_) {
+  if (!job.cut && job.exact_coupling && !uncut_ && !coupled_by_state_) {
     job.cut = cut = true;
     if (options_.parking.when == Parking::When::always) job.store = store(job.device);
     return true;

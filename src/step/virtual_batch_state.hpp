@@ -111,6 +111,7 @@ class VirtualBatch::State {
   std::set<std::string> checked_;             // kinds of batches whose recordings were checked
   int64_t segments_ = 1;                      // of the cut tapes that were recorded last
   bool failed_in_loss_ = false;               // the last attempt, in the loss of all outputs
+  bool coupled_by_state_ = false;             // of the last attempt: no cut helps
   std::optional<std::string> collective_;     // by which an attempt's loss talked to other ranks
   bool planning_ = false;                     // the planner knows of the attempt at work
   std::exception_ptr streamed_;               // why one sample does not fit as a whole

@@ -209,7 +209,10 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
     return job.check_recordings && !quiet.check_recordings;
   } catch (...) {
     keep_foreign_exception(std::current_exception());
-    if (executor) executor->roll_back();
+    if (executor) {
+      coupled_by_state_ = executor->coupled_by_state();
+      executor->roll_back();
+    }
     throw;
   }
 }

@@ -55,6 +55,8 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
   read(inputs);
   for (const NamedParameter& parameter : job.parameters) read(parameter);
   watch_.know_parameters(job.parameters);
+  parameter_rule_.emplace(job.parameters, watch_.memory(), exact_);
+  state_.emplace(watch_.memory());
   for (const BufferSlot& slot : job.buffers) {
     if (at::Tensor buffer = slot.get(); buffer.defined()) buffers_.push_back(std::move(buffer));
   }
@@ -135,7 +137,10 @@ bool ForwardPass::saw_coupling() const {
 void ForwardPass::roll_back() {
   if (call_->cuts) call_->cuts->roll_back();
   buffer_rule_.roll_back();
+  parameter_rule_->roll_back();
+  watch_.memory().undo();
   watch_.renormed()->undo();
+  state_->roll_back();
   before_.restore();
 }
 
@@ -168,6 +173,7 @@ Batch ForwardPass::call_model(const Batch& micro) {
   // Layers that refuse a single sample would not refuse the batch.
   const coupled::OneOfMany one(exact_ && one_of_many_);
   const coupled::CouplingWatch::Scope watching(watch_);
+  const CarriedState::Scope stateful(exact_ ? &*state_ : nullptr, part_);
   Batch outputs = call_->wrapped->model.forward(micro);
   watch_.renormed()->rethrow();
   return outputs;
@@ -192,6 +198,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   if (options_.interrupt) options_.interrupt();
   keep = keep && recording_;
   one_of_many_ = rows.size() == 1 && total > 1;
+  part_ = rows.size() < total;
   const Batch micro = call_->micro_batch(rows);
   Batch outputs;
   WrappedCall::Part part;
@@ -246,8 +253,9 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   }
   outputs = Batch();
   buffer_rule_.end_micro_batch();
-  // Buffers that were restored under a graph could belong to what it has saved.
-  if (keep && buffer_rule_.written()) call_->keep().graphs.clear();
+  parameter_rule_->end_micro_batch();
+  // What was restored under a graph could belong to what it has saved.
+  if (keep && (buffer_rule_.written() || parameter_rule_->written())) call_->keep().graphs.clear();
 }
 
 void ForwardPass::note_sources(const tape::Tape& tape) {
@@ -302,6 +310,7 @@ Batch ForwardPass::finish() {
   }
   JoinedOutputs joined = join(std::move(outputs_), row_counts_, from_samples_, options_);
   buffer_rule_.commit();
+  parameter_rule_->commit();
   if (call_->cuts) call_->cuts->finish_forward();
   Batch outputs = joined.whole;
   if (!recording_ ||

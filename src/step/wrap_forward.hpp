@@ -4,6 +4,8 @@
 
 #include <infinitybatch/coupled/coupling_watch.hpp>
 #include <infinitybatch/execute/buffer_rule.hpp>
+#include <infinitybatch/execute/carried_state.hpp>
+#include <infinitybatch/execute/parameter_rule.hpp>
 
 #include <memory>
 #include <unordered_set>
@@ -79,6 +81,9 @@ class ForwardPass {
   std::shared_ptr<WrappedCall> call_;
   BufferRule buffer_rule_;
   coupled::CouplingWatch watch_;
+  std::optional<ParameterRule> parameter_rule_;  // once the watch knows them
+  std::optional<CarriedState> state_;
+  bool part_ = false;  // the micro-batch at work is not all of the samples
   std::vector<at::Tensor> buffers_;
   std::shared_ptr<const BufferValues> values_;
   RngSnapshot before_;

@@ -3,6 +3,7 @@
 #include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/following_dims.hpp>
+#include <infinitybatch/core/join.hpp>
 #include <infinitybatch/execute/output_law.hpp>
 
 #include <ATen/Functions.h>
@@ -168,7 +169,7 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
     for (Batch& part : parts) {
       tensors.push_back(std::exchange(part.leaves()[leaf].tensor, at::Tensor()));
     }
-    leaves[leaf].tensor = at::cat(tensors, *dim);
+    leaves[leaf].tensor = join_rows(tensors, *dim, name);
   }
   joined.whole = Batch(std::move(leaves), parts.front().structure());
   joined.reduce = options.reduce;

@@ -235,7 +235,9 @@ void Program::judge_write(const at::Tensor& tensor) {
     return refuse("forward changes a parameter in place (" + facts_->name() + ")");
   }
   std::string reason = "forward writes into a tensor that is no buffer of the model (" +
-                       facts_->name() + "); register it as one";
+                       facts_->name() +
+                       "); register it as one, or change it outside of forward if it is a "
+                       "parameter";
   if (storage == nullptr) return;  // sparse: those of this call are not known from others
   leftovers_.emplace_back(tensor.storage().getWeakStorageImpl(), std::move(reason));
 }
@@ -302,8 +304,15 @@ void Program::check_externals() {
     if (!tape_.opaque) give_up(std::string("a tensor changed between two ops: ") + why);
     const bool content =
         here.storage != value.provenance.storage || here.version != value.provenance.version;
-    if (content && external.input_leaf < 0 && !external.is_buffer) {
-      refuse("forward changes a tensor that is no buffer of the model: " + std::string(why));
+    // Buffers that are written through `.data` are the buffer rule's matter.
+    const bool of_buffer =
+        std::any_of(held_buffers_.begin(), held_buffers_.end(), [&](const at::Tensor& buffer) {
+          return here.storage != nullptr && storage_of(buffer) == here.storage &&
+                 here.storage == value.provenance.storage;
+        });
+    if (content && external.input_leaf < 0 && !external.is_buffer && !of_buffer) {
+      refuse("forward changes a parameter, or a tensor that is no buffer of the model: " +
+             std::string(why));
     }
   }
 }

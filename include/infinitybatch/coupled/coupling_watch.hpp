@@ -3,6 +3,7 @@
 #include <infinitybatch/core/model.hpp>
 #include <infinitybatch/coupled/across_batch.hpp>
 #include <infinitybatch/coupled/renormed_weights.hpp>
+#include <infinitybatch/coupled/watched_memory.hpp>
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/TensorBody.h>
@@ -58,8 +59,11 @@ class CouplingWatch {
   }
 
   /// These are the model's, so a BatchNorm over one of them or a view of it (standardised weights)
-  /// mixes no samples.
+  /// mixes no samples; writes into them are seen.
   void know_parameters(const std::vector<NamedParameter>& parameters);
+
+  /// What ops do with the parameters, and with whatever else it is told of.
+  WatchedMemory& memory() noexcept { return memory_; }
 
   /// From now on ops that draw random numbers are noticed too, from the default generators or from
   /// one that they are given.
@@ -102,6 +106,7 @@ class CouplingWatch {
   bool is_parameter(const c10::IValue& value) const;
 
   AcrossBatchFunctions functions_;
+  WatchedMemory memory_;
   std::unordered_set<const c10::StorageImpl*> parameters_;
   std::vector<CoupledOp> seen_;
   std::shared_ptr<RenormedWeights> renormed_;

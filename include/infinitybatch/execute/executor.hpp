@@ -3,11 +3,13 @@
 #include <infinitybatch/autograd/gradient_sinks.hpp>
 #include <infinitybatch/coupled/coupling_watch.hpp>
 #include <infinitybatch/execute/buffer_rule.hpp>
+#include <infinitybatch/execute/carried_state.hpp>
 #include <infinitybatch/execute/cut_pass.hpp>
 #include <infinitybatch/execute/denominator.hpp>
 #include <infinitybatch/execute/job.hpp>
 #include <infinitybatch/execute/loss_total.hpp>
 #include <infinitybatch/execute/output_law.hpp>
+#include <infinitybatch/execute/parameter_rule.hpp>
 #include <infinitybatch/execute/pass_times.hpp>
 #include <infinitybatch/execute/plan.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
@@ -58,6 +60,9 @@ class Executor {
   bool wrote_inputs() const noexcept { return wrote_inputs_; }
   /// Whether the loss of all outputs is at work, or failed.
   bool in_whole_loss() const noexcept { return in_whole_loss_; }
+  /// Whether samples are coupled by what forward leaves in buffers, parameters and attributes, and
+  /// not by an op.
+  bool coupled_by_state() const noexcept { return apart_ || state_.found(); }
   /// How many segments the model's tapes are cut into; with `Job::cut`, after the first `record`.
   int64_t segments() const { return cut_pass_ ? cut_pass_->segments() : 1; }
   /// Of one micro-batch, with `Job::checkpoints`, between its `record` and its last `backward`.
@@ -99,6 +104,7 @@ class Executor {
   void hand_out();
   void finish();
   void check_coupling(Rows rows) const;
+  void commit();
   /// Runs the loss. \throws CouplingError where it draws random numbers for these rows alone, with
   /// `Job::match_native_rng`
   at::Tensor loss_sum(Rows rows) const;
@@ -118,6 +124,9 @@ class Executor {
   autograd::GradientSinks sinks_;
   BufferRule buffers_;
   coupled::CouplingWatch watch_;
+  std::optional<ParameterRule> parameters_;  // once the watch knows them
+  CarriedState state_;
+  bool apart_ = false;                       // what forwards left did not agree
   std::optional<Denominator> denominator_;   // of a separable loss
   std::optional<std::string> foreign_draw_;  // with `Job::match_native_rng`: who gave numbers
   bool wrote_inputs_ = false;

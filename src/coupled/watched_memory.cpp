@@ -1,0 +1,128 @@
+#include <infinitybatch/coupled/watched_memory.hpp>
+
+#include <infinitybatch/tape/op_facts.hpp>
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <array>
+#include <string_view>
+
+namespace infinitybatch::coupled {
+namespace {
+
+/// They take a tensor for its form.
+bool asks_for_form(std::string_view op) {
+  return op.ends_with("_like") || op.starts_with("aten::new_") || op.starts_with("aten::_has_");
+}
+
+/// They write every element of their first argument without reading one.
+bool overwrites(std::string_view op) {
+  constexpr std::array<std::string_view, 7> kOps{
+      "aten::zero_",    "aten::fill_",      "aten::copy_",  "aten::normal_",
+      "aten::uniform_", "aten::bernoulli_", "aten::random_"};
+  return std::find(kOps.begin(), kOps.end(), op) != kOps.end();
+}
+
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
+                                                  : nullptr;
+}
+
+}  // namespace
+
+void WatchedMemory::know(const at::Tensor& tensor, bool carried) {
+  const c10::StorageImpl* storage = storage_of(tensor);
+  if (storage == nullptr) return;
+  any_carried_ = any_carried_ || carried;
+  if (find(tensor)) return;
+  at_[storage].push_back(known_.size());
+  Known added;
+  added.tensor = tensor;
+  added.memory = tensor.variable_data();
+  added.carried = carried;
+  known_.push_back(std::move(added));
+}
+
+void WatchedMemory::forget_carried() {
+  if (!any_carried_) return;
+  std::vector<Known> others;
+  for (Known& each : known_) {
+    // What was written into is to be undone.
+    if (!each.carried || each.before.defined()) others.push_back(std::move(each));
+  }
+  known_.clear();
+  at_.clear();
+  any_carried_ = false;
+  for (Known& each : others) {
+    at_[storage_of(each.memory)].push_back(known_.size());
+    known_.push_back(std::move(each));
+  }
+}
+
+void WatchedMemory::observe(const at::RecordFunction& op) {
+  const std::string_view name = op.name();
+  const bool may_write =
+      name.ends_with('_') || std::string_view(op.overload_name()).find("out") != name.npos;
+  if (!may_write && !any_carried_) return;
+  const tape::OpFacts* facts = tape::facts_of(op);
+  if (facts == nullptr || facts->writes_metadata || asks_for_form(name)) return;
+  const bool views = std::find(facts->viewed.begin(), facts->viewed.end(), true) !=
+                     facts->viewed.end();  // whoever takes the view is seen
+  const auto inputs = op.inputs();
+  const size_t count = std::min(inputs.size(), facts->written.size());
+  for (size_t i = 0; i < count; ++i) {
+    const bool covers = i == 0 && overwrites(name);
+    const bool writes = facts->written[i];
+    const bool reads = any_carried_ && !covers && !views;
+    if (writes || reads) on_value(inputs[i], writes, reads, covers);
+  }
+}
+
+void WatchedMemory::on_value(const c10::IValue& value, bool writes, bool reads, bool covers) {
+  if (value.isTensor()) {
+    on_tensor(value.toTensor(), writes, reads, covers);
+  } else if (value.isTensorList() || value.isList()) {
+    for (const c10::IValue& each : value.toListRef()) on_value(each, writes, reads, covers);
+  }
+}
+
+void WatchedMemory::on_tensor(const at::Tensor& tensor, bool writes, bool reads, bool covers) {
+  const c10::StorageImpl* storage = storage_of(tensor);
+  if (storage == nullptr) return;
+  const auto found = at_.find(storage);
+  if (found == at_.end()) return;
+  for (const size_t i : found->second) {
+    Known& known = known_[i];
+    if (reads && known.carried && !known.renewed) known.read = true;
+    if (!writes) continue;
+    if (!known.before.defined()) {
+      const at::NoGradGuard no_grad;
+      known.before = known.memory.clone();
+    }
+    known.written = true;
+    known.renewed = known.renewed || (covers && tensor.numel() == known.tensor.numel());
+  }
+}
+
+void WatchedMemory::rest() {
+  for (Known& each : known_) each.written = each.read = each.renewed = false;
+}
+
+std::optional<size_t> WatchedMemory::find(const at::Tensor& tensor) const {
+  const auto found = at_.find(storage_of(tensor));
+  if (found == at_.end()) return std::nullopt;
+  for (const size_t place : found->second) {
+    if (known_[place].tensor.is_same(tensor)) return place;
+  }
+  return std::nullopt;
+}
+
+void WatchedMemory::undo() const {
+  const at::NoGradGuard no_grad;
+  for (const Known& each : known_) {
+    if (each.before.defined()) at::Tensor(each.memory).copy_(each.before);
+  }
+}
+
+}  // namespace infinitybatch::coupled

@@ -1,0 +1,129 @@
+#include <infinitybatch/execute/carried_state.hpp>
+
+#include <infinitybatch/core/errors.hpp>
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+thread_local CarriedState* innermost = nullptr;
+
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
+}
+
+/// Constants may be converted, or made anew with the values that they had.
+bool same_values(const at::Tensor& before, const at::Tensor& now) {
+  if (before.sizes() != now.sizes() || before.layout() != at::kStrided ||
+      now.layout() != at::kStrided) {
+    return false;
+  }
+  const at::NoGradGuard no_grad;
+  return at::equal(before.detach().to(now.device(), now.scalar_type()), now.detach());
+}
+
+}  // namespace
+
+CarriedState::Scope::Scope(CarriedState* state, bool part) noexcept : outer_(innermost) {
+  innermost = state;
+  if (state != nullptr) state->part_ = part;
+}
+CarriedState::Scope::~Scope() {
+  innermost = outer_;
+}
+
+CarriedState* CarriedState::at_work() noexcept {
+  return innermost == nullptr || innermost->idle_ ? nullptr : innermost;
+}
+
+void CarriedState::before_forward(PlainState state) {
+  if (first_) restore_ = std::move(state.restore);
+  before_.clear();
+  if (!part_) return;
+  memory_.rest();
+  for (NamedParameter& each : state.tensors) {
+    memory_.know(each.tensor, /*carried=*/true);
+    const uint32_t version = version_of(each.tensor);
+    before_.push_back({std::move(each.name), std::move(each.tensor), version});
+  }
+}
+
+bool CarriedState::has_read(const at::Tensor& tensor) const {
+  const std::optional<size_t> place = memory_.find(tensor);
+  return place && memory_[*place].carried && memory_[*place].read;
+}
+
+void CarriedState::refuse(const std::string& name, const std::string& more) {
+  found_ = true;
+  throw CouplingError(
+      name, "forward reads '" + name +
+                "', a tensor in a plain attribute of a module, and leaves another value in it for "
+                "the next call" +
+                more +
+                ": micro-batches would see each other's, so one pass over the whole batch cannot "
+                "be reproduced; register it as a buffer if it does not depend on the samples, hand "
+                "it in and out as an input and an output (or clear it in forward) if it does, make "
+                "the budget large enough for one micro-batch, or allow it with "
+                "batch_coupling=\"per_micro_batch\", which lets each micro-batch be a batch of "
+                "its own");
+}
+
+void CarriedState::after_forward(const std::vector<NamedParameter>& now) {
+  if (!part_) {
+    first_ = false;
+    idle_ = true;
+    return;
+  }
+  bool changed = now.size() != before_.size();
+  for (const Seen& seen : before_) {
+    const auto here = std::find_if(
+        now.begin(), now.end(), [&](const NamedParameter& each) { return each.name == seen.name; });
+    const bool same = here != now.end() && here->tensor.is_same(seen.tensor);
+    const std::optional<size_t> place = memory_.find(seen.tensor);
+    const bool carried = place && memory_[*place].carried;
+    const bool written =
+        version_of(seen.tensor) != seen.version || (carried && memory_[*place].written);
+    if (same && !written) continue;
+    changed = true;
+    if (!has_read(seen.tensor)) continue;
+    const at::Tensor& before =
+        memory_[*place].before.defined() ? memory_[*place].before : seen.tensor;
+    if (here == now.end() || !same_values(before, here->tensor)) refuse(seen.name, "");
+  }
+  left_.clear();
+  for (const NamedParameter& each : now) {
+    const bool known = std::any_of(before_.begin(), before_.end(), [&](const Seen& seen) {
+      return seen.tensor.is_same(each.tensor);
+    });
+    if (!known) left_.insert(each.tensor.unsafeGetTensorImpl());
+  }
+  memory_.forget_carried();
+  before_.clear();
+  if (first_ && !changed) idle_ = true;
+  first_ = false;
+}
+
+void CarriedState::forward_failed(const std::string& how) {
+  for (const Seen& seen : before_) {
+    if (!left_.contains(seen.tensor.unsafeGetTensorImpl()) || !has_read(seen.tensor)) continue;
+    refuse(seen.name, " (which failed: " + how + ")");
+  }
+}
+
+void CarriedState::roll_back() {
+  memory_.forget_carried();
+  before_.clear();
+  left_.clear();
+  if (restore_) restore_();
+  restore_ = nullptr;
+  first_ = true;
+  idle_ = false;
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,139 @@
+#include <infinitybatch/execute/parameter_rule.hpp>
+
+#include <infinitybatch/core/bits.hpp>
+#include <infinitybatch/core/errors.hpp>
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <optional>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl();
+}
+
+}  // namespace
+
+ParameterRule::ParameterRule(const std::vector<NamedParameter>& parameters,
+                             coupled::WatchedMemory& memory, bool exact)
+    : memory_(memory), exact_(exact) {
+  if (!exact) return;
+  entries_.reserve(parameters.size());
+  for (const NamedParameter& parameter : parameters) {
+    const std::optional<size_t> place = memory.find(parameter.tensor);
+    if (!place) continue;  // without a storage
+    Entry entry;
+    entry.parameter = parameter;
+    entry.place = *place;
+    entry.version = parameter.tensor._version();
+    entries_.push_back(std::move(entry));
+  }
+}
+
+bool ParameterRule::is_exchanged(const Entry& entry) const {
+  const at::Tensor& now = entry.parameter.tensor;
+  const at::Tensor& memory = memory_[entry.place].memory;
+  return !now.has_storage() || storage_of(now) != storage_of(memory) ||
+         now.storage_offset() != memory.storage_offset();
+}
+
+void ParameterRule::end_micro_batch() {
+  const at::NoGradGuard no_grad;
+  for (Entry& entry : entries_) {
+    const at::Tensor& now = entry.parameter.tensor;
+    const coupled::WatchedMemory::Known& known = memory_[entry.place];
+    const bool exchanged = is_exchanged(entry);
+    const bool seen = known.written;
+    const bool counted = now._version() != entry.version;
+    if (!exchanged && !seen && !counted && !entry.written) continue;
+    if (counted && !exchanged && !known.before.defined()) {
+      throw Unsupported("forward changes the parameter '" + entry.parameter.name +
+                        "' by what is no operator of torch's, so that micro-batches cannot start "
+                        "from the values that it had; change it outside of forward");
+    }
+    if (second_pass_) {
+      restore(entry);
+      continue;
+    }
+    if (!entry.written && !first_) entry.left = values_before(entry);
+    entry.written = written_ = true;
+    entry.exchanged = entry.exchanged || exchanged;
+    compare(entry, now.variable_data());
+    restore(entry);
+  }
+  memory_.rest();
+  first_ = false;
+}
+
+void ParameterRule::compare(Entry& entry, const at::Tensor& now) {
+  if (!entry.left.defined()) {
+    entry.left = now.clone();
+    return;
+  }
+  if (!entry.disagree.defined()) {
+    entry.disagree = at::zeros({}, entry.left.options().dtype(at::kBool).requires_grad(false));
+  }
+  if (!same_form(entry.left, now)) {
+    entry.disagree.fill_(true);
+  } else {
+    entry.disagree.logical_or_(any_bit_differs(entry.left, now));
+  }
+}
+
+at::Tensor ParameterRule::values_before(const Entry& entry) const {
+  const coupled::WatchedMemory::Known& known = memory_[entry.place];
+  return known.before.defined() ? known.before : known.memory.clone();
+}
+
+void ParameterRule::restore(Entry& entry) {
+  at::Tensor& now = entry.parameter.tensor;
+  const coupled::WatchedMemory::Known& known = memory_[entry.place];
+  if (is_exchanged(entry)) now.set_data(known.memory);
+  if (known.before.defined()) at::Tensor(known.memory).copy_(known.before);
+  entry.version = now._version();
+}
+
+void ParameterRule::commit() {
+  if (!written_) return;
+  const at::NoGradGuard no_grad;
+  for (const Entry& entry : entries_) {
+    if (!entry.disagree.defined() || !entry.disagree.item<bool>()) continue;
+    const std::string& name = entry.parameter.name;
+    throw CouplingError(
+        name, "forward writes into the parameter '" + name +
+                  "' what depends on the samples (as layers do that initialise themselves from "
+                  "their first batch): micro-batches leave different values in it, so one pass "
+                  "over the whole batch cannot be reproduced; run forward once before the first "
+                  "step if it is the first call alone, make the budget large enough for one "
+                  "micro-batch, or allow it with batch_coupling=\"per_micro_batch\", which lets "
+                  "each micro-batch be a batch of its own");
+  }
+  for (Entry& entry : entries_) {
+    if (!entry.left.defined()) continue;
+    if (entry.exchanged) {
+      entry.parameter.tensor.set_data(entry.left);
+    } else {
+      entry.parameter.tensor.variable_data().copy_(entry.left);
+    }
+  }
+}
+
+void ParameterRule::roll_back() {
+  const at::NoGradGuard no_grad;
+  for (Entry& entry : entries_) {
+    restore(entry);
+    entry.written = entry.exchanged = false;
+    entry.left.reset();
+    entry.disagree.reset();
+  }
+  memory_.rest();
+  written_ = false;
+  first_ = true;
+  second_pass_ = false;
+}
+
+}  // namespace infinitybatch
