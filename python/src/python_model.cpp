@@ -4,12 +4,14 @@
 #include "python_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/coupled/one_of_many.hpp>
 #include <infinitybatch/execute/carried_state.hpp>
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -64,6 +66,12 @@ bool is_of_shape(const py::error_already_set& error) {
   return !error.matches(py::module_::import("torch").attr("OutOfMemoryError"));
 }
 
+/// No step begins again for it.
+bool is_forwards_own(const py::error_already_set& error) {
+  if (error.matches(py::module_::import("infinitybatch.errors").attr("Error"))) return false;
+  return !is_out_of_memory(std::current_exception());
+}
+
 std::string first_line(const py::error_already_set& error) {
   const auto text = py::str(error.value()).cast<std::string>();
   return text.substr(0, text.find('\n'));
@@ -86,6 +94,7 @@ Model model_of(const Held& view, const Held& forward, bool keep_outputs) {
       given = call_model(callable, inputs);
     } catch (py::error_already_set& error) {
       if (is_of_shape(error)) carried->forward_failed(first_line(error));
+      if (is_forwards_own(error)) carried->let_be();
       throw;
     }
     carried->after_forward(plain_state(module).tensors);

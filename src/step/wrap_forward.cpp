@@ -88,6 +88,7 @@ Batch ForwardPass::run(const Split& split, int64_t total) {
 
 Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
                             std::optional<int64_t> segments) {
+  part_ = sizes.size() > 1;
   call_->cuts = std::make_unique<WrapCuts>(*call_, job_, values_, [this](const Batch& micro) {
     const uint64_t first_node = at::sequence_number::peek();
     Batch outputs = call_->wrapped->model.forward(micro);

@@ -1,5 +1,6 @@
 """Lists of models that nobody here wrote, by strategy: complete, and true where they can be run."""
 
+import importlib.metadata
 import importlib.util
 import json
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 FAMILIES = Path(__file__).resolve().parents[1] / "families"
 RESULTS = json.loads((FAMILIES / "results.json").read_text())
 IMAGES = json.loads((FAMILIES / "images.json").read_text())
+FOREIGN = json.loads((FAMILIES / "foreign.json").read_text())
 # Of each strategy: what is wanted, and what a family may be instead, with the reason behind it.
 OUTCOMES = {
     "tape": ("replays", ("opaque: ", "refused: ")),
@@ -58,6 +60,42 @@ def test_image_models_are_exact_and_none_is_wrong(strategy):
 def test_the_list_of_image_models_is_true():
     done = subprocess.run(
         [sys.executable, FAMILIES / "images.py", "nfnet", "convnext", "byobnet"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# What they write in forward depends on the samples: one buffer or parameter each is named.
+COUPLED_BY_STATE = {"glow", "memory_bank", "moving_codebook"}
+
+
+@pytest.mark.parametrize("strategy", ["streaming", "wrap"])
+def test_foreign_networks_are_exact_or_refused_and_none_is_wrong(strategy):
+    assert len(FOREIGN) >= 40
+    rest = {name for name, each in FOREIGN.items() if each[strategy] != "exact"}
+    assert rest <= COUPLED_BY_STATE, rest
+    for name in rest:
+        assert FOREIGN[name][strategy].startswith("refused: "), name
+
+
+def as_listed(name: str) -> bool:
+    package, version = FOREIGN[name]["package"].split("==")
+    try:
+        return importlib.metadata.version(package) == version
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(
+    not any(as_listed(name) for name in FOREIGN),
+    reason="none of the packages of foreign.json is installed in the version that is listed",
+)
+def test_the_list_of_foreign_networks_is_true():
+    names = [name for name in FOREIGN if as_listed(name)]
+    done = subprocess.run(
+        [sys.executable, FAMILIES / "foreign.py", *names],
         capture_output=True,
         text=True,
         check=False,

@@ -271,7 +271,12 @@ def test_attempts_and_rehearsals_leave_no_state(name, coupled):
         CRITERION(whole(inputs), targets).backward()
         if name == "hidden_state":
             whole.hidden = whole.hidden.detach()
-        batch.backward(inputs, targets)
+        try:
+            batch.backward(inputs, targets)
+        except ib.Unsupported:
+            # A tape is replayed, and does not know the state that it was recorded with.
+            assert coupled and all(each.grad is None for each in model.parameters())
+            return
         for wanted, found in zip(whole.parameters(), model.parameters(), strict=True):
             if wanted.grad is not None:
                 torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-11, atol=1e-15)
