@@ -86,18 +86,17 @@ Model model_of(const Held& view, const Held& forward, bool keep_outputs) {
     py::object callable = py::reinterpret_borrow<py::object>(forward.handle());
     if (coupled::OneOfMany::at_work()) callable = view.handle().attr("one_of_many")(callable);
     CarriedState* carried = CarriedState::at_work();
-    if (carried == nullptr) return finished(call_model(callable, inputs), keep_outputs);
     const py::object module = view.handle().attr("forward");
-    carried->before_forward(plain_state(module));
+    if (carried != nullptr) carried->before_forward(plain_state(module));
     py::object given;
     try {
       given = call_model(callable, inputs);
     } catch (py::error_already_set& error) {
-      if (is_of_shape(error)) carried->forward_failed(first_line(error));
-      if (is_forwards_own(error)) carried->let_be();
+      if (carried != nullptr && is_of_shape(error)) carried->forward_failed(first_line(error));
+      if (is_forwards_own(error)) CarriedState::let_be();
       throw;
     }
-    carried->after_forward(plain_state(module).tensors);
+    if (carried != nullptr) carried->after_forward(plain_state(module).tensors);
     return finished(given, keep_outputs);
   };
   // What is found beside the parameters, for which C++ asks first, until it asks for that too.

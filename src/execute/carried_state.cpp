@@ -42,6 +42,10 @@ CarriedState* CarriedState::at_work() noexcept {
   return innermost == nullptr || innermost->idle_ ? nullptr : innermost;
 }
 
+void CarriedState::let_be() noexcept {
+  if (innermost != nullptr) innermost->restore_ = nullptr;
+}
+
 void CarriedState::before_forward(PlainState state) {
   if (first_) restore_ = std::move(state.restore);
   before_.clear();

@@ -51,8 +51,9 @@ class CarriedState {
   /// Instead, where forward failed: a state of other rows has another shape.
   /// \throws CouplingError where it had read what an earlier forward left
   void forward_failed(const std::string& how);
-  /// Forward failed by an error of its own: attributes stay as it left them, as they do natively.
-  void let_be() noexcept { restore_ = nullptr; }
+  /// A forward in this thread failed by an error of its own: attributes stay as it left them, as
+  /// they do natively.
+  static void let_be() noexcept;
   /// Whether a state was found.
   bool found() const noexcept { return found_; }
   /// Attributes hold what they held in front of the first forward.
