@@ -197,6 +197,7 @@ bool CouplingWatch::is_parameter(const c10::IValue& value) const {
 }
 
 std::unique_ptr<at::ObserverContext> CouplingWatch::on_renorm(const at::RecordFunction& op) {
+  memory_.leave_rescaled(op.inputs()[0].toTensor());
   if (auto why = renormed_->begin(op)) seen_.push_back({std::string(kRenorm), std::move(*why)});
   ++inside_;
   return std::make_unique<Renorming>();

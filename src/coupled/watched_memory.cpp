@@ -44,6 +44,12 @@ void WatchedMemory::know(const at::Tensor& tensor, bool carried) {
   known_.push_back(std::move(added));
 }
 
+void WatchedMemory::leave_rescaled(const at::Tensor& tensor) {
+  const auto found = at_.find(storage_of(tensor));
+  if (found == at_.end()) return;
+  for (const size_t place : found->second) known_[place].rescaled = true;
+}
+
 void WatchedMemory::forget_carried() {
   if (!any_carried_) return;
   std::vector<Known> others;

@@ -48,7 +48,7 @@ void ParameterRule::end_micro_batch() {
     const coupled::WatchedMemory::Known& known = memory_[entry.place];
     const bool exchanged = is_exchanged(entry);
     const bool seen = known.written;
-    const bool counted = now._version() != entry.version;
+    const bool counted = now._version() != entry.version && !known.rescaled;
     if (!exchanged && !seen && !counted && !entry.written) continue;
     if (counted && !exchanged && !known.before.defined()) {
       throw Unsupported("forward changes the parameter '" + entry.parameter.name +

@@ -536,7 +536,9 @@ def test_inputs_that_forward_changes_are_refused():
 
 def test_weights_that_forward_rewrites_are_refused_and_put_back():
     inner = Calls(
-        lambda self, x: self.norm(self.words((x.abs() * 9).long() % 20).mean(1)),
+        lambda self, x: self.norm(
+            self.words((x.abs() * 9).long() % 20).mean(1) + self.words.weight.mean()
+        ),
         words=nn.Embedding(20, 6),
         norm=nn.BatchNorm1d(6),
     ).double()

@@ -17,17 +17,20 @@ class WatchedMemory {
  public:
   struct Known {
     at::Tensor tensor;
-    at::Tensor memory;     ///< an alias of it, which keeps its storage
-    at::Tensor before;     ///< its values in front of the first write; undefined without one
-    bool carried = false;  ///< state, whose reads matter too
-    bool written = false;  ///< since the last `rest`
-    bool read = false;     ///< the values that it had at the last `rest`
-    bool renewed = false;  ///< none of these values is left
+    at::Tensor memory;      ///< an alias of it, which keeps its storage
+    at::Tensor before;      ///< its values in front of the first write; undefined without one
+    bool carried = false;   ///< state, whose reads matter too
+    bool written = false;   ///< since the last `rest`
+    bool read = false;      ///< the values that it had at the last `rest`
+    bool renewed = false;   ///< none of these values is left
+    bool rescaled = false;  ///< an embedding's `max_norm` writes into it, which others see to
   };
 
   /// \param carried may be forgotten again; tell it after everything that may not
   void know(const at::Tensor& tensor, bool carried);
   void forget_carried();
+  /// Nobody need see what an embedding's `max_norm` does to `tensor`.
+  void leave_rescaled(const at::Tensor& tensor);
 
   /// An op is about to run.
   void observe(const at::RecordFunction& op);
