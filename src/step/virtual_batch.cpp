@@ -29,6 +29,18 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+/// A BatchNorm in a C++ module refuses a micro-batch of one sample by itself.
+bool refuses_one_sample(const std::exception_ptr& exception) {
+  try {
+    std::rethrow_exception(exception);
+  } catch (const c10::Error& error) {
+    const std::string what = error.what_without_backtrace();
+    return what.find("Expected more than 1 value per channel") != std::string::npos;
+  } catch (...) {
+    return false;
+  }
+}
+
 }  // namespace
 
 StaticTapes* VirtualBatch::State::static_tapes(const Job& job) const {
@@ -150,6 +162,11 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       give_up_checkpoints(job, *budget + 1, *budget,
                           std::string("a single sample (") + error.what_without_backtrace() + ")");
     } catch (...) {
+      if (streamed_ && job.checkpoints != nullptr && refuses_one_sample(std::current_exception())) {
+        check_inputs();
+        checkpoints_.erase(signature_of(job));
+        std::rethrow_exception(std::exchange(streamed_, nullptr));
+      }
       if (!budget || !is_out_of_memory(std::current_exception())) throw;
       // The user's own error says nothing of our sizes. A fixed size cannot be answered by a
       // smaller one: there even what the system refused comes back as it is.

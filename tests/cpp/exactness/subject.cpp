@@ -1,5 +1,7 @@
 #include "exactness/subject.hpp"
 
+#include <algorithm>
+
 namespace infinitybatch::testing {
 
 Subject::Subject(const Family& family, const CriterionCase& criterion)
@@ -8,7 +10,13 @@ Subject::Subject(const Family& family, const CriterionCase& criterion)
 Batch Subject::forward(const Batch& inputs) {
   const at::Tensor features = module_->features(inputs);
   forwards_.push_back(features.size(0));
-  return head_(features);
+  Batch outputs = head_(features);
+  for (const Leaf& leaf : outputs.leaves()) {
+    if (!leaf.tensor.defined()) continue;
+    const at::IntArrayRef shape = leaf.tensor.sizes();
+    ambiguous_ = ambiguous_ || std::count(shape.begin(), shape.end(), features.size(0)) > 1;
+  }
+  return outputs;
 }
 
 void Subject::drop_gradients() {

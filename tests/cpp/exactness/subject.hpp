@@ -17,12 +17,16 @@ class Subject : public torch::nn::Module {
 
   /// Rows of each forward since the last call.
   std::vector<int64_t> take_forwards() { return std::exchange(forwards_, {}); }
+  /// Whether an output since the last call had more than one dimension as long as there were rows:
+  /// one forward does not tell then which of them follows the samples.
+  bool take_ambiguity() { return std::exchange(ambiguous_, false); }
   void drop_gradients();
 
  private:
   std::shared_ptr<FamilyModule> module_;
   std::function<Batch(const at::Tensor& features)> head_;
   std::vector<int64_t> forwards_;
+  bool ambiguous_ = false;
 };
 
 /// Parameters and buffers to `type`, complex ones to its complex type; the tensor objects stay.
