@@ -1,8 +1,8 @@
 #pragma once
 
 // Everything that is no public promise of LibTorch stands in this file, so that a new release is
-// checked in one place. Checked by the test suite on: 2.13. Written for, by their
-// headers: 2.11, 2.12.
+// checked in one place. Checked by the whole test suite on 2.13, by its Python part on
+// 2.11 and 2.12.
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
