@@ -264,9 +264,8 @@ void Executor::record_for_cuts(Rows rows) {
     if (wrote_inputs_) {
       throw Unsupported(
           "forward changes its inputs in place, and has to run on them again (for a layer that "
-          "sees "
-          "the whole batch, or because one sample's activations do not fit into the budget); write "
-          "that out of place, as in x = x - mean. The rows that it ran on are changed");
+          "sees the whole batch, or because one sample's activations do not fit into the budget); "
+          "write that out of place, as in x = x - mean. The rows that it ran on are changed");
     }
     if (job_.alone) check_coupling(rows);
     return std::exchange(outputs_, Batch());

@@ -10,11 +10,9 @@ compare.py; buffers are compared too. What forward draws at random is nobody's t
 such network is here.
 """
 
-import argparse
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import pathlib
 import sys
 import warnings
@@ -25,6 +23,7 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 from compare import N, beside_native  # noqa: E402
+from listing import run_listed, without_chance  # noqa: E402
 from torch import nn  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "foreign.json"
@@ -326,14 +325,6 @@ def efficientnet(m: Any) -> Made:
     return model, (images(32),)
 
 
-def without_chance(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        for name in RANDOM:
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model.double().train()
-
-
 def outcome(name: str) -> dict[str, str]:
     package, module, make = NETWORKS[name]
     torch.manual_seed(0)
@@ -341,7 +332,7 @@ def outcome(name: str) -> dict[str, str]:
     torch.manual_seed(1)
     doubled = [t.double() if t.is_floating_point() else t for t in inputs]
     given = {f"x{i}": tensor for i, tensor in enumerate(doubled)}
-    found = beside_native(Positional(without_chance(model)), given)
+    found = beside_native(Positional(without_chance(model, RANDOM)), given)
     return {"package": f"{package}=={importlib.metadata.version(package)}", **found}
 
 
@@ -349,30 +340,9 @@ def installed(name: str) -> bool:
     return importlib.util.find_spec(NETWORKS[name][1].split(".")[0]) is not None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    listed = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    found = {}
-    for name in options.names or NETWORKS:
-        if not installed(name):
-            print(f"{name}: left as listed, {NETWORKS[name][0]} is not installed")
-            continue
-        found[name] = outcome(name)
-        print(f"{name}: {found[name]}", flush=True)
-        if options.write:
-            merged = dict(sorted({**listed, **found}.items()))
-            RESULTS.write_text(json.dumps(merged, indent=1) + "\n")
-    for strategy in ("streaming", "wrap"):
-        count = sum(result[strategy] == "exact" for result in found.values())
-        print(f"{strategy}: exact in {count} of {len(found)}")
-    changed = {name: result for name, result in found.items() if listed.get(name) != result}
-    print("not as listed:", changed or "none")
-    return 1 if changed and not options.write else 0
+def left_out(name: str) -> str | None:
+    return None if installed(name) else f"{NETWORKS[name][0]} is not installed"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_listed(RESULTS, lambda: NETWORKS, outcome, left_out))

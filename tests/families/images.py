@@ -9,8 +9,6 @@ switched off, in float64. `streaming` and `wrap` are those of run.py; with a Bat
 streaming goes from layer to layer. Buffers, running statistics above all, are compared too.
 """
 
-import argparse
-import json
 import os
 import pathlib
 import sys
@@ -22,6 +20,7 @@ warnings.simplefilter("ignore")
 import timm  # noqa: E402
 import torch  # noqa: E402
 from compare import N, beside_native  # noqa: E402
+from listing import run_listed, without_chance  # noqa: E402
 from torch import nn  # noqa: E402
 
 RESULTS = pathlib.Path(__file__).parent / "images.json"
@@ -63,14 +62,6 @@ def build(name: str) -> tuple[nn.Module, int]:
     raise RuntimeError(f"{name} takes no image that was tried") from failure
 
 
-def without_chance(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        for name in RANDOM:
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model.double().train()
-
-
 def outcome(module: str) -> dict[str, str]:
     parameters, name = smallest(module)
     if not name or parameters > MOST_PARAMETERS:
@@ -78,30 +69,8 @@ def outcome(module: str) -> dict[str, str]:
     model, side = build(name)
     torch.manual_seed(1)
     images = torch.randn(N, 3, side, side, dtype=torch.float64)
-    return {"model": name, **beside_native(without_chance(model), {"x": images})}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("modules", nargs="*")
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    listed = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    found = {}
-    for module in options.modules or timm.list_modules():
-        found[module] = outcome(module)
-        print(f"{module}: {found[module]}", flush=True)
-        if options.write:
-            merged = dict(sorted({**listed, **found}.items()))
-            RESULTS.write_text(json.dumps(merged, indent=1) + "\n")
-    for strategy in ("streaming", "wrap"):
-        count = sum(result.get(strategy) == "exact" for result in found.values())
-        print(f"{strategy}: exact in {count} of {len(found)}")
-    changed = {name: result for name, result in found.items() if listed.get(name) != result}
-    print("not as listed:", changed or "none")
-    return 1 if changed and not options.write else 0
+    return {"model": name, **beside_native(without_chance(model, RANDOM), {"x": images})}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_listed(RESULTS, timm.list_modules, outcome))

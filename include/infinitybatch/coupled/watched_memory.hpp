@@ -42,8 +42,7 @@ class WatchedMemory {
   std::optional<size_t> find(const at::Tensor& tensor) const;
   const Known& operator[](size_t place) const { return known_[place]; }
   /// Puts back what was written into, past the version counter. Who was given other memory
-  /// meanwhile
-  /// (`.data = …`) keeps it.
+  /// meanwhile (`.data = …`) keeps it.
   void undo() const;
 
  private:
