@@ -26,6 +26,8 @@ std::optional<Owned> walk_ordinary(py::handle model);
 /// Tensors in plain attributes of the modules of a tree, and in tuples, lists and dicts there, two
 /// deep and of at most 16 items. Modules without an ordinary dict are left out. The GIL is held.
 PlainState plain_state(py::handle model);
+/// The tensors alone.
+std::vector<NamedParameter> plain_tensors(py::handle model);
 
 /// A buffer of a Python module: an entry of its `_buffers`, so that a model that binds another
 /// tensor to the name is noticed. `get` and `set` take the GIL, during unwinding too.

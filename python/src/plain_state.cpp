@@ -18,14 +18,31 @@ namespace {
 constexpr Py_ssize_t kMostItems = 16;  // of a container: a tokenizer's words are no state
 constexpr int kDeepest = 2;
 
-/// Their values are listed, or are modules.
-bool is_listed(std::string_view name) {
-  constexpr std::array<std::string_view, 3> kNames{"_parameters", "_buffers", "_modules"};
+PyObject* interned(const char* name) {
+  PyObject* made = PyUnicode_InternFromString(name);
+  if (made == nullptr) throw py::error_already_set();
+  return made;  // for good
+}
+
+PyObject* modules_name() {
+  static PyObject* const name = interned("_modules");
+  return name;
+}
+
+/// Its value is listed, or holds modules. The interpreter interns the names of attributes.
+bool is_listed(PyObject* name) {
+  static const std::array<PyObject*, 3> kNames{interned("_parameters"), interned("_buffers"),
+                                               modules_name()};
   return std::find(kNames.begin(), kNames.end(), name) != kNames.end();
 }
 
+/// By its type: `isinstance` asks metaclasses, which costs a hundred times as much in each step.
+bool is_tensor(PyObject* value) {
+  return PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(THPVariableClass));
+}
+
 bool may_hold_tensors(PyObject* value) {
-  return THPVariable_Check(value) || PyTuple_Check(value) || PyList_CheckExact(value) ||
+  return is_tensor(value) || PyTuple_Check(value) || PyList_CheckExact(value) ||
          PyDict_CheckExact(value);
 }
 
@@ -73,27 +90,31 @@ void put_back(const Attributes& attributes) {
 
 class Walk {
  public:
+  /// \param restorable what lies in the attributes is kept, to be put back
+  explicit Walk(bool restorable) : restorable_(restorable) {}
+
   void module(PyObject* module, const std::string& prefix) {
     if (!modules_.insert(module).second) return;
     auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
     if (!attributes) return PyErr_Clear();
     if (!PyDict_CheckExact(attributes.ptr())) return;
-    PyObject* children = PyDict_GetItemString(attributes.ptr(), "_modules");
+    PyObject* children = PyDict_GetItemWithError(attributes.ptr(), modules_name());
     if (children == nullptr || !PyDict_CheckExact(children)) return;
-    note(attributes);
+    if (restorable_) note(attributes);
     PyObject* key = nullptr;
     PyObject* value = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(attributes.ptr(), &at, &key, &value) != 0;) {
-      if (!may_hold_tensors(value)) continue;
-      const auto name = py::handle(key).cast<std::string>();
-      if (!is_listed(name)) take(value, prefix + name, 0);
+      if (!may_hold_tensors(value) || is_listed(key)) continue;
+      take(value, prefix + py::handle(key).cast<std::string>(), 0);
     }
     for (Py_ssize_t at = 0; PyDict_Next(children, &at, &key, &value) != 0;) {
       if (value != Py_None) this->module(value, prefix + py::handle(key).cast<std::string>() + ".");
     }
   }
 
-  PlainState finish() {
+  std::vector<NamedParameter> tensors() && { return std::move(tensors_); }
+
+  PlainState state() && {
     return {std::move(tensors_), [kept = std::move(kept_)] {
               const py::gil_scoped_acquire gil;
               const py::error_scope keep_error;
@@ -109,7 +130,7 @@ class Walk {
   }
 
   void take(PyObject* value, const std::string& name, int depth) {
-    if (THPVariable_Check(value)) {
+    if (is_tensor(value)) {
       tensors_.push_back({name, THPVariable_Unpack(value)});
       return;
     }
@@ -134,6 +155,7 @@ class Walk {
     }
   }
 
+  bool restorable_;
   std::vector<NamedParameter> tensors_;
   std::vector<Attributes> kept_;
   ska::flat_hash_set<PyObject*> modules_;
@@ -142,9 +164,15 @@ class Walk {
 }  // namespace
 
 PlainState plain_state(py::handle model) {
-  Walk walk;
+  Walk walk(/*restorable=*/true);
   walk.module(model.ptr(), "");
-  return walk.finish();
+  return std::move(walk).state();
+}
+
+std::vector<NamedParameter> plain_tensors(py::handle model) {
+  Walk walk(/*restorable=*/false);
+  walk.module(model.ptr(), "");
+  return std::move(walk).tensors();
 }
 
 }  // namespace infinitybatch::python

@@ -96,7 +96,7 @@ Model model_of(const Held& view, const Held& forward, bool keep_outputs) {
       if (is_forwards_own(error)) CarriedState::let_be();
       throw;
     }
-    if (carried != nullptr) carried->after_forward(plain_state(module).tensors);
+    if (carried != nullptr) carried->after_forward(plain_tensors(module));
     return finished(given, keep_outputs);
   };
   // What is found beside the parameters, for which C++ asks first, until it asks for that too.
