@@ -14,11 +14,13 @@ build_tree release
 status=0
 say "C++ tests"
 ctest --test-dir "$RELEASE" --output-on-failure || status=1
-say "Python, command line and packaging tests"
-(
-  cd "$ROOT"
-  # The variables tell the tests which build they test.
-  INFINITYBATCH_BUILD_DIR="$RELEASE" INFINITYBATCH_CLI="$RELEASE/bin/infinitybatch" \
-    PYTHONPATH="$RELEASE/python" "$VENV_PYTHON" -m pytest tests
-) || status=1
+# The variables tell the tests which build they test.
+export INFINITYBATCH_BUILD_DIR="$RELEASE" INFINITYBATCH_CLI="$RELEASE/bin/infinitybatch"
+export PYTHONPATH="$RELEASE/python"
+cd "$ROOT"
+# A test uses one thread. Files stay together, for what is set up once in each.
+say "Python, command line and packaging tests, as many at once as there are cores"
+"$VENV_PYTHON" -m pytest tests -m "not alone" -n auto --dist loadfile || status=1
+say "Python and command line tests that measure times, one after the other"
+"$VENV_PYTHON" -m pytest tests -m alone || status=1
 exit "$status"

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.alone
+
 X = torch.randn(37, 20, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(5, (37,), generator=torch.Generator().manual_seed(2))
 

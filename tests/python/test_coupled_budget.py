@@ -10,6 +10,8 @@ from fault_support import State
 from support import Calls
 from torch import nn
 
+pytestmark = pytest.mark.alone
+
 
 class Towers(nn.Module):
     def __init__(self, body, width):

@@ -15,6 +15,8 @@ import torch
 from support import gradient_error, native_gradients
 from torch import nn
 
+pytestmark = pytest.mark.alone
+
 TOLERANCE = 1e-11  # of a network of several BatchNorm layers; see test_batch_norm.py
 SIMULATED_HOST = {"host_budget": "1GiB", "park_on_disk": False}
 

@@ -1,7 +1,10 @@
 """A plan that is settled says so in the report, whatever else the user keeps alive."""
 
 import infinitybatch as ib
+import pytest
 import torch
+
+pytestmark = pytest.mark.alone
 
 
 def steps_until_settled(keep: list) -> int:

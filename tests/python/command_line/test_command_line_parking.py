@@ -16,6 +16,8 @@ from command_line_tools import (
     run,
 )
 
+pytestmark = pytest.mark.alone
+
 ALL = ("--batch-size", "all", "--epochs", "2", "--seed", "3")
 BOUND = ("--memory-budget", TIGHT)
 

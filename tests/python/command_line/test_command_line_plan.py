@@ -6,6 +6,8 @@ import re
 import pytest
 from command_line_tools import ERROR, OK, OUT_OF_MEMORY, RESNET, TIGHT, epochs, events, run
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize("model", ["resnet", "resnet-groupnorm"])
 def test_plan_agrees_with_training(pair, model):
