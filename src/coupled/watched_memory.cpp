@@ -34,9 +34,16 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 void WatchedMemory::know(const at::Tensor& tensor, bool carried) {
   const c10::StorageImpl* storage = storage_of(tensor);
   if (storage == nullptr) return;
+  if (find(tensor)) {
+    any_carried_ = any_carried_ || carried;
+    return;
+  }
+  std::vector<size_t>& here = at_[storage];
+  // An alias of a parameter (`weight` of a fresh spectral_norm) carries what the parameter does.
+  const auto is_of_others = [this](size_t place) { return !known_[place].carried; };
+  if (carried && std::any_of(here.begin(), here.end(), is_of_others)) return;
   any_carried_ = any_carried_ || carried;
-  if (find(tensor)) return;
-  at_[storage].push_back(known_.size());
+  here.push_back(known_.size());
   Known added;
   added.tensor = tensor;
   added.memory = tensor.variable_data();

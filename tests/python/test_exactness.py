@@ -231,6 +231,28 @@ def test_spectral_norm_starts_from_the_steps_buffers(spelling):
     assert_exact(model, nn.CrossEntropyLoss(), *classification())
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), ib.losses.coupled(F.cross_entropy)])
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.weight_norm])
+def test_a_norm_by_hook_on_a_fresh_layer(norm, loss):
+    """Up to the first forward spectral_norm's plain attribute `weight` is an alias of a parameter
+    (in a deep copy it is not)."""
+
+    def make():
+        torch.manual_seed(0)
+        layers = nn.Linear(6, 8, dtype=torch.float64), nn.Linear(8, 5, dtype=torch.float64)
+        return nn.Sequential(norm(layers[0]), nn.Tanh(), layers[1])
+
+    native, model = make(), make()
+    inputs, targets = classification()
+    F.cross_entropy(native(inputs), targets).backward()
+    ib.VirtualBatch(model, loss, micro_batch_size=3).backward(inputs, targets)
+    for ours_, theirs in zip(model.parameters(), native.parameters(), strict=True):
+        assert torch.allclose(ours_.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+    for ours_, theirs in zip(model.buffers(), native.buffers(), strict=True):
+        assert torch.equal(ours_, theirs)
+
+
 def test_buffers_that_are_bound_anew():
     def forward(self, x):
         self.steps = self.steps + 1
