@@ -121,6 +121,53 @@ def other_ops() -> nn.Module:
     )
 
 
+def in_place() -> nn.Module:
+    """Ops that write what a cut in front of them hands over, and keep a copy of it, so that many
+    cuts lie in front of one."""
+
+    def body() -> list[nn.Module]:
+        return [layer for _ in range(6) for layer in (block(4)[0], nn.SiLU(inplace=True))]
+
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)]
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), *body(), nn.BatchNorm2d(4), *body(), *head)
+
+
+def by_modes(t: torch.Tensor) -> torch.Tensor:
+    """Another result in each of the modes that forward can be in."""
+    factor = 1 + 2 * torch.is_autocast_enabled("cpu") + 4 * torch.is_grad_enabled()
+    return factor / 8 * (1 + t.square().mean(0, keepdim=True).expand(t.shape))
+
+
+def modes() -> nn.Module:
+    """Ops of the whole batch in other modes than the layers around them; nothing is cast in double
+    precision."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.front:
+            x = layer(x)
+        with torch.autocast("cpu"):
+            x = x * ib.across_batch(by_modes, x)
+        with torch.autocast("cpu"):
+            for layer in self.middle:
+                x = layer(x)
+        x = x * ib.across_batch(by_modes, x)
+        for layer in self.back:
+            x = layer(x)
+        with torch.no_grad():
+            scale = ib.across_batch(by_modes, x)
+        return self.head((x * scale).mean((2, 3)))
+
+    return Calls(
+        forward,
+        stem=nn.Conv2d(3, 4, 3, padding=1),
+        front=nn.ModuleList(block(4) for _ in range(4)),
+        middle=nn.ModuleList(block(4) for _ in range(4)),
+        back=nn.ModuleList(block(4) for _ in range(4)),
+        head=nn.Linear(4, 5),
+    )
+
+
 MODELS = {
     "plain": lambda: plain(8),
     "three layers": lambda: plain(5, norms=3),
@@ -129,6 +176,8 @@ MODELS = {
     "skips": skips,
     "shared": shared,
     "other ops": other_ops,
+    "in place": in_place,
+    "modes": modes,
 }
 
 

@@ -191,6 +191,41 @@ TEST(Simulator, WhatExistsOnceIsMadeByTheFirstMicroBatchAlone) {
   EXPECT_EQ(simulate_peak(plan, *profile, 0), 64 + 3 * 80 + 100 + 20);
 }
 
+/// One micro-batch whose outputs, 8 bytes a sample, are parked until a coupled loss is known and come
+/// back to be compared with their replay; the graph takes 20 bytes a sample, the weight's gradient
+/// 100 bytes. What stands for the outputs' gradient comes after the replay.
+MicroBatchTrace parked_outputs(int64_t n) {
+  Script script(n);
+  script.begin().allocate(1, 20 * n).allocate(2, 8 * n).free(1);  // record
+  script.begin().free(2);                                         // park
+  script.begin().allocate(3, 8 * n);                              // fetch
+  script.begin().allocate(4, 20 * n).allocate(5, 8 * n);          // replay
+  script.begin().allocate(6, 8 * n);                              // seed
+  script.begin().allocate(7, 100).gradient(7, 7, 100).free(4);    // backward
+  script.begin().free(5).free(3).free(6);                         // free
+  return script.trace();
+}
+
+TEST(Simulator, AParkedGradientComesWithTheOutputsAndGoesWithTheMicroBatch) {
+  const std::vector<Step> steps = steps_of(with_parking(rehearsal_plan({2}), /*overlap=*/false));
+  ASSERT_EQ(steps.size(), 7U);
+  const auto profile = MicroBatchProfile::fit(parked_outputs(2), parked_outputs(4), steps);
+  ASSERT_TRUE(profile);
+  const auto peak = [&](bool overlap, int64_t whole_loss) {
+    return simulate_peak(with_parking(two_pass_plan({10, 10, 10}, /*retained=*/0), overlap),
+                         *profile, /*baseline=*/0, /*begun=*/false, {whole_loss, 0},
+                         /*outputs_park=*/true);
+  };
+  // Outputs and their gradient come, the replay has its own outputs beside them; from the second on
+  // the gradient of the weight is beside its sum.
+  const int64_t comes = 2 * 8 * 10;
+  const int64_t backward = (8 + 20) * 10 + 100;
+  EXPECT_EQ(peak(/*overlap=*/false, 0), 100 + comes + backward);
+  EXPECT_EQ(peak(/*overlap=*/false, 2000), 2000) << "nothing is left on the device before the loss";
+  // The next ones are on their way.
+  EXPECT_EQ(peak(/*overlap=*/true, 0), 100 + 2 * comes + backward);
+}
+
 TEST(Simulator, AgreesWithAStoryToldByHand) {
   const MicroBatchProfile profile = profile_of(linear(2, true), linear(4, false));
   // One micro-batch of n: forward 8n, loss 16, backward 8n + 100 on top.
