@@ -191,9 +191,9 @@ TEST(Simulator, WhatExistsOnceIsMadeByTheFirstMicroBatchAlone) {
   EXPECT_EQ(simulate_peak(plan, *profile, 0), 64 + 3 * 80 + 100 + 20);
 }
 
-/// One micro-batch whose outputs, 8 bytes a sample, are parked until a coupled loss is known and come
-/// back to be compared with their replay; the graph takes 20 bytes a sample, the weight's gradient
-/// 100 bytes. What stands for the outputs' gradient comes after the replay.
+/// One micro-batch whose outputs, 8 bytes a sample, are parked until a coupled loss is known and
+/// come back to be compared with their replay; the graph takes 20 bytes a sample, the weight's
+/// gradient 100 bytes. What stands for the outputs' gradient comes after the replay.
 MicroBatchTrace parked_outputs(int64_t n) {
   Script script(n);
   script.begin().allocate(1, 20 * n).allocate(2, 8 * n).free(1);  // record
