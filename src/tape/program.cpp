@@ -14,6 +14,16 @@
 namespace infinitybatch::tape {
 namespace {
 
+constexpr const char* kHooks =
+    "saved-tensor hooks are set inside of forward (as torch.utils.checkpoint does)";
+
+/// Why a function that is no operator ends the recording.
+std::string reason_of(const std::string& function) {
+  // Up to torch 2.11 a checkpoint that is not re-entrant calls this in front of setting its hooks.
+  if (function == "_NoopSaveInputs") return kHooks;
+  return function + " is no ATen operator (an autograd function)";
+}
+
 size_t saved_tensor_hooks() {
   return at::SavedTensorDefaultHooks::get_tls_state().stack.size();
 }
@@ -111,7 +121,7 @@ void Program::begin(const at::RecordFunction& op) noexcept {
         return give_up("gradients are computed inside of forward");
       }
       if (name.starts_with("TorchDynamo")) return give_up("forward calls compiled code");
-      return give_up(name + " is no ATen operator (an autograd function)");
+      return give_up(reason_of(name));
     }
     ++depth_;
     facts_ = facts;
@@ -156,7 +166,7 @@ void Program::begin_op(const at::RecordFunction& op) {
   const auto inputs = stack.slice(stack.size() - facts.argument_count);
   if (facts.forward_ad) return give_up("forward-mode gradients are computed inside of forward");
   if (saved_tensor_hooks() != saved_tensor_hooks_) {
-    return give_up("saved-tensor hooks are set inside of forward (checkpointing)");
+    return give_up(kHooks);
   }
   for (const c10::Stream& stream : streams_) {
     if (c10::impl::VirtualGuardImpl(stream.device_type()).getStream(stream.device()) != stream) {

@@ -61,7 +61,7 @@ def test_the_planner_is_as_exact(body):
 
 
 def test_why_user_code_ran_twice_is_said():
-    for body, reason in {"opaque": "Cube", "checkpoint": "saved-tensor hooks"}.items():
+    for body, reason in {"opaque": "Cube", "checkpoint": "torch.utils.checkpoint"}.items():
         model, value, inputs, targets = make_case(body, "info_nce", 6)
         found = ours_coupled(model, value, inputs, targets, micro_batch_size=2)
         assert found.report.strategy == "rerun"

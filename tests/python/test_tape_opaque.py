@@ -86,7 +86,7 @@ class TestFunctions:
     def test_checkpoint(self, reentrant):
         w = leaf(3)
         forward = lambda x: checkpoint(lambda x: (x * w).tanh(), x, use_reentrant=reentrant)  # noqa: E731
-        opaque(forward, leaf(3), reason="Checkpoint" if reentrant else "saved-tensor hooks")
+        opaque(forward, leaf(3), reason="Checkpoint" if reentrant else "torch.utils.checkpoint")
 
     def test_saved_tensor_hooks(self):
         w = leaf(3)
