@@ -7,7 +7,8 @@ from typing import Any
 import infinitybatch as ib
 import pytest
 import torch
-from architectures import ARCHITECTURES, images, mobile
+from architectures import ARCHITECTURES
+from image_architectures import images, mobile
 from support import Calls, call, native, ours, worst_error
 from torch import nn
 from wrap_support import close, grads
