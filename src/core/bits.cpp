@@ -18,6 +18,17 @@ at::Tensor any_bit_differs(const at::Tensor& a, const at::Tensor& b) {
   return at::ne(bytes(a), bytes(b)).any();
 }
 
+void note_difference(const at::Tensor& before, const at::Tensor& now, at::Tensor& differs) {
+  if (!differs.defined()) {
+    differs = at::zeros({}, before.options().dtype(at::kBool).requires_grad(false));
+  }
+  if (!same_form(before, now)) {
+    differs.fill_(true);
+  } else {
+    differs.logical_or_(any_bit_differs(before, now));
+  }
+}
+
 void note_differences(const Batch& before, const Batch& now, at::Tensor& differs) {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < before.leaves().size(); ++i) {
@@ -26,10 +37,10 @@ void note_differences(const Batch& before, const Batch& now, at::Tensor& differs
     const at::Tensor right = i < now.leaves().size() && now.leaves()[i].tensor.defined()
                                  ? now.leaves()[i].tensor.detach().to(left.device())
                                  : at::Tensor();
-    if (!right.defined() || !same_form(left, right)) {
-      differs.fill_(true);
+    if (right.defined()) {
+      note_difference(left, right, differs);
     } else {
-      differs.logical_or_(any_bit_differs(left, right));
+      differs.fill_(true);
     }
   }
 }

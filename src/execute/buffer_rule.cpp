@@ -41,7 +41,11 @@ void BufferRule::end_micro_batch() {
     entry.written = true;
     entry.rebound = entry.rebound || !now.is_same(entry.tensor);
     if (!exact_) continue;
-    compare(entry, now);
+    if (entry.left.defined()) {
+      note_difference(entry.left, now, entry.disagree);
+    } else {
+      entry.left = now.detach().clone();
+    }
     restore(entry);
   }
   first_ = false;
@@ -68,22 +72,6 @@ void BufferRule::begin_second_pass() {
 
 bool BufferRule::silently_written(const Entry& entry) {
   return entry.tensor.layout() == at::kStrided && !at::equal(entry.tensor, entry.initial);
-}
-
-void BufferRule::compare(Entry& entry, const at::Tensor& now) {
-  if (!entry.left.defined()) {
-    entry.left = now.detach().clone();
-    entry.disagree = at::zeros({}, now.options().dtype(at::kBool).requires_grad(false));
-    return;
-  }
-  if (!entry.disagree.defined()) {
-    entry.disagree = at::zeros({}, entry.left.options().dtype(at::kBool).requires_grad(false));
-  }
-  if (!same_form(entry.left, now)) {
-    entry.disagree.fill_(true);
-  } else {
-    entry.disagree.logical_or_(any_bit_differs(entry.left, now));
-  }
 }
 
 void BufferRule::restore(Entry& entry) {

@@ -62,26 +62,15 @@ void ParameterRule::end_micro_batch() {
     if (!entry.written && !first_) entry.left = values_before(entry);
     entry.written = written_ = true;
     entry.exchanged = entry.exchanged || exchanged;
-    compare(entry, now.variable_data());
+    if (entry.left.defined()) {
+      note_difference(entry.left, now.variable_data(), entry.disagree);
+    } else {
+      entry.left = now.variable_data().clone();
+    }
     restore(entry);
   }
   memory_.rest();
   first_ = false;
-}
-
-void ParameterRule::compare(Entry& entry, const at::Tensor& now) {
-  if (!entry.left.defined()) {
-    entry.left = now.clone();
-    return;
-  }
-  if (!entry.disagree.defined()) {
-    entry.disagree = at::zeros({}, entry.left.options().dtype(at::kBool).requires_grad(false));
-  }
-  if (!same_form(entry.left, now)) {
-    entry.disagree.fill_(true);
-  } else {
-    entry.disagree.logical_or_(any_bit_differs(entry.left, now));
-  }
 }
 
 at::Tensor ParameterRule::values_before(const Entry& entry) const {

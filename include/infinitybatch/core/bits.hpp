@@ -13,6 +13,10 @@ bool same_form(const at::Tensor& a, const at::Tensor& b);
 /// their device: nothing waits for the device, and NaN equals NaN.
 at::Tensor any_bit_differs(const at::Tensor& a, const at::Tensor& b);
 
+/// Sets `differs`, a 0-dimensional bool tensor on `before`'s device, where `now` has other bits or
+/// another form. Makes it where it is undefined. Nothing waits for the device.
+void note_difference(const at::Tensor& before, const at::Tensor& now, at::Tensor& differs);
+
 /// Sets `differs`, a 0-dimensional bool tensor, where a strided tensor of `before` has other bits,
 /// or another form, in `now`. Nothing waits for the device.
 void note_differences(const Batch& before, const Batch& now, at::Tensor& differs);

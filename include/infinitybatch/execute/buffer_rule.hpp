@@ -52,7 +52,6 @@ class BufferRule {
     at::Tensor settled;    // by an op of the whole batch
   };
   static bool silently_written(const Entry& entry);
-  void compare(Entry& entry, const at::Tensor& now);
   static void restore(Entry& entry);
 
   std::vector<Entry> entries_;

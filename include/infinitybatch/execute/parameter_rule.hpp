@@ -47,7 +47,6 @@ class ParameterRule {
   };
   bool is_exchanged(const Entry& entry) const;
   at::Tensor values_before(const Entry& entry) const;
-  static void compare(Entry& entry, const at::Tensor& now);
   void restore(Entry& entry);
 
   std::vector<Entry> entries_;
