@@ -74,12 +74,10 @@ void WatchedMemory::forget_carried() {
 }
 
 void WatchedMemory::observe(const at::RecordFunction& op) {
-  const std::string_view name = op.name();
-  const bool may_write =
-      name.ends_with('_') || std::string_view(op.overload_name()).find("out") != name.npos;
-  if (!may_write && !any_carried_) return;
   const tape::OpFacts* facts = tape::facts_of(op);
-  if (facts == nullptr || facts->writes_metadata || asks_for_form(name)) return;
+  if (facts == nullptr || (!facts->writes && !any_carried_)) return;
+  const std::string& name = facts->name();
+  if (facts->writes_metadata || asks_for_form(name)) return;
   const bool views = std::find(facts->viewed.begin(), facts->viewed.end(), true) !=
                      facts->viewed.end();  // whoever takes the view is seen
   const auto inputs = op.inputs();

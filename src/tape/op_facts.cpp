@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 
 namespace infinitybatch::tape {
 namespace {
@@ -103,23 +105,61 @@ const OpFacts* keep(std::unique_ptr<OpFacts> facts) {
   return all->emplace_back(std::move(facts)).get();
 }
 
+/// Counts operators that are taken away: each may leave the address of its name to another one.
+class Removals : public c10::OpRegistrationListener {
+ public:
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle&) override {
+    count.fetch_add(1, std::memory_order_release);
+  }
+  static inline std::atomic<uint64_t> count{0};
+};
+
+uint64_t operators_removed() {
+  // The dispatcher tells as long as the process runs.
+  static const auto* listening = new c10::RegistrationHandleRAII(
+      c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Removals>()));
+  (void)listening;
+  return Removals::count.load(std::memory_order_acquire);
+}
+
+/// Names point into the dispatcher's own schemas, one for each overload: while no operator is taken
+/// away the address of a name is the operator.
+struct Remembered {
+  const char* name = nullptr;
+  uint64_t removals = 0;
+  const OpFacts* facts = nullptr;
+};
+constexpr size_t kRemembered = 1024;
+
+size_t place_of(const char* name) {
+  const auto address = reinterpret_cast<uintptr_t>(name);
+  return ((address >> 4) ^ (address >> 14)) % kRemembered;
+}
+
+const OpFacts* look_up(const c10::OperatorName& full, const char* name, uint64_t removals) {
+  thread_local std::unordered_map<const char*, const OpFacts*> known;
+  thread_local uint64_t known_since = 0;
+  if (std::exchange(known_since, removals) != removals) known.clear();
+  if (const auto found = known.find(name); found != known.end()) return found->second;
+  const auto handle = c10::Dispatcher::singleton().findOp(full);
+  if (!handle || !handle->hasSchema()) return nullptr;
+  return known[name] = keep(read(*handle));
+}
+
 }  // namespace
 
 const OpFacts* facts_of(const at::RecordFunction& op) {
-  // Names point into the dispatcher's own schemas. An operator that was taken away may leave its
-  // address to another one, so the text is compared too.
-  thread_local std::unordered_map<const char*, const OpFacts*> known;
+  thread_local std::array<Remembered, kRemembered> recent;
   const char* name = op.name();
-  const auto found = known.find(name);
-  if (found != known.end() && found->second->name() == name &&
-      found->second->handle.operator_name().overload_name == op.overload_name()) {
-    return found->second;
-  }
+  const uint64_t removals = operators_removed();
+  Remembered& place = recent[place_of(name)];
+  if (place.name == name && place.removals == removals) return place.facts;
   const std::optional<c10::OperatorName> full = op.operator_name();
   if (!full) return nullptr;
-  const auto handle = c10::Dispatcher::singleton().findOp(*full);
-  if (!handle || !handle->hasSchema()) return nullptr;
-  return known[name] = keep(read(*handle));
+  const OpFacts* facts = look_up(*full, name, removals);
+  if (facts != nullptr) place = {name, removals, facts};
+  return facts;
 }
 
 }  // namespace infinitybatch::tape
