@@ -41,9 +41,9 @@ constexpr int64_t kMostSamples = int64_t{1} << 40;
 /// \param flag for the message
 int64_t parse_budget(const char* flag, const std::string& text, c10::Device device) {
   try {
-    return memory::Budget(text).resolve(device);
+    return memory::Budget(text, flag).resolve(device);
   } catch (const InvalidArgument& error) {
-    throw UsageError(std::string(flag) + ": " + error.what_without_backtrace());
+    throw UsageError(error.what_without_backtrace());
   }
 }
 

@@ -165,10 +165,10 @@ void bind_failure(py::module_& memory) {
 }  // namespace
 
 memory::Budget to_budget(py::handle value, const char* name) {
-  if (PyUnicode_Check(value.ptr()) != 0) return {value.cast<std::string>()};
-  if (PyFloat_Check(value.ptr()) != 0) return {value.cast<double>()};
+  if (PyUnicode_Check(value.ptr()) != 0) return {value.cast<std::string>(), name};
+  if (PyFloat_Check(value.ptr()) != 0) return {value.cast<double>(), name};
   if (PyBool_Check(value.ptr()) == 0 && PyIndex_Check(value.ptr()) != 0) {
-    return {value.cast<int64_t>()};
+    return {value.cast<int64_t>(), name};
   }
   throw InvalidType(std::string(name) +
                     " must be a number of bytes, text such as \"512MiB\", a fraction of the device "

@@ -16,17 +16,17 @@ constexpr const char* kExamples =
     "; write for example 536870912, \"512MiB\", 0.8 (of the device's memory) or \"auto\"";
 constexpr double kAutoShare = 0.9;
 
-int64_t checked_bytes(int64_t bytes, const std::string& written) {
+int64_t checked_bytes(int64_t bytes, const std::string& name, const std::string& written) {
   if (bytes < 1) {
-    throw InvalidArgument("memory_budget is " + written + ", but a budget has at least one byte" +
+    throw InvalidArgument(name + " is " + written + ", but a budget has at least one byte" +
                           kExamples);
   }
   return bytes;
 }
 
-double checked_fraction(double fraction, const std::string& written) {
+double checked_fraction(double fraction, const std::string& name, const std::string& written) {
   if (!(fraction > 0.0 && fraction <= 1.0)) {  // also not a number
-    throw InvalidArgument("memory_budget is " + written +
+    throw InvalidArgument(name + " is " + written +
                           ", but a fraction of the device is above 0 and at most 1" + kExamples);
   }
   return fraction;
@@ -51,25 +51,29 @@ std::optional<double> as_fraction(const std::string& text) {
 
 }  // namespace
 
-Budget::Budget(int64_t bytes)
-    : value_(checked_bytes(bytes, std::to_string(bytes))), text_(std::to_string(bytes)) {}
+Budget::Budget(int64_t bytes, std::string name)
+    : value_(checked_bytes(bytes, name, std::to_string(bytes))),
+      text_(std::to_string(bytes)),
+      name_(std::move(name)) {}
 
-Budget::Budget(double fraction)
-    : value_(checked_fraction(fraction, written(fraction))), text_(written(fraction)) {}
+Budget::Budget(double fraction, std::string name)
+    : value_(checked_fraction(fraction, name, written(fraction))),
+      text_(written(fraction)),
+      name_(std::move(name)) {}
 
-Budget::Budget(const std::string& text) : text_(text) {
+Budget::Budget(const std::string& text, std::string name) : text_(text), name_(std::move(name)) {
   if (text == "auto") {
     value_ = Auto{};
   } else if (const auto fraction = as_fraction(text)) {
-    value_ = checked_fraction(*fraction, "\"" + text + "\"");
+    value_ = checked_fraction(*fraction, name_, "\"" + text + "\"");
   } else {
     int64_t bytes = 0;
     try {
       bytes = parse_bytes(text);
     } catch (const InvalidArgument&) {
-      throw InvalidArgument("memory_budget is \"" + text + "\", which is no budget" + kExamples);
+      throw InvalidArgument(name_ + " is \"" + text + "\", which is no budget" + kExamples);
     }
-    value_ = checked_bytes(bytes, "\"" + text + "\"");
+    value_ = checked_bytes(bytes, name_, "\"" + text + "\"");
   }
 }
 
@@ -77,7 +81,7 @@ int64_t Budget::resolve(c10::Device device) const {
   if (const auto* bytes = std::get_if<int64_t>(&value_)) return *bytes;
   const Statistics now = stats(device);
   if (now.total <= 0) {
-    throw Unsupported("memory_budget is \"" + text_ + "\", but the device '" + device.str() +
+    throw Unsupported(name_ + " is \"" + text_ + "\", but the device '" + device.str() +
                       "' does not say how much memory it has; give bytes, for example \"512MiB\"");
   }
   const auto* fraction = std::get_if<double>(&value_);
@@ -85,7 +89,7 @@ int64_t Budget::resolve(c10::Device device) const {
       fraction != nullptr
           ? *fraction * static_cast<double>(now.total)
           : static_cast<double>(now.live) + kAutoShare * static_cast<double>(available(device));
-  return checked_bytes(static_cast<int64_t>(std::floor(bytes)),
+  return checked_bytes(static_cast<int64_t>(std::floor(bytes)), name_,
                        "\"" + text_ + "\", no memory at all on '" + device.str() + "'");
 }
 

@@ -64,6 +64,20 @@ struct Bad {
 
 class BadBudget : public testing::TestWithParam<Bad> {};
 
+TEST(Budget, IsCalledWhatTheUserCallsIt) {
+  const auto says = [](const auto& make) {
+    try {
+      make();
+    } catch (const InvalidArgument& error) {
+      return std::string(error.what_without_backtrace()).substr(0, 12);
+    }
+    return std::string("accepted");
+  };
+  EXPECT_EQ(says([] { Budget budget("lots", "host_budget"); }), "host_budget ");
+  EXPECT_EQ(says([] { Budget budget(0, "host_budget"); }), "host_budget ");
+  EXPECT_EQ(says([] { Budget budget(1.5, "host_budget"); }), "host_budget ");
+}
+
 TEST_P(BadBudget, IsRefusedWithExamples) {
   try {
     GetParam().make();
@@ -82,17 +96,17 @@ Bad bad(const char* name, T value, const char* message) {
 
 INSTANTIATE_TEST_SUITE_P(
     Table, BadBudget,
-    testing::Values(bad("Zero", 0, "memory_budget is 0, but a budget has at least one byte"),
-                    bad("Negative", -1, "memory_budget is -1, but"),
+    testing::Values(bad("Zero", 0, "the budget is 0, but a budget has at least one byte"),
+                    bad("Negative", -1, "the budget is -1, but"),
                     bad("VeryNegative", std::numeric_limits<int64_t>::min(),
                         "-9223372036854775808"),
-                    bad("ZeroFraction", 0.0, "memory_budget is 0, but a fraction"),
-                    bad("NegativeFraction", -0.5, "memory_budget is -0.5, but a fraction"),
-                    bad("Above1", 1.5, "memory_budget is 1.5, but a fraction"),
+                    bad("ZeroFraction", 0.0, "the budget is 0, but a fraction"),
+                    bad("NegativeFraction", -0.5, "the budget is -0.5, but a fraction"),
+                    bad("Above1", 1.5, "the budget is 1.5, but a fraction"),
                     bad("BytesAsDouble", 5.12e8, "above 0 and at most 1"),
-                    bad("Nan", std::nan(""), "memory_budget is nan"),
+                    bad("Nan", std::nan(""), "the budget is nan"),
                     bad("Infinite", std::numeric_limits<double>::infinity(), "inf, but"),
-                    bad("Empty", "", "memory_budget is \"\", which is no budget"),
+                    bad("Empty", "", "the budget is \"\", which is no budget"),
                     bad("Word", "lots", "\"lots\", which is no budget"),
                     bad("Unit", "5 parsecs", "\"5 parsecs\""),
                     bad("NegativeText", "-5MiB", "\"-5MiB\""),

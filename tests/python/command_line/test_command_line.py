@@ -115,7 +115,7 @@ MISUSES = {
     "host budget word": (
         ("train", "--host-budget", "lots"),
         USAGE,
-        '--host-budget: .*"lots", which is no budget; write',
+        '--host-budget is "lots", which is no budget; write',
     ),
     "host budget 0": (
         ("verify", "--host-budget", "0"),
