@@ -1,6 +1,7 @@
 #include <infinitybatch/execute/plan.hpp>
 
 #include <infinitybatch/core/bytes.hpp>
+#include <infinitybatch/core/counted.hpp>
 
 #include <algorithm>
 #include <cstdio>
@@ -300,6 +301,10 @@ std::string row(const Candidate& candidate, bool chosen) {
   return text;
 }
 
+std::string each_whole_batch_op(int64_t ops) {
+  return each_of(ops, "op that sees the whole batch", "ops that see the whole batch");
+}
+
 }  // namespace
 
 std::string Plan::explain() const {
@@ -311,10 +316,11 @@ std::string Plan::explain() const {
       text += std::string(name_of(operation)) + ", ";
     text += "then hand out once\n";
   } else if (strategy == "cut") {
-    text += "instructions: record each micro-batch; " + std::to_string(segments - 1) +
-            " ops see the whole batch: at each, all micro-batches advance to it, then combine; " +
-            "backward in the same way, last segment first (" + std::to_string(retained) + " of " +
-            std::to_string(micro_batch_sizes.size()) + " keep their graph); then hand out once\n";
+    text += "instructions: record each micro-batch; all of them advance to " +
+            each_whole_batch_op(segments - 1) +
+            ", then it combines; backward in the same way, last segment first (" +
+            std::to_string(retained) + " of " + std::to_string(micro_batch_sizes.size()) +
+            " keep their graph); then hand out once\n";
   } else if (strategy == "checkpoint") {
     const bool coupled = computes_whole_loss();
     const auto ops =
@@ -326,8 +332,7 @@ std::string Plan::explain() const {
             (together ? " each micro-batch" : "") + "; its tape is cut into " +
             std::to_string(segments) + " segments; then";
     if (ops > 0) {
-      text += " forward from one of " + std::to_string(ops) +
-              " ops that see the whole batch to the next;";
+      text += " forward to " + each_whole_batch_op(ops) + " and to the end;";
     }
     text += (coupled ? std::string(" the loss of all, and") : std::string()) +
             (ops > 0 ? " back in the same way" : "") +

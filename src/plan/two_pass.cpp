@@ -1,5 +1,6 @@
 // What the planner does differently for a coupled loss, and for tapes that are cut: it measures in
 // a rehearsal, then plans passes over the whole batch.
+#include <infinitybatch/core/counted.hpp>
 #include <infinitybatch/execute/simulator.hpp>
 #include <infinitybatch/plan/planner.hpp>
 
@@ -38,8 +39,9 @@ std::string Planner::smallest_plan() const {
     return "a few samples at a time, beside the outputs and the loss of " + all;
   }
   return "a few samples at a time, beside what " + all + " of them leave in front of " +
-         std::to_string(request_.segments - 1) +
-         " ops that see the whole batch (BatchNorm in training)";
+         each_of(request_.segments - 1, "op that sees the whole batch",
+                 "ops that see the whole batch") +
+         " (BatchNorm in training)";
 }
 
 std::optional<MicroBatchProfile::Effect> Planner::whole_loss(size_t micro_batches) const {

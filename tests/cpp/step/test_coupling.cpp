@@ -130,7 +130,7 @@ TEST(Coupling, WithABudgetTooSmallForTheFrontiersItIsNamed) {
   VirtualBatch batch(net, losses::mse(), options);
   for (int attempt = 0; attempt < 2; ++attempt) {
     expect_says(message_of<BudgetExceeded>([&] { batch.backward(inputs, targets); }),
-                "1 ops that see the whole batch");
+                "in front of the one op that sees the whole batch");
     expect_equal(net->buffers(), buffers);
     EXPECT_FALSE(net->parameters()[0].grad().defined());
   }
