@@ -37,9 +37,14 @@ class CoupledLoss {
 
 namespace losses {
 
-/// A loss of the user's own, always exact.
+/// A loss of the user's own, always exact. Over the batches of several ranks it gathers their
+/// outputs itself, by operations that carry gradient, and is the same on each rank; the mean of the
+/// ranks' gradients is then that of the batch of all. Each rank computes it once in a step; where
+/// memory runs out after that the step throws Unsupported, for the other ranks would not answer a
+/// second time.
 /// \param value  (outputs, targets) of the whole logical batch -> 0-dimensional loss; it may use
-///               parameters of its own, which get their gradient once
+///               parameters of its own, which get their gradient once, and may change outputs in
+///               place, or set hooks on them: it is given what a model gives, no leaves
 /// \param device where it is computed, the host included; nothing: where the model is
 CoupledLoss coupled(CoupledLoss::Value value, std::optional<at::Device> device = std::nullopt);
 
