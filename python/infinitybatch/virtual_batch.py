@@ -123,12 +123,8 @@ class VirtualBatch:
         on_micro_batch: Callable[[MicroBatch], object] | None = None,
         grad_scaler: Any = None,
     ) -> None:
-        if batch_coupling not in ("exact", "per_micro_batch"):
-            raise InvalidArgument(
-                f'batch_coupling is {batch_coupling!r}; it is "exact" or "per_micro_batch"'
-            )
-        if park not in ("needed", "always", "never"):
-            raise InvalidArgument(f'park is {park!r}; it is "needed", "always" or "never"')
+        _one_of("batch_coupling", batch_coupling, "exact", "per_micro_batch")
+        _one_of("park", park, "needed", "always", "never")
         if on_micro_batch is not None and not callable(on_micro_batch):
             raise InvalidType(
                 f"on_micro_batch must be callable with a MicroBatch, not "
@@ -287,6 +283,14 @@ def _whole_number(name: str, size: Any, of: str) -> int | None:
     if isinstance(size, bool) or not hasattr(size, "__index__"):
         raise InvalidType(f"{name} must be a whole number of {of}, not {type(size).__name__}")
     return int(size)
+
+
+def _one_of(name: str, value: Any, *choices: str | None) -> None:
+    """Raises InvalidArgument for any other value of the argument `name`."""
+    if (value is None or isinstance(value, str)) and value in choices:
+        return
+    *others, last = (f'"{choice}"' if choice else str(choice) for choice in choices)
+    raise InvalidArgument(f"{name} is {value!r}; it is {', '.join(others)} or {last}")
 
 
 def _readable(value: Any) -> Any:

@@ -7,8 +7,8 @@ from torch import distributed, nn
 
 from . import _C
 from ._model import ModelView
-from .errors import InvalidArgument, InvalidType, StateError
-from .virtual_batch import _whole_number
+from .errors import InvalidType, StateError
+from .virtual_batch import _one_of, _whole_number
 
 
 def wrap(
@@ -17,6 +17,7 @@ def wrap(
     micro_batch_size: int | None = None,
     memory_budget: int | float | str | None = None,
     batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
+    match_native_rng: bool = False,
     park: Literal["needed", "always", "never"] = "needed",
     host_budget: int | float | str | None = None,
     park_on_disk: bool = True,
@@ -65,6 +66,10 @@ def wrap(
         batch_coupling: "exact" lets layers that mix the samples of a batch (BatchNorm in training,
             `across_batch`) see the whole of it, and raises CouplingError where that is not possible;
             "per_micro_batch" lets each micro-batch be a batch of its own.
+        match_native_rng: whether dropout, rand, randn and their like give the numbers that the whole
+            batch's own forward draws, whatever the sizes of micro-batches, and leave generators
+            where it leaves them: as `VirtualBatch` does it, with the same limits. Models that draw
+            go from draw to draw, as they do from one BatchNorm to the next.
         park: what waits for BatchNorm and its like, and for backward, leaves the device "needed"
             (where no size fits the budget otherwise), "always" or "never" (BudgetExceeded). It is
             copied while others compute where nothing but a size was given, or where the budget has
@@ -91,7 +96,7 @@ def wrap(
 
     Raises:
         InvalidType: for anything but a module.
-        InvalidArgument: for options out of range.
+        InvalidArgument: for options out of range, or that contradict each other.
 
         From forward: BatchError, CouplingError, Unsupported as VirtualBatch.backward, BudgetExceeded
         where no size stays inside the budget, and whatever the model raises; buffers and random
@@ -103,20 +108,16 @@ def wrap(
     """
     if not isinstance(model, nn.Module):
         raise InvalidType(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if batch_coupling not in ("exact", "per_micro_batch"):
-        raise InvalidArgument(
-            f'batch_coupling is {batch_coupling!r}; it is "exact" or "per_micro_batch"'
-        )
-    if park not in ("needed", "always", "never"):
-        raise InvalidArgument(f'park is {park!r}; it is "needed", "always" or "never"')
-    if reduce not in (None, "sum", "mean"):
-        raise InvalidArgument(f'reduce is {reduce!r}; it is "sum", "mean" or None')
+    _one_of("batch_coupling", batch_coupling, "exact", "per_micro_batch")
+    _one_of("park", park, "needed", "always", "never")
+    _one_of("reduce", reduce, "sum", "mean", None)
     return Wrapped(
         model,
         {
             "micro_batch_size": _whole_number("micro_batch_size", micro_batch_size, "samples"),
             "memory_budget": memory_budget,
             "exact_coupling": batch_coupling == "exact",
+            "match_native_rng": bool(match_native_rng),
             "park": park,
             "host_budget": host_budget,
             "park_on_disk": bool(park_on_disk),

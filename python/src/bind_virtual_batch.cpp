@@ -1,5 +1,7 @@
 #include "bind.hpp"
+#include "bind_parked.hpp"
 #include "budget_argument.hpp"
+#include "garbage_collected.hpp"
 #include "parking_argument.hpp"
 #include "python_model.hpp"
 #include "python_source.hpp"
@@ -168,19 +170,6 @@ class PyVirtualBatch {
   std::atomic<bool> busy_ = false;
 };
 
-int traverse(PyObject* self, visitproc visit, void* arg) {
-#if PY_VERSION_HEX >= 0x03090000
-  Py_VISIT(Py_TYPE(self));
-#endif
-  if (!py::detail::is_holder_constructed(self)) return 0;
-  return py::cast<PyVirtualBatch&>(py::handle(self)).visit(visit, arg);
-}
-
-int clear(PyObject* self) {
-  py::cast<PyVirtualBatch&>(py::handle(self)).clear();
-  return 0;
-}
-
 std::string sizes(const std::vector<int64_t>& all) {
   std::string text;
   for (size_t i = 0; i < all.size();) {
@@ -207,8 +196,9 @@ std::string describe(const StepReport& report) {
 }
 
 void bind_report(py::module_& module) {
-  py::class_<StepReport>(module, "StepReport", "What one step did.")
-      .def_readonly("loss", &StepReport::loss,
+  py::class_<StepReport> type(module, "StepReport", "What one step did.");
+  bind_parked(type);
+  type.def_readonly("loss", &StepReport::loss,
                     "The whole batch's loss: detached, 0-dimensional, on the model's device.")
       .def_property_readonly(
           "outputs",
@@ -222,16 +212,6 @@ void bind_report(py::module_& module) {
       .def_readonly("predicted_peak_bytes", &StepReport::predicted_peak_bytes, "In bytes, or None.")
       .def_readonly("micro_batch_sizes", &StepReport::micro_batch_sizes, "In the order they ran.")
       .def_readonly("seconds", &StepReport::seconds, "Wall clock time.")
-      .def_readonly("parked_bytes", &StepReport::parked_bytes,
-                    "Bytes that left the device for host or disk, each time counted.")
-      .def_property_readonly(
-          "parked_seconds_hidden",
-          [](const StepReport& self) { return self.parked_seconds.hidden; },
-          "Of copying parked values, out and back, behind compute.")
-      .def_property_readonly(
-          "parked_seconds_waited",
-          [](const StepReport& self) { return self.parked_seconds.waited; },
-          "Waiting for copies of parked values.")
       .def_readonly("restarts", &StepReport::restarts,
                     "How often the step began again with a smaller plan.")
       .def_readonly(
@@ -247,13 +227,7 @@ void bind_report(py::module_& module) {
 
 void bind_virtual_batch(py::module_& module) {
   bind_report(module);
-  py::class_<PyVirtualBatch>(module, "VirtualBatch",
-                             py::custom_type_setup([](PyHeapTypeObject* heap_type) {
-                               PyTypeObject* type = &heap_type->ht_type;
-                               type->tp_flags |= Py_TPFLAGS_HAVE_GC;
-                               type->tp_traverse = &traverse;
-                               type->tp_clear = &clear;
-                             }))
+  py::class_<PyVirtualBatch>(module, "VirtualBatch", garbage_collected<PyVirtualBatch>())
       .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,
                     int64_t, bool, bool, const py::object&, const py::object&, bool, bool,
                     std::optional<int64_t>, const std::string&, const py::object&, bool,

@@ -1,5 +1,7 @@
 #include "bind.hpp"
+#include "bind_parked.hpp"
 #include "budget_argument.hpp"
+#include "garbage_collected.hpp"
 #include "parking_argument.hpp"
 #include "python_batch.hpp"
 #include "python_model.hpp"
@@ -41,12 +43,14 @@ class PyWrap {
          std::optional<int64_t> micro_batch_size, bool exact_coupling,
          const std::optional<std::string>& reduce, std::optional<int64_t> output_batch_dim,
          const py::object& agree, const std::string& park, const py::object& host_budget,
-         bool park_on_disk, const std::string& park_directory, double host_bandwidth) {
+         bool park_on_disk, const std::string& park_directory, double host_bandwidth,
+         bool match_native_rng) {
     WrapOptions options;
     if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
     options.micro_batch_size = micro_batch_size;
     options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
     options.parking = to_parking(park, host_budget, park_on_disk, park_directory, host_bandwidth);
+    options.match_native_rng = match_native_rng;
     options.reduce = to_reduce(reduce);
     options.output_batch_dim = output_batch_dim;
     options.interrupt = &check_signals;
@@ -99,22 +103,10 @@ class PyWrap {
   std::unique_ptr<Wrap> wrap_;
 };
 
-int traverse(PyObject* self, visitproc visit, void* arg) {
-#if PY_VERSION_HEX >= 0x03090000
-  Py_VISIT(Py_TYPE(self));
-#endif
-  if (!py::detail::is_holder_constructed(self)) return 0;
-  return py::cast<PyWrap&>(py::handle(self)).visit(visit, arg);
-}
-
-int clear(PyObject* self) {
-  py::cast<PyWrap&>(py::handle(self)).clear();
-  return 0;
-}
-
 void bind_report(py::module_& module) {
-  py::class_<WrapReport>(module, "WrapReport", "What the last call of a wrapped module did.")
-      .def_readonly("micro_batch_sizes", &WrapReport::micro_batch_sizes, "In the order they ran.")
+  py::class_<WrapReport> type(module, "WrapReport", "What the last call of a wrapped module did.");
+  bind_parked(type);
+  type.def_readonly("micro_batch_sizes", &WrapReport::micro_batch_sizes, "In the order they ran.")
       .def_readonly("retained", &WrapReport::retained,
                     "Micro-batches that keep their graph and need no second forward.")
       .def_readonly("strategy", &WrapReport::strategy,
@@ -123,16 +115,6 @@ void bind_report(py::module_& module) {
                     "wanted) or \"native\".")
       .def_readonly("strategy_reason", &WrapReport::strategy_reason,
                     "Why forwards run twice; empty where they do not.")
-      .def_readonly("parked_bytes", &WrapReport::parked_bytes,
-                    "Bytes that left the device for host or disk, each time counted.")
-      .def_property_readonly(
-          "parked_seconds_hidden",
-          [](const WrapReport& self) { return self.parked_seconds.hidden; },
-          "Of copying parked values, out and back, behind compute.")
-      .def_property_readonly(
-          "parked_seconds_waited",
-          [](const WrapReport& self) { return self.parked_seconds.waited; },
-          "Waiting for copies of parked values.")
       .def_readonly("memory_budget", &WrapReport::memory_budget, "In bytes, or None.")
       .def_readonly("predicted_peak_bytes", &WrapReport::predicted_peak_bytes,
                     "In bytes; None until it is known what comes between forward and backward.")
@@ -157,20 +139,16 @@ void bind_report(py::module_& module) {
 void bind_wrap(py::module_& module) {
   bind_report(module);
   py::class_<PyWrap>(module, "Wrap", "infinitybatch.wrap without its manners.",
-                     py::custom_type_setup([](PyHeapTypeObject* heap_type) {
-                       PyTypeObject* type = &heap_type->ht_type;
-                       type->tp_flags |= Py_TPFLAGS_HAVE_GC;
-                       type->tp_traverse = &traverse;
-                       type->tp_clear = &clear;
-                     }))
+                     garbage_collected<PyWrap>())
       .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,
                     bool, const std::optional<std::string>&, std::optional<int64_t>,
                     const py::object&, const std::string&, const py::object&, bool,
-                    const std::string&, double>(),
+                    const std::string&, double, bool>(),
            py::kw_only(), py::arg("model"), py::arg("forward"), py::arg("memory_budget"),
            py::arg("micro_batch_size"), py::arg("exact_coupling"), py::arg("reduce"),
            py::arg("output_batch_dim"), py::arg("agree"), py::arg("park"), py::arg("host_budget"),
-           py::arg("park_on_disk"), py::arg("park_directory"), py::arg("host_bandwidth"))
+           py::arg("park_on_disk"), py::arg("park_directory"), py::arg("host_bandwidth"),
+           py::arg("match_native_rng"))
       .def("forward", &PyWrap::forward, py::arg("arguments"), py::arg("keywords"))
       .def("last_report", &PyWrap::last_report);
 }

@@ -336,6 +336,7 @@ at::Tensor RandomDraw::apply(Rows rows, const Arguments& arguments,
 }
 
 void RandomDraw::combine_gradients(autograd::GradientSinks& /*sinks*/) {
+  if (keep_) return;
   numbers_.reset();
   for (auto& [begin, part] : parts_) part.start.reset();
 }

@@ -20,6 +20,7 @@ class RandomDraw final : public WholeBatchOp {
   void collect(Rows rows, const Arguments& arguments) override;
   void combine(SettledBuffers& buffers) override;
   at::Tensor apply(Rows rows, const Arguments& arguments, std::vector<at::Tensor>& leaves) override;
+  void begin_backward(bool keep) override { keep_ = keep; }
   void collect_gradient(Rows, const std::vector<at::Tensor>&) override {}
   void combine_gradients(autograd::GradientSinks& sinks) override;
 
@@ -57,6 +58,7 @@ class RandomDraw final : public WholeBatchOp {
   std::map<uint16_t, at::TensorOptions> options_;  // of tensors that it is given
   Arguments template_;  // of the first micro-batch, without tensors that follow the samples
   std::map<int64_t, Part> parts_;
+  bool keep_ = false;   // another backward may need the numbers
   bool moved_ = false;  // the stream stands behind this op
   int64_t rows_ = 0;    // of all of them
   at::Tensor numbers_;  // with Mode::whole: for the whole batch; of dropout a mask of bools

@@ -91,7 +91,7 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   if (disturbed) recorder.disturb(coupled::is_provisional);
   if (records_lightly()) recorder.lighten(job_.device);
   const Batch given = recorder.run(forward);
-  if (job_.outside != nullptr && watch.seen().empty()) throw NothingToCut();
+  if (job_.outside != nullptr && watch.seen().empty() && !draws(watch)) throw NothingToCut();
   tape::Tape tape = recorder.finish(given, /*trimmed=*/false);
   // Statistics may come out as they were (a mean of zeros), and differ the next time.
   for (const tape::External& external : tape.externals) {
@@ -251,6 +251,11 @@ bool CutPass::reuse(Rows rows) {
   if (streams_) return true;
   for (tape::Draw& draw : part.random[0]) draw.state = tape::fork(draw.generator);
   return true;
+}
+
+/// Whether numbers of the whole batch were asked for, and forward has drawn any.
+bool CutPass::draws(const coupled::CouplingWatch& watch) const {
+  return streams_ && (watch.drew() || tell_foreign_sources() != foreign_before_);
 }
 
 /// Every forward begins where the whole batch's would.

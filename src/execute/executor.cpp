@@ -2,7 +2,7 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/coupled/foreign_draws.hpp>
 #include <infinitybatch/coupled/one_of_many.hpp>
 #include <infinitybatch/execute/outside_loss.hpp>
 #include <infinitybatch/park/store.hpp>
@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <map>
 #include <string>
 #include <utility>
 
@@ -202,18 +201,14 @@ void Executor::forward(Rows rows) {
   const coupled::CouplingWatch::Scope watching(watch_);
   const std::vector<uint32_t> before = versions_of(inputs_);
   const bool watched = job_.match_native_rng && !cut_pass_ && rows.size() < job_.batch_size();
-  const auto foreign = watched ? tell_foreign_sources() : std::map<std::string, std::string>();
+  const coupled::ForeignDraws foreign(watched);
   const bool part = rows.size() < job_.batch_size();
   {
     const CarriedState::Scope stateful(job_.exact_coupling ? &state_ : nullptr, part);
     outputs_ = job_.model->forward(inputs_);
   }
   watch_.renormed()->rethrow();
-  if (watched) {
-    for (const auto& [name, state] : tell_foreign_sources()) {
-      if (state != foreign.at(name)) foreign_draw_ = name;
-    }
-  }
+  if (auto name = foreign.drew()) foreign_draw_ = std::move(name);
   wrote_inputs_ = wrote_inputs_ || versions_of(inputs_) != before;
 }
 
@@ -342,11 +337,7 @@ void Executor::check_coupling(Rows rows) const {
   if (job_.exact_coupling) watch_.check(rows.size(), job_.batch_size());
   if (!job_.match_native_rng || rows.size() == job_.batch_size()) return;
   const std::optional<std::string>& drew = watch_.drew() ? watch_.drew() : foreign_draw_;
-  if (!drew) return;
-  throw CouplingError(*drew, *drew + " draws random numbers, and micro-batches of " +
-                                 std::to_string(rows.size()) + " do not draw those of all " +
-                                 std::to_string(job_.batch_size()) +
-                                 " by themselves, as match_native_rng asks for");
+  if (drew) coupled::refuse_draws(*drew, rows.size(), job_.batch_size());
 }
 
 at::Tensor Executor::loss_sum(Rows rows) const {
@@ -490,6 +481,7 @@ void Executor::finish() {
 
 void Executor::finish_forward() {
   commit();
+  if (cut_pass_->streams() != nullptr) cut_pass_->streams()->settle();
   sinks_.uninstall();
   watch_.renormed()->commit();
   watch_.close();

@@ -17,6 +17,9 @@ Wrap::Wrap(Model model, WrapOptions options) : wrapped_(std::make_shared<Wrapped
     throw InvalidArgument("micro_batch_size is " + std::to_string(*options.micro_batch_size) +
                           "; it is a number of samples, 1 or more");
   }
+  if (options.match_native_rng && options.batch_coupling != BatchCoupling::exact) {
+    throw InvalidArgument("match_native_rng cuts tapes: no batch_coupling=\"per_micro_batch\"");
+  }
   if (!options.micro_batch_size && !options.memory_budget) options.memory_budget = "auto";
   wrapped_->model = std::move(model);
   wrapped_->options = std::move(options);
@@ -26,6 +29,7 @@ Batch Wrap::forward(const Batch& inputs) const {
   const int64_t total = batch_size(inputs, "inputs");
   Job job;
   job.model = &wrapped_->model;
+  job.match_native_rng = wrapped_->options.match_native_rng;
   admit_model(job);
   if (wrapped_->options.memory_budget)
     return forward_under_budget(wrapped_, std::move(job), inputs);

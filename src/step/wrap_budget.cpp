@@ -112,6 +112,10 @@ class BudgetedForward {
     job_.nested = true;
     job_.tapes_stay = true;  // the caller may run backward again
     job_.cut = wrapped_->sees_whole_batch();
+    if (job_.match_native_rng) {
+      draw_laws_ = wrapped_->draw_laws_of(job_);
+      job_.draw_laws = &draw_laws_;
+    }
     for (const auto& call : calls_of(*wrapped_)) {
       if (!call->differentiated) ++planner_;
     }
@@ -142,6 +146,7 @@ class BudgetedForward {
   const BatchSource rows_;
   const BatchSource targets_;
   Job job_;
+  coupled::DrawLaws draw_laws_;
   const bool with_gradients_;
   const Planning planning_;
   const memory::HighWater high_water_;
@@ -336,6 +341,7 @@ void BudgetedForward::rehearse() {
         // Each piece stands for a whole batch.
         job.check_recordings = false;
         executor->roll_back();
+        if (job.match_native_rng) random.restore();
         begin();
       }
       executor->roll_back();
@@ -343,6 +349,7 @@ void BudgetedForward::rehearse() {
       random.restore();
       if (planner().settled()) break;
     }
+    wrapped_->keep_draw_laws(job_);
     if (job.check_recordings) return;
     // Nor does the call itself: what a second recording takes is no part of the plan.
     const std::lock_guard<std::mutex> lock(wrapped_->mutex);

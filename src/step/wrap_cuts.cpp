@@ -28,6 +28,10 @@ WrapCuts::WrapCuts(const WrappedCall& call, const Job& job,
   job_.cut = true;
   job_.nested = true;
   job_.interrupt = call.wrapped->options.interrupt;
+  if (job_.match_native_rng) {
+    draw_laws_ = call.wrapped->draw_laws_of(job_);
+    job_.draw_laws = &draw_laws_;
+  }
   {
     const std::lock_guard<std::mutex> lock(call.wrapped->mutex);
     job_.check_recordings = !call.wrapped->checked.contains(kind_of(job_));
@@ -94,6 +98,7 @@ std::vector<Batch> WrapCuts::take_outputs() {
 
 void WrapCuts::finish_forward() {
   executor_->finish_forward();
+  call_.wrapped->keep_draw_laws(job_);
   const std::lock_guard<std::mutex> lock(call_.wrapped->mutex);
   call_.wrapped->checked.insert(kind_of(job_));
   model_.forward = nullptr;

@@ -72,6 +72,7 @@ class WrapCuts final : public OutsideLoss {
   BatchSource targets_;
   Model model_;
   Job job_;
+  coupled::DrawLaws draw_laws_;
   std::shared_ptr<park::Store> store_;  // the job's
   ParkedMeanwhile parked_;
   std::optional<Executor> executor_;  // none after a backward that used it up

@@ -5,6 +5,7 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/coupled/foreign_draws.hpp>
 #include <infinitybatch/coupled/one_of_many.hpp>
 #include <infinitybatch/coupled/whole_batch_op.hpp>
 #include <infinitybatch/memory/statistics.hpp>
@@ -55,6 +56,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
   read(inputs);
   for (const NamedParameter& parameter : job.parameters) read(parameter);
   watch_.know_parameters(job.parameters);
+  if (options_.match_native_rng) watch_.watch_draws(call_->devices);
   parameter_rule_.emplace(job.parameters, watch_.memory(), exact_);
   state_.emplace(watch_.memory());
   for (const BufferSlot& slot : job.buffers) {
@@ -121,7 +123,7 @@ Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
 
 void ForwardPass::learn_from_recording(const Batch& outputs, const Batch& micro,
                                        uint64_t first_node) {
-  ambiguous_ = is_ambiguous(outputs, batch_size(micro, "inputs"), {}, options_);
+  ambiguous_ = ambiguous_ || is_ambiguous(outputs, batch_size(micro, "inputs"), {}, options_);
   if (!recording_) return;
   const size_t known = call_->leaves.size();
   note_graph(outputs, micro, first_node);
@@ -131,8 +133,8 @@ void ForwardPass::learn_from_recording(const Batch& outputs, const Batch& micro,
 }
 
 bool ForwardPass::saw_coupling() const {
-  return std::any_of(watch_.seen().begin(), watch_.seen().end(),
-                     [](const auto& seen) { return coupled::has_stand_in(seen.op); });
+  return drew_ || std::any_of(watch_.seen().begin(), watch_.seen().end(),
+                              [](const auto& seen) { return coupled::has_stand_in(seen.op); });
 }
 
 void ForwardPass::roll_back() {
@@ -141,6 +143,7 @@ void ForwardPass::roll_back() {
   parameter_rule_->roll_back();
   watch_.memory().undo();
   watch_.renormed()->undo();
+  watch_.undo_draws();
   state_->roll_back();
   before_.restore();
 }
@@ -209,8 +212,13 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
     part.buffers = exact_ ? values_ : std::make_shared<BufferValues>(call_->buffers);
   }
   const auto call = [&] {
+    const coupled::ForeignDraws foreign(options_.match_native_rng && part_);
     Batch given = keep ? call_model_and_keep(micro) : call_model(micro);
     if (exact_) watch_.check(rows.size(), total);
+    if (!options_.match_native_rng || !part_) return given;
+    const auto drew = watch_.drew() ? watch_.drew() : foreign.drew();
+    drew_ = drew.has_value();
+    if (drew) coupled::refuse_draws(*drew, rows.size(), total);
     return given;
   };
   const uint64_t first_node = at::sequence_number::peek();

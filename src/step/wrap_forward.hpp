@@ -53,7 +53,8 @@ class ForwardPass {
   Batch finish();
   /// Whether micro-batches are joined; running out of memory then is no matter of their size.
   bool finishing() const noexcept { return finishing_; }
-  /// Whether an op that couples samples has run for which somebody can stand in.
+  /// Whether an op that couples samples has run for which somebody can stand in, or one that draws
+  /// numbers which are to be those of the whole batch.
   bool saw_coupling() const;
 
   /// Buffers, rewritten weights and random state as the pass found them.
@@ -81,6 +82,7 @@ class ForwardPass {
   std::shared_ptr<WrappedCall> call_;
   BufferRule buffer_rule_;
   coupled::CouplingWatch watch_;
+  bool drew_ = false;                            // numbers that are to be the whole batch's
   std::optional<ParameterRule> parameter_rule_;  // once the watch knows them
   std::optional<CarriedState> state_;
   bool part_ = false;  // the micro-batch at work is not all of the samples

@@ -4,6 +4,7 @@
 
 #include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/step/admission.hpp>
 
 #include <c10/core/GradMode.h>
 
@@ -25,6 +26,17 @@ void Version::check() const {
                    " has been changed in place since forward read it (version " +
                    std::to_string(tensor._version()) + ", expected " + std::to_string(version) +
                    "); run backward before changing it");
+}
+
+coupled::DrawLaws Wrapped::draw_laws_of(const Job& job) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return draw_laws[kind_of_draws(job)];
+}
+
+void Wrapped::keep_draw_laws(const Job& job) {
+  if (job.draw_laws == nullptr) return;
+  const std::lock_guard<std::mutex> lock(mutex);
+  draw_laws[kind_of_draws(job)] = *job.draw_laws;
 }
 
 std::shared_ptr<park::Store> Wrapped::store_on(at::Device device) {

@@ -5,6 +5,7 @@
 
 #include <infinitybatch/autograd/gradient_sinks.hpp>
 #include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/coupled/random_draw.hpp>
 #include <infinitybatch/coupled/renormed_weights.hpp>
 #include <infinitybatch/execute/buffer_values.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
@@ -51,8 +52,13 @@ struct Wrapped {
   std::vector<std::weak_ptr<struct WrappedCall>> calls;
   std::shared_ptr<WrapReport> report;  ///< of the last call
   std::set<std::string> checked;       ///< kinds of batch whose recordings have been checked
+  std::map<std::string, coupled::DrawLaws> draw_laws;  ///< with match_native_rng: of kinds of batch
   std::set<std::string> parked;        ///< and of batch what waits of which does not fit
   std::shared_ptr<park::Store> store;  ///< where that goes; made when it is first needed
+
+  /// What is known of the random draws of this kind of batch.
+  coupled::DrawLaws draw_laws_of(const Job& job);
+  void keep_draw_laws(const Job& job);
 
   /// The store for tensors of `device`.
   std::shared_ptr<park::Store> store_on(at::Device device);

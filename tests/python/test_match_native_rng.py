@@ -456,8 +456,6 @@ def test_misuse():
         ib.VirtualBatch(model, loss, match_native_rng=True, batch_coupling="per_micro_batch")
     with pytest.raises(ib.InvalidArgument, match="use_tapes"):
         ib.VirtualBatch(model, loss, match_native_rng=True, use_tapes=False)
-    with pytest.raises(TypeError, match="match_native_rng"):
-        ib.wrap(model, match_native_rng=True)
     assert call(model.float(), torch.randn(2, 6)).shape == (2, 5)
 
 

@@ -135,6 +135,7 @@ class CutPass {
   tape::Tape record_tape(const Batch& inputs, coupled::CouplingWatch& watch,
                          const std::function<Batch()>& forward, bool disturbed, Batch* outputs);
   void begin(Part& part, std::shared_ptr<const Recorded> recorded);
+  bool draws(const coupled::CouplingWatch& watch) const;
   void rewind_random() const;
   void meet_random(const tape::Tape& tape);
   void shift_random();

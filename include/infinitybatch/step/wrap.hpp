@@ -32,6 +32,11 @@ struct WrapOptions {
   /// there. A size given beside it is kept to, or BudgetExceeded is thrown.
   std::optional<memory::Budget> memory_budget;
   BatchCoupling batch_coupling = BatchCoupling::exact;
+  /// Whether ops that draw random numbers (dropout, rand, randn, …) give the numbers that the whole
+  /// batch's own forward draws, whatever the sizes of micro-batches, and leave generators where it
+  /// leaves them; see `Options::match_native_rng`, also for what is a CouplingError. Such ops see
+  /// the whole batch: models that draw go from one to the next.
+  bool match_native_rng = false;
   /// Where ops of the model see the whole batch: where what waits for them, and for backward, goes
   /// when the device is full. `never` makes BudgetExceeded of it; without a budget only `always`
   /// does anything. All calls of one Wrap share one store, one thread at a time.
@@ -102,7 +107,8 @@ struct WrapReport {
 /// forward read and that were changed in place since throw StateError.
 class Wrap {
  public:
-  /// \throws InvalidArgument for a micro_batch_size below 1
+  /// \throws InvalidArgument for a micro_batch_size below 1, and for options that contradict each
+  ///               other
   Wrap(Model model, WrapOptions options);
 
   /// \param inputs leaves that require grad get their gradient; those on the host are brought to

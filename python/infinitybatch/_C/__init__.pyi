@@ -296,6 +296,7 @@ class Wrap:
         reduce: str | None,
         output_batch_dim: int | None,
         agree: Callable[[bool], None] | None,
+        match_native_rng: bool,
         park: str,
         host_budget: int | float | str | None,
         park_on_disk: bool,
