@@ -175,8 +175,7 @@ def assert_as_native(
         found.report = report
         assert worst_error(found, wanted) <= TOLERANCE, way
         torch.testing.assert_close(found.loss, wanted.loss, rtol=TOLERANCE, atol=0)
-        for (name, a), b in zip(own.named_parameters(), wanted.model.parameters(), strict=True):
-            assert torch.equal(a, b), f"{way}: {name}"
+        assert_same_weights(own, wanted.model)
         for name, b in wanted.buffers.items():
             torch.testing.assert_close(found.buffers[name], b, rtol=TOLERANCE, atol=1e-15)
         results.append(found)
@@ -240,8 +239,7 @@ def test_scaled_rows_are_not_scaled_again(name):
         assert worst_error(result_of(own, report.loss), wanted) <= 1e-5
         if name == "twice":
             continue  # natively a row that two lookups read is scaled twice
-        for a, b in zip(own.parameters(), wanted.model.parameters(), strict=True):
-            assert torch.equal(a, b)
+        assert_same_weights(own, wanted.model)
 
 
 @pytest.mark.parametrize("kind", ["stream", "coupled"])
@@ -316,6 +314,12 @@ def test_one_sample_in_segments(kind, segments):
     assert_as_native(model, tokens(), y, loss, ways)
 
 
+def assert_same_weights(own: nn.Module, wanted: nn.Module) -> None:
+    """Bit for bit."""
+    for (name, a), b in zip(own.named_parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
 @pytest.mark.parametrize("options", [{"micro_batch_size": 5}, {"memory_budget": "64MiB"}])
 @pytest.mark.parametrize("name", MODELS)
 def test_wrapped(name, options):
@@ -328,42 +332,40 @@ def test_wrapped(name, options):
         loss = CRITERION(wrapped(x), y)
         loss.backward()
         assert worst_error(result_of(own, loss), wanted) <= TOLERANCE
-        for a, b in zip(own.parameters(), wanted.model.parameters(), strict=True):
-            assert torch.equal(a, b)
+        assert_same_weights(own, wanted.model)
 
 
-def test_wrapped_in_other_ways():
-    model, x, y = (
-        reader(table(), Calls(lambda self, x: Cube.apply(x))).float(),
-        tokens(48),
-        labels(48),
-    )
+def test_wrapped_where_backward_runs_forward_again():
+    """Behind an autograd function."""
+    model = reader(table(), Calls(lambda self, x: Cube.apply(x))).float()
+    x, y = tokens(48), labels(48)
     wanted = native(model, CRITERION, x, y)
     own = copy.deepcopy(model)
-    wrapped = ib.wrap(own, micro_batch_size=4)
-    loss = CRITERION(wrapped(x), y)
-    weight = own.embedding.weight.detach().clone()
-    loss.backward()  # runs forward again: an autograd function
+    loss = CRITERION(ib.wrap(own, micro_batch_size=4)(x), y)
+    assert_same_weights(own, wanted.model)
+    loss.backward()
     assert worst_error(result_of(own, loss), wanted) <= 1e-5
-    assert torch.equal(own.embedding.weight, weight)
-    assert torch.equal(weight, wanted.model.embedding.weight)
+    assert_same_weights(own, wanted.model)
 
-    model = reader(table())
-    wanted = native(model, CRITERION, x, y)
-    own = copy.deepcopy(model)
-    with torch.no_grad():
-        ib.wrap(own, micro_batch_size=4)(x)
-    assert torch.equal(own.embedding.weight, wanted.model.embedding.weight)
 
-    own = copy.deepcopy(model)  # two calls before one backward
-    other = tokens(48)
+def test_wrapped_without_gradients():
+    model, x = reader(table()), tokens(48)
     twin = copy.deepcopy(model)
-    F.mse_loss(twin(x), twin(other)).backward()
-    wrapped = ib.wrap(own, micro_batch_size=5)
-    F.mse_loss(wrapped(x), wrapped(other)).backward()
-    for a, b in zip(own.parameters(), twin.parameters(), strict=True):
+    with torch.no_grad():
+        twin(x)
+        ib.wrap(model, micro_batch_size=4)(x)
+    assert_same_weights(model, twin)
+
+
+def test_two_wrapped_calls_before_one_backward():
+    model, x, other = reader(table()), tokens(48), tokens(48)
+    twin = copy.deepcopy(model)
+    wrapped = ib.wrap(model, micro_batch_size=5)
+    for module in (wrapped, twin):
+        F.mse_loss(module(x), module(other)).backward()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=TOLERANCE, atol=1e-15)
-        assert torch.equal(a, b)
+    assert_same_weights(model, twin)
 
 
 def tied() -> nn.Module:
