@@ -18,6 +18,7 @@ def wrap(
     memory_budget: int | float | str | None = None,
     batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
     match_native_rng: bool = False,
+    static_graph: bool = False,
     park: Literal["needed", "always", "never"] = "needed",
     host_budget: int | float | str | None = None,
     park_on_disk: bool = True,
@@ -70,6 +71,11 @@ def wrap(
             batch's own forward draws, whatever the sizes of micro-batches, and leave generators
             where it leaves them: as `VirtualBatch` does it, with the same limits. Models that draw
             go from draw to draw, as they do from one BatchNorm to the next.
+        static_graph: your word that what forward does depends on shapes only, as in DDP: it is
+            recorded once for each number of rows, checked on a second micro-batch, and then its tape
+            is used again, in later calls too: your code, hooks on modules and Python's random
+            numbers run no more. A forward that is another program raises Unsupported, as far as it
+            runs at all. Batches of one micro-batch run natively, where nothing but a size was given.
         park: what waits for BatchNorm and its like, and for backward, leaves the device "needed"
             (where no size fits the budget otherwise), "always" or "never" (BudgetExceeded). It is
             copied while others compute where nothing but a size was given, or where the budget has
@@ -118,6 +124,7 @@ def wrap(
             "memory_budget": memory_budget,
             "exact_coupling": batch_coupling == "exact",
             "match_native_rng": bool(match_native_rng),
+            "static_graph": bool(static_graph),
             "park": park,
             "host_budget": host_budget,
             "park_on_disk": bool(park_on_disk),

@@ -44,13 +44,14 @@ class PyWrap {
          const std::optional<std::string>& reduce, std::optional<int64_t> output_batch_dim,
          const py::object& agree, const std::string& park, const py::object& host_budget,
          bool park_on_disk, const std::string& park_directory, double host_bandwidth,
-         bool match_native_rng) {
+         bool match_native_rng, bool static_graph) {
     WrapOptions options;
     if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
     options.micro_batch_size = micro_batch_size;
     options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
     options.parking = to_parking(park, host_budget, park_on_disk, park_directory, host_bandwidth);
     options.match_native_rng = match_native_rng;
+    options.static_graph = static_graph;
     options.reduce = to_reduce(reduce);
     options.output_batch_dim = output_batch_dim;
     options.interrupt = &check_signals;
@@ -143,12 +144,12 @@ void bind_wrap(py::module_& module) {
       .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,
                     bool, const std::optional<std::string>&, std::optional<int64_t>,
                     const py::object&, const std::string&, const py::object&, bool,
-                    const std::string&, double, bool>(),
+                    const std::string&, double, bool, bool>(),
            py::kw_only(), py::arg("model"), py::arg("forward"), py::arg("memory_budget"),
            py::arg("micro_batch_size"), py::arg("exact_coupling"), py::arg("reduce"),
            py::arg("output_batch_dim"), py::arg("agree"), py::arg("park"), py::arg("host_budget"),
            py::arg("park_on_disk"), py::arg("park_directory"), py::arg("host_bandwidth"),
-           py::arg("match_native_rng"))
+           py::arg("match_native_rng"), py::arg("static_graph"))
       .def("forward", &PyWrap::forward, py::arg("arguments"), py::arg("keywords"))
       .def("last_report", &PyWrap::last_report);
 }

@@ -91,7 +91,8 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   if (disturbed) recorder.disturb(coupled::is_provisional);
   if (records_lightly()) recorder.lighten(job_.device);
   const Batch given = recorder.run(forward);
-  if (job_.outside != nullptr && watch.seen().empty() && !draws(watch)) throw NothingToCut();
+  const bool cuts = job_.static_tapes != nullptr || !watch.seen().empty() || draws(watch);
+  if (job_.outside != nullptr && !cuts) throw NothingToCut();
   tape::Tape tape = recorder.finish(given, /*trimmed=*/false);
   // Statistics may come out as they were (a mean of zeros), and differ the next time.
   for (const tape::External& external : tape.externals) {

@@ -91,6 +91,15 @@ std::vector<at::Tensor> reachable_tensors(const Job& job) {
   return tensors;
 }
 
+std::vector<const void*> owned_by(const Job& job) {
+  std::vector<const void*> owned;
+  for (const NamedParameter& each : job.parameters) {
+    owned.push_back(each.tensor.unsafeGetTensorImpl());
+  }
+  for (const BufferSlot& slot : job.buffers) owned.push_back(slot.get().unsafeGetTensorImpl());
+  return owned;
+}
+
 std::string kind_of_draws(const Job& job) {
   std::string kind = kind_of(job) + "|ones";
   for (const auto& leaf : lengths_of(job)) {

@@ -45,11 +45,7 @@ bool refuses_one_sample(const std::exception_ptr& exception) {
 
 StaticTapes* VirtualBatch::State::static_tapes(const Job& job) const {
   StaticTapes& tapes = static_tapes_[signature_of(job)];
-  std::vector<const void*> owned;
-  for (const NamedParameter& each : job.parameters) {
-    owned.push_back(each.tensor.unsafeGetTensorImpl());
-  }
-  for (const BufferSlot& slot : job.buffers) owned.push_back(slot.get().unsafeGetTensorImpl());
+  std::vector<const void*> owned = owned_by(job);
   if (tapes.owned != owned) tapes = StaticTapes{{}, std::move(owned)};
   return &tapes;
 }

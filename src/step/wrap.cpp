@@ -20,6 +20,11 @@ Wrap::Wrap(Model model, WrapOptions options) : wrapped_(std::make_shared<Wrapped
   if (options.match_native_rng && options.batch_coupling != BatchCoupling::exact) {
     throw InvalidArgument("match_native_rng cuts tapes: no batch_coupling=\"per_micro_batch\"");
   }
+  if (options.static_graph && options.batch_coupling != BatchCoupling::exact) {
+    throw InvalidArgument(
+        "static_graph takes all micro-batches through layers that see the whole batch together; "
+        "it has no batch_coupling=\"per_micro_batch\"");
+  }
   if (!options.micro_batch_size && !options.memory_budget) options.memory_budget = "auto";
   wrapped_->model = std::move(model);
   wrapped_->options = std::move(options);
@@ -73,6 +78,10 @@ Batch Wrap::forward(const Batch& inputs) const {
   };
   std::atomic<bool>& sees_all = wrapped_->sees_whole_batch();
   if (one) return attempt(stream);
+  if (wrapped_->options.static_graph) {
+    park();
+    return attempt(cut);
+  }
   if (sees_all) {
     park();
     try {

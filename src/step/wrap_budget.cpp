@@ -111,7 +111,7 @@ class BudgetedForward {
     job_.interrupt = options_.interrupt;
     job_.nested = true;
     job_.tapes_stay = true;  // the caller may run backward again
-    job_.cut = wrapped_->sees_whole_batch();
+    job_.cut = wrapped_->sees_whole_batch() || options_.static_graph;
     if (job_.match_native_rng) {
       draw_laws_ = wrapped_->draw_laws_of(job_);
       job_.draw_laws = &draw_laws_;
@@ -250,6 +250,7 @@ bool BudgetedForward::begin_parking() {
 
 /// Called with a CouplingError at work.
 void BudgetedForward::answer_coupling() {
+  if (options_.static_graph) throw;
   rerunnable_.check();
   if (!job_.cut && !uncut_) {
     job_.cut = true;
@@ -321,6 +322,19 @@ void BudgetedForward::rehearse() {
   };
   Job job = job_;
   job.inputs = &wanting;
+  // What is recorded here nobody has looked at for leaves that get a gradient: later calls must not
+  // use it.
+  StaticTapes rehearsed;
+  if (options_.static_graph) {
+    std::vector<size_t> wanted;
+    for (size_t i = 0; i < inputs_.leaves().size(); ++i) {
+      const at::Tensor& tensor = inputs_.leaves()[i].tensor;
+      if (with_gradients_ && tensor.defined() && tensor.requires_grad()) wanted.push_back(i);
+    }
+    const std::string kind = kind_of_forward(job, wanted, with_gradients_);
+    rehearsed = wrapped_->static_forward_of(job, kind).tapes;
+    job.static_tapes = &rehearsed;
+  }
   std::optional<RehearsedLoss> loss;
   std::optional<Executor> executor;
   const auto begin = [&] {

@@ -10,7 +10,7 @@
 namespace infinitybatch {
 
 WrapCuts::WrapCuts(const WrappedCall& call, const Job& job,
-                   std::shared_ptr<const BufferValues> buffers,
+                   std::shared_ptr<const BufferValues> buffers, bool recording,
                    std::function<Batch(const Batch&)> forward)
     : call_(call),
       buffers_(std::move(buffers)),
@@ -31,6 +31,11 @@ WrapCuts::WrapCuts(const WrappedCall& call, const Job& job,
   if (job_.match_native_rng) {
     draw_laws_ = call.wrapped->draw_laws_of(job_);
     job_.draw_laws = &draw_laws_;
+  }
+  if (call.wrapped->options.static_graph) {
+    kind_ = kind_of_forward(job_, call.wanted_inputs, recording);
+    known_ = call.wrapped->static_forward_of(job_, kind_);
+    job_.static_tapes = &known_.tapes;
   }
   {
     const std::lock_guard<std::mutex> lock(call.wrapped->mutex);
@@ -104,11 +109,23 @@ void WrapCuts::finish_forward() {
   model_.forward = nullptr;
 }
 
+void WrapCuts::learn(std::vector<bool> wants_gradient, std::vector<NamedParameter> leaves,
+                     bool ambiguous) {
+  known_.wants_gradient = std::move(wants_gradient);
+  known_.leaves = std::move(leaves);
+  known_.ambiguous = ambiguous;
+  call_.wrapped->keep_static_forward(kind_, known_);
+}
+
 std::vector<at::Tensor> WrapCuts::backward(const std::vector<at::Tensor>& gradients, bool keep) {
   if (used_up_) {
     throw StateError(
         "an earlier backward through these outputs failed half way, and what it needed is gone; "
         "run forward again, or give retain_graph=True to what may fail");
+  }
+  if (job_.static_tapes != nullptr) {
+    // Tapes that are used again count no versions.
+    for (const Version& version : call_.parameter_versions) version.check();
   }
   const StoreUse alone(*call_.wrapped, store_.get());
   used_up_ = !keep;

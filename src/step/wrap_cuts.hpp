@@ -20,9 +20,10 @@ namespace infinitybatch {
 class WrapCuts final : public OutsideLoss {
  public:
   /// \param job     of the wrapped model
-  /// \param forward runs it, while this pass records
+  /// \param recording whether outputs are to have a graph
+  /// \param forward   runs it, while this pass records
   WrapCuts(const WrappedCall& call, const Job& job, std::shared_ptr<const BufferValues> buffers,
-           std::function<Batch(const Batch&)> forward);
+           bool recording, std::function<Batch(const Batch&)> forward);
   ~WrapCuts() override;
   WrapCuts(const WrapCuts&) = delete;
   WrapCuts& operator=(const WrapCuts&) = delete;
@@ -34,6 +35,11 @@ class WrapCuts final : public OutsideLoss {
   const tape::Tape& tape(Rows rows) const { return executor_->tape(rows); }
   /// From then on this leaf's gradient is one that `backward` gives.
   void adopt(const at::Tensor& leaf) { executor_->sinks().adopt(leaf); }
+
+  /// With static_graph: what earlier calls know of this one.
+  const StaticForward& known() const noexcept { return known_; }
+  /// And what this one knows, once forward is over.
+  void learn(std::vector<bool> wants_gradient, std::vector<NamedParameter> leaves, bool ambiguous);
 
   /// What waits is parked next time, where that is allowed and this call's was not.
   void park_next_time() const;
@@ -73,6 +79,8 @@ class WrapCuts final : public OutsideLoss {
   Model model_;
   Job job_;
   coupled::DrawLaws draw_laws_;
+  StaticForward known_;
+  std::string kind_;                    // of forward, with static_graph
   std::shared_ptr<park::Store> store_;  // the job's
   ParkedMeanwhile parked_;
   std::optional<Executor> executor_;  // none after a backward that used it up

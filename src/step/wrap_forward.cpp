@@ -55,6 +55,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
   call_->modes = tape::Modes::current();
   read(inputs);
   for (const NamedParameter& parameter : job.parameters) read(parameter);
+  parameters_ = call_->leaves.size();
   watch_.know_parameters(job.parameters);
   if (options_.match_native_rng) watch_.watch_draws(call_->devices);
   parameter_rule_.emplace(job.parameters, watch_.memory(), exact_);
@@ -91,13 +92,21 @@ Batch ForwardPass::run(const Split& split, int64_t total) {
 Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
                             std::optional<int64_t> segments) {
   part_ = sizes.size() > 1;
-  call_->cuts = std::make_unique<WrapCuts>(*call_, job_, values_, [this](const Batch& micro) {
-    const uint64_t first_node = at::sequence_number::peek();
-    Batch outputs = call_->wrapped->model.forward(micro);
-    learn_from_recording(outputs, micro, first_node);
-    return outputs;
-  });
+  call_->cuts =
+      std::make_unique<WrapCuts>(*call_, job_, values_, recording_, [this](const Batch& micro) {
+        const uint64_t first_node = at::sequence_number::peek();
+        Batch outputs = call_->wrapped->model.forward(micro);
+        learn_from_recording(outputs, micro, first_node);
+        return outputs;
+      });
   WrapCuts& cuts = *call_->cuts;
+  wants_gradient_ = cuts.known().wants_gradient;
+  ambiguous_ = cuts.known().ambiguous;
+  for (const NamedParameter& leaf : cuts.known().leaves) {
+    if (!known_leaves_.insert(leaf.tensor.unsafeGetTensorImpl()).second) continue;
+    call_->leaves.push_back(leaf);
+    cuts.adopt(leaf.tensor);
+  }
   int64_t row = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
     cuts.record({row, row + sizes[i]});
@@ -320,7 +329,13 @@ Batch ForwardPass::finish() {
   JoinedOutputs joined = join(std::move(outputs_), row_counts_, from_samples_, options_);
   buffer_rule_.commit();
   parameter_rule_->commit();
-  if (call_->cuts) call_->cuts->finish_forward();
+  if (call_->cuts) {
+    call_->cuts->finish_forward();
+    if (options_.static_graph) {
+      const auto own = call_->leaves.begin() + static_cast<std::ptrdiff_t>(parameters_);
+      call_->cuts->learn(wants_gradient_, {own, call_->leaves.end()}, ambiguous_);
+    }
+  }
   Batch outputs = joined.whole;
   if (!recording_ ||
       std::find(wants_gradient_.begin(), wants_gradient_.end(), true) == wants_gradient_.end()) {

@@ -90,6 +90,7 @@ class ForwardPass {
   std::shared_ptr<const BufferValues> values_;
   RngSnapshot before_;
   std::unordered_set<c10::TensorImpl*> known_leaves_;
+  size_t parameters_ = 0;  // among the call's leaves, the first ones
   const Job& job_;
   std::vector<Batch> outputs_;
   std::vector<int64_t> row_counts_;

@@ -7,6 +7,7 @@
 #include <infinitybatch/step/admission.hpp>
 
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 
 namespace infinitybatch {
 
@@ -37,6 +38,30 @@ void Wrapped::keep_draw_laws(const Job& job) {
   if (job.draw_laws == nullptr) return;
   const std::lock_guard<std::mutex> lock(mutex);
   draw_laws[kind_of_draws(job)] = *job.draw_laws;
+}
+
+StaticForward Wrapped::static_forward_of(const Job& job, const std::string& kind) {
+  std::vector<const void*> owned = owned_by(job);
+  const std::lock_guard<std::mutex> lock(mutex);
+  const StaticForward& known = static_forwards[kind];
+  if (known.tapes.owned == owned) return known;
+  StaticForward anew;
+  anew.tapes.owned = std::move(owned);
+  return anew;
+}
+
+void Wrapped::keep_static_forward(const std::string& kind, StaticForward known) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  static_forwards[kind] = std::move(known);
+}
+
+std::string kind_of_forward(const Job& job, const std::vector<size_t>& wanted_inputs,
+                            bool recording) {
+  std::string kind = signature_of(job) + "|wants ";
+  for (const size_t index : wanted_inputs) kind += std::to_string(index) + ",";
+  for (const NamedParameter& each : job.parameters) kind += each.tensor.requires_grad() ? '1' : '0';
+  if (!recording) kind += c10::InferenceMode::is_enabled() ? "|inference" : "|no graph";
+  return kind;
 }
 
 std::shared_ptr<park::Store> Wrapped::store_on(at::Device device) {

@@ -8,6 +8,7 @@
 #include <infinitybatch/coupled/random_draw.hpp>
 #include <infinitybatch/coupled/renormed_weights.hpp>
 #include <infinitybatch/execute/buffer_values.hpp>
+#include <infinitybatch/execute/recorded.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
 #include <infinitybatch/memory/foreign_storage.hpp>
 #include <infinitybatch/memory/high_water.hpp>
@@ -28,6 +29,14 @@
 #include <vector>
 
 namespace infinitybatch {
+
+/// With static_graph: what later calls with one kind of batch need not ask forward for.
+struct StaticForward {
+  StaticTapes tapes;
+  std::vector<bool> wants_gradient;    ///< of each leaf of the outputs
+  std::vector<NamedParameter> leaves;  ///< that get a gradient and are no parameters
+  bool ambiguous = false;              ///< along which dimension outputs lie
+};
 
 /// What calls of one Wrap share with their graph nodes, which may outlive it.
 struct Wrapped {
@@ -53,12 +62,17 @@ struct Wrapped {
   std::shared_ptr<WrapReport> report;  ///< of the last call
   std::set<std::string> checked;       ///< kinds of batch whose recordings have been checked
   std::map<std::string, coupled::DrawLaws> draw_laws;  ///< with match_native_rng: of kinds of batch
+  std::map<std::string, StaticForward> static_forwards;
   std::set<std::string> parked;        ///< and of batch what waits of which does not fit
   std::shared_ptr<park::Store> store;  ///< where that goes; made when it is first needed
 
   /// What is known of the random draws of this kind of batch.
   coupled::DrawLaws draw_laws_of(const Job& job);
   void keep_draw_laws(const Job& job);
+
+  /// What is known of forwards with this kind of batch, and with these parameters and buffers.
+  StaticForward static_forward_of(const Job& job, const std::string& kind);
+  void keep_static_forward(const std::string& kind, StaticForward known);
 
   /// The store for tensors of `device`.
   std::shared_ptr<park::Store> store_on(at::Device device);
@@ -165,6 +179,12 @@ struct WrappedCall {
   mutable std::mutex mutex_;
   std::unique_ptr<Kept> kept_;
 };
+
+/// Calls that record the same program where forward depends on shapes only.
+/// \param wanted_inputs leaves of the inputs that want a gradient
+/// \param recording     whether anything does
+std::string kind_of_forward(const Job& job, const std::vector<size_t>& wanted_inputs,
+                            bool recording);
 
 /// Gradients of `leaves`, then of `wanted_inputs`, from those of the outputs.
 /// \param gradients for each of the node's inputs, undefined where none came

@@ -134,6 +134,33 @@ def test_a_later_micro_batch_that_writes_is_put_back_too(name):
             torch.testing.assert_close(value.grad, wanted.grad, rtol=1e-11, atol=1e-15, msg=key)
 
 
+def test_an_operator_that_was_defined_anew_is_another_one():
+    """It may lie where the one before lay, and have its name."""
+    inputs, targets = classification(12)
+    for turn in range(6):
+        writes = turn % 2 == 1
+        library = torch.library.Library("infinitybatch_tests", "FRAGMENT")
+        library.define(f"scale(Tensor{'(a!)' if writes else ''} w) -> ()")
+
+        def scale(w, writes=writes):
+            if writes:
+                w.mul_(0.5)
+
+        library.impl("scale", scale, "CompositeExplicitAutograd")
+
+        def forward(self, x):
+            with torch.no_grad():
+                torch.ops.infinitybatch_tests.scale.default(self.slow.weight.data)
+            return self.head(self.layer(x).tanh() - self.slow(x).tanh())
+
+        model = layers(forward)
+        wanted = native(model, CRITERION, inputs, targets)
+        found = ours(model, CRITERION, inputs, targets, micro_batch_size=4)
+        assert worst_error(found, wanted) <= 1e-12
+        assert torch.equal(found.model.slow.weight, wanted.model.slow.weight)
+        library._destroy()
+
+
 @pytest.mark.parametrize("name", SAMPLES_MATTER)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_parameters_written_from_samples_are_refused_and_put_back(name, wrapped):

@@ -22,6 +22,9 @@ void admit_model(Job& job);
 /// Every tensor that the step reaches from the start: parameters, their gradients and buffers.
 std::vector<at::Tensor> reachable_tensors(const Job& job);
 
+/// Parameters and buffers, which recordings that are used again belong to (`StaticTapes::owned`).
+std::vector<const void*> owned_by(const Job& job);
+
 /// What decides which plan fits: shapes and types of a sample, train or eval, autocast, threads.
 std::string signature_of(const Job& job);
 /// The same without shapes: what samples that differ in length alone have in common.

@@ -37,6 +37,10 @@ struct WrapOptions {
   /// leaves them; see `Options::match_native_rng`, also for what is a CouplingError. Such ops see
   /// the whole batch: models that draw go from one to the next.
   bool match_native_rng = false;
+  /// Your word that what forward does depends on shapes only: see `Options::static_graph`. User
+  /// code, hooks on modules and Python's random numbers run no more once a second micro-batch has
+  /// been the same program. Recordings in front of a backward, and without one, are others.
+  bool static_graph = false;
   /// Where ops of the model see the whole batch: where what waits for them, and for backward, goes
   /// when the device is full. `never` makes BudgetExceeded of it; without a budget only `always`
   /// does anything. All calls of one Wrap share one store, one thread at a time.
@@ -117,7 +121,8 @@ class Wrap {
   /// \throws BatchError    inputs that cannot be split, outputs that cannot be joined
   /// \throws CouplingError a layer that mixes samples where forward cannot be cut, or a buffer that
   ///               depends on them
-  /// \throws Unsupported   tensors that no gradient can pass exactly
+  /// \throws Unsupported   tensors that no gradient can pass exactly; with `static_graph` a forward
+  ///               that is another program than before, or none that a tape can tell
   /// \throws BudgetExceeded  no micro-batch size stays inside the budget. Backward throws it where
   /// the
   ///               loss has left too little, or has itself passed the budget while no graph was

@@ -297,6 +297,7 @@ class Wrap:
         output_batch_dim: int | None,
         agree: Callable[[bool], None] | None,
         match_native_rng: bool,
+        static_graph: bool,
         park: str,
         host_budget: int | float | str | None,
         park_on_disk: bool,
