@@ -88,8 +88,9 @@ class VirtualBatch:
             are not known (a fused op, a permutation of the batch) raises CouplingError. Without it
             each micro-batch draws as a batch of its own.
         batch_coupling: "exact" gives layers that mix the samples of a batch (BatchNorm in training)
-            the whole batch, or raises CouplingError; "per_micro_batch" lets each micro-batch be a
-            batch of its own, as gradient accumulation does, which is another gradient.
+            the whole batch, or raises CouplingError, as it does where ordinary ops are seen to mix
+            samples (x - x.mean(0)); "per_micro_batch" lets each micro-batch be a batch of its own,
+            as gradient accumulation does, which is another gradient.
         keep_outputs: return what the model gave for all samples in the report.
         on_micro_batch: called with a MicroBatch after each micro-batch's loss, for metrics that need
             outputs; after a restart it is called again for micro-batches that are computed again.

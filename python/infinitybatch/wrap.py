@@ -65,7 +65,8 @@ def wrap(
             above all, counts as what is there. A size given beside it is kept to, or BudgetExceeded
             is raised.
         batch_coupling: "exact" lets layers that mix the samples of a batch (BatchNorm in training,
-            `across_batch`) see the whole of it, and raises CouplingError where that is not possible;
+            `across_batch`) see the whole of it, and raises CouplingError where that is not
+            possible, or where ordinary ops are seen to mix samples (x - x.mean(0));
             "per_micro_batch" lets each micro-batch be a batch of its own.
         match_native_rng: whether dropout, rand, randn and their like give the numbers that the whole
             batch's own forward draws, whatever the sizes of micro-batches, and leave generators

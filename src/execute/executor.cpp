@@ -58,6 +58,7 @@ Executor::Executor(const Job& job)
       sinks_(job.parameters, job.nested),
       buffers_(job.buffers, job.exact_coupling),
       state_(watch_.memory()),
+      experiment_(job.examined, devices_of(job), job.batch_size()),
       total_(job.device) {
   if (job.cut) cut_pass_.emplace(job, sinks_, buffers_);
   watch_.know_parameters(job.parameters);
@@ -101,8 +102,7 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
     case Operation::load:
       return load(rows);
     case Operation::forward:
-      forward(rows);
-      return check_coupling(rows);
+      return stream(rows);
     case Operation::loss:
       return loss(rows);
     case Operation::record:
@@ -196,6 +196,18 @@ void Executor::load(Rows rows) {
   }
 }
 
+void Executor::stream(Rows rows) {
+  if (!experiment_.wants(rows)) {
+    forward(rows);
+    return check_coupling(rows);
+  }
+  std::vector<at::Tensor> buffers;
+  for (const BufferSlot& slot : job_.buffers) {
+    if (at::Tensor buffer = slot.get(); buffer.defined()) buffers.push_back(std::move(buffer));
+  }
+  outputs_ = experiment_.record(rows, inputs_, buffers, [&] { return call_model(rows); });
+}
+
 void Executor::forward(Rows rows) {
   const coupled::OneOfMany one(job_.exact_coupling && rows.size() == 1 && job_.batch_size() > 1);
   const coupled::CouplingWatch::Scope watching(watch_);
@@ -223,6 +235,7 @@ void Executor::record(Rows rows, bool retain) {
   const Batch& seen = two_pass_->first(rows, inputs_, retain, [&] { return call_model(rows); });
   if (job_.on_micro_batch) job_.on_micro_batch({rows.begin, rows.end, seen, targets_});
   const Batch inputs = without_tensors(inputs_);
+  if (experiment_.wants(rows)) experiment_.take(rows, inputs_, two_pass_->tape(rows));
   free();
   if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, seen, two_pass_->tape(rows));
   // Buffers that were restored under a graph could belong to what it has saved.
@@ -272,6 +285,7 @@ void Executor::record_for_cuts(Rows rows) {
       if (job_.on_micro_batch) job_.on_micro_batch({rows.begin, rows.end, given, targets_});
     }
     const Batch inputs = without_tensors(inputs_);
+    if (experiment_.wants(rows)) experiment_.take(rows, inputs_, cut_pass_->tape(rows));
     free();
     if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
     given = Batch();
@@ -294,6 +308,7 @@ void Executor::record_for_cuts(Rows rows) {
   };
   const Batch given =
       cut_pass_->record(rows, inputs, watch_, [&] { return call(rows); }, elsewhere);
+  if (experiment_.wants(rows)) experiment_.take(rows, inputs, cut_pass_->tape(rows));
   free();
   if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
 }
@@ -357,6 +372,7 @@ at::Tensor Executor::loss_sum(Rows rows) const {
 
 void Executor::loss(Rows rows) {
   share_ = denominator_->divide(loss_sum(rows));
+  experiment_.read_by(share_);
   const at::NoGradGuard no_grad;
   total_.add(share_);
   if (job_.on_micro_batch) {
@@ -452,6 +468,7 @@ void Executor::penalty() {
 void Executor::hand_out() {
   commit();
   // Whatever can fail comes first: a hand-out cannot be taken back.
+  examine();
   finish();
   // Hooks may draw too.
   if (cut_pass_ && cut_pass_->streams() != nullptr) cut_pass_->streams()->settle();
@@ -482,6 +499,7 @@ void Executor::finish() {
 void Executor::finish_forward() {
   commit();
   if (cut_pass_->streams() != nullptr) cut_pass_->streams()->settle();
+  examine();
   sinks_.uninstall();
   watch_.renormed()->commit();
   watch_.close();

@@ -11,6 +11,11 @@ bool Job::learns_output_law(Rows rows) const {
          rows.size() < batch_size();
 }
 
+bool Job::examines(Rows rows) const {
+  return examined != nullptr && !*examined && use_tapes && rows.begin == 0 && rows.size() > 1 &&
+         rows.size() < batch_size();
+}
+
 Rows other_rows(Rows rows, int64_t batch_size) {
   const int64_t here = rows.size();
   const int64_t other = here > 2 ? here - 1 : here == 1 ? 2 : batch_size > 2 ? 3 : 1;

@@ -12,11 +12,11 @@ namespace {
 
 thread_local LossWatch* innermost = nullptr;
 
+}  // namespace
+
 bool is_collective(std::string_view name) {
   return name.starts_with("c10d::") || name.starts_with("_c10d_functional::");
 }
-
-}  // namespace
 
 LossWatch::LossWatch(const std::vector<at::Tensor>& watched, std::function<void(size_t)> write)
     : write_(std::move(write)),

@@ -32,7 +32,8 @@ const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain,
   if (!job_.use_tapes) {
     part.tape.opaque = "an earlier replay gave other outputs than its recording";
     outputs = forward();
-  } else if (retain && job_.buffers.empty() && !job_.learns_output_law(rows)) {
+  } else if (retain && job_.buffers.empty() && !job_.learns_output_law(rows) &&
+             !job_.examines(rows)) {
     outputs = forward();
   } else {
     tape::Recorder recorder(inputs, buffers_, devices_);

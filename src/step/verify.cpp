@@ -3,8 +3,8 @@
 #include "examined_model.hpp"
 #include "native_loss.hpp"
 
-#include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/exchange.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/step/admission.hpp>
@@ -169,41 +169,33 @@ class Examination {
     }
   }
 
-  Batch gather(const Batch& batch, const at::Tensor& order) const {
-    std::vector<Leaf> leaves = batch.leaves();
-    for (Leaf& leaf : leaves) {
-      if (!leaf.tensor.defined() || leaf.batch_dim == Leaf::kShared) continue;
-      leaf.tensor = leaf.tensor.index_select(leaf.batch_dim, order.to(leaf.tensor.device()));
-    }
-    return {std::move(leaves), batch.structure()};
-  }
-
   Batch reverse(const Batch& batch) const {
-    return gather(batch, at::arange(rows_, at::kLong).flip(0));
+    std::vector<int64_t> order(static_cast<size_t>(rows_));
+    std::iota(order.rbegin(), order.rend(), 0);
+    return exchanged(batch, order);
   }
 
-  /// Exchanges the second half of the samples for copies of the first sample: outputs of the first
-  /// half are computed by the same kernels on the same numbers, unless they depend on the others.
+  /// The model itself runs on exchanged samples, where a step plays its tape: what the host reads,
+  /// and code that no tape can hold, is looked at too.
   std::optional<std::string> find_coupling() {
-    if (rows_ < 2) return std::nullopt;
+    const std::optional<Exchanges> exchanges = exchanges_of(inputs_, rows_);
+    if (!exchanges) return std::nullopt;
     const at::NoGradGuard no_grad;
-    const int64_t half = rows_ / 2;
-    at::Tensor order = at::arange(rows_, at::kLong);
-    order.slice(0, half).zero_();
-    model_.reset();
-    const Batch before = model_.forward(inputs_);
-    model_.reset();
-    const Batch after = model_.forward(gather(inputs_, order));
-    for (size_t i = 0; i < before.leaves().size() && i < after.leaves().size(); ++i) {
-      const at::Tensor& a = before.leaves()[i].tensor;
-      const at::Tensor& b = after.leaves()[i].tensor;
-      if (!a.defined() || !b.defined() || a.layout() != at::kStrided || !same_form(a, b)) continue;
-      for (int64_t dim = 0; dim < a.dim(); ++dim) {
-        if (a.size(dim) != rows_) continue;
-        if (any_bit_differs(a.narrow(dim, 0, half), b.narrow(dim, 0, half)).item<bool>()) {
-          return "outputs" + before.structure()->leaf_name(i);
-        }
-        break;
+    const auto forward = [&](const Batch& inputs) {
+      model_.reset();
+      return model_.forward(inputs);
+    };
+    const Batch as_is = forward(inputs_);
+    const Batch others = forward(exchanged(inputs_, exchanges->others));
+    const Batch itself = forward(exchanged(inputs_, exchanges->itself));
+    for (size_t i = 0; i < as_is.leaves().size(); ++i) {
+      const at::Tensor& tensor = as_is.leaves()[i].tensor;
+      if (!tensor.defined() || i >= others.leaves().size() || i >= itself.leaves().size()) continue;
+      const auto sizes = tensor.sizes();
+      if (std::find(sizes.begin(), sizes.end(), rows_) == sizes.end()) continue;
+      if (mixes(differences(tensor, others.leaves()[i].tensor, rows_),
+                differences(tensor, itself.leaves()[i].tensor, rows_), sizes, *exchanges)) {
+        return "outputs" + as_is.structure()->leaf_name(i);
       }
     }
     return std::nullopt;

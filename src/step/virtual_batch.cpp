@@ -81,6 +81,7 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   if (waits && parks) job.store = store(job.device);
   if (job.coupled != nullptr) job.output_law = &output_laws_[kind_of(job)];
   if (job.cut) job.check_recordings = !checked_.contains(kind_of(job));
+  if (job.exact_coupling && job.use_tapes) job.examined = &examined_[kind_of(job)];
   job.renormed = &renormed_;
   job.match_native_rng = options_.match_native_rng;
   if (job.match_native_rng) job.draw_laws = &draw_laws_[kind_of_draws(job)];
@@ -129,6 +130,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       // From now on this model's forward runs again instead.
       use_tapes_ = false;
       job.use_tapes = false;
+      job.examined = nullptr;
     } catch (const SegmentsChanged& changed) {
       check_inputs();
       segments_ = changed.segments();
@@ -192,7 +194,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
 StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int64_t>& budget,
                                         bool hand_out) {
   planning_ = false;
-  coupled_by_state_ = false;
+  coupled_beyond_cuts_ = false;
   const RngSnapshot random = RngSnapshot::capture(devices_of(job));
   Job checked;
   std::optional<Executor> executor;
@@ -234,7 +236,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     failed_in_loss_ = executor && executor->in_whole_loss();
     if (executor) {
       if (auto collective = executor->collective()) collective_ = std::move(collective);
-      coupled_by_state_ = executor->coupled_by_state();
+      coupled_beyond_cuts_ = executor->coupled_beyond_cuts();
       inputs_written_ = inputs_written_ || executor->wrote_inputs();
       executor->roll_back();
     }
@@ -374,7 +376,7 @@ void VirtualBatch::State::check_inputs() const {
 
 bool VirtualBatch::State::answer_by_cuts(Job& job) {
   bool& cut = cut_[model_.is_training()];
-  if (!job.cut && job.exact_coupling && !uncut_ && !coupled_by_state_) {
+  if (!job.cut && job.exact_coupling && !uncut_ && !coupled_beyond_cuts_) {
     job.cut = cut = true;
     if (options_.parking.when == Parking::When::always) job.store = store(job.device);
     return true;

@@ -107,15 +107,16 @@ class VirtualBatch::State {
   mutable std::unique_ptr<park::Store> store_;
   mutable std::map<std::string, coupled::DrawLaws> draw_laws_;  // by kind of batch
   mutable std::map<std::string, OutputLaw> output_laws_;        // by kind of batch
-  mutable coupled::RenormedMemory renormed_;  // addresses: at worst a copy too many
-  std::set<std::string> checked_;             // kinds of batches whose recordings were checked
-  int64_t segments_ = 1;                      // of the cut tapes that were recorded last
-  bool failed_in_loss_ = false;               // the last attempt, in the loss of all outputs
-  bool coupled_by_state_ = false;             // of the last attempt: no cut helps
-  std::optional<std::string> collective_;     // by which an attempt's loss talked to other ranks
-  bool planning_ = false;                     // the planner knows of the attempt at work
-  std::exception_ptr streamed_;               // why one sample does not fit as a whole
-  std::exception_ptr coupling_;  // why only the whole batch as one micro-batch is exact
+  mutable coupled::RenormedMemory renormed_;      // addresses: at worst a copy too many
+  mutable std::map<std::string, bool> examined_;  // kinds of batches: whether mixing is ruled out
+  std::set<std::string> checked_;                 // kinds of batches whose recordings were checked
+  int64_t segments_ = 1;                          // of the cut tapes that were recorded last
+  bool failed_in_loss_ = false;                   // the last attempt, in the loss of all outputs
+  bool coupled_beyond_cuts_ = false;              // of the last attempt: no cut helps
+  std::optional<std::string> collective_;  // by which an attempt's loss talked to other ranks
+  bool planning_ = false;                  // the planner knows of the attempt at work
+  std::exception_ptr streamed_;            // why one sample does not fit as a whole
+  std::exception_ptr coupling_;            // why only the whole batch as one micro-batch is exact
 };
 
 }  // namespace infinitybatch

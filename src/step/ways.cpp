@@ -192,6 +192,7 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
       int64_t row = 0;
       while (const std::optional<Piece> piece = planner_.next()) {
         planner_.observe(*piece, run_planned(*executor, *piece, row, job.device));
+        executor->examine();
         row += piece->plan.batch_size;
         inputs_written_ = executor->wrote_inputs();
         check_inputs();
@@ -210,7 +211,7 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
   } catch (...) {
     keep_foreign_exception(std::current_exception());
     if (executor) {
-      coupled_by_state_ = executor->coupled_by_state();
+      coupled_beyond_cuts_ = executor->coupled_beyond_cuts();
       executor->roll_back();
     }
     throw;
@@ -239,6 +240,7 @@ void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int
     const int64_t rows = piece->plan.batch_size;
     *piece = prepare(std::move(*piece), hand_out);
     planner_.observe(*piece, run(executor, *piece, row, job.device));
+    executor.examine();
     row += rows;
   }
   plan_ = planner_.plan();

@@ -335,6 +335,8 @@ void BudgetedForward::rehearse() {
     rehearsed = wrapped_->static_forward_of(job, kind).tapes;
     job.static_tapes = &rehearsed;
   }
+  bool examined = wrapped_->is_examined(rows_);
+  if (!examined) job.examined = &examined;
   std::optional<RehearsedLoss> loss;
   std::optional<Executor> executor;
   const auto begin = [&] {
@@ -350,6 +352,8 @@ void BudgetedForward::rehearse() {
       int64_t row = 0;
       while (const std::optional<Piece> piece = planner().next()) {
         planner().observe(*piece, run_planned(*executor, *piece, row, job.device));
+        executor->examine();
+        if (examined && job.examined != nullptr) wrapped_->note_examined(rows_);
         row += piece->plan.batch_size;
         if (!job.cut) continue;
         // Each piece stands for a whole batch.

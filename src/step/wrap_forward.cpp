@@ -64,9 +64,21 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
     if (at::Tensor buffer = slot.get(); buffer.defined()) buffers_.push_back(std::move(buffer));
   }
   before_ = RngSnapshot::capture(call_->devices);
+  rows_ = BatchSource::from(call_->inputs, "inputs");
+  known_ = call_->examined = call_->wrapped->is_examined(rows_);
+  experiment_.emplace(&call_->examined, call_->devices, rows_.size);
   if (recording_) values_ = std::make_shared<BufferValues>(job.buffers);
   // Casts made before lead into graphs of others.
   at::autocast::clear_cache();
+}
+
+void ForwardPass::examine() {
+  experiment_->run();
+  note_examined();
+}
+
+void ForwardPass::note_examined() const {
+  if (!known_ && call_->examined) call_->wrapped->note_examined(rows_);
 }
 
 Batch ForwardPass::run(const Split& split, int64_t total) {
@@ -92,8 +104,10 @@ Batch ForwardPass::run(const Split& split, int64_t total) {
 Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
                             std::optional<int64_t> segments) {
   part_ = sizes.size() > 1;
+  Job job = job_;
+  job.examined = &call_->examined;
   call_->cuts =
-      std::make_unique<WrapCuts>(*call_, job_, values_, recording_, [this](const Batch& micro) {
+      std::make_unique<WrapCuts>(*call_, job, values_, recording_, [this](const Batch& micro) {
         const uint64_t first_node = at::sequence_number::peek();
         Batch outputs = call_->wrapped->model.forward(micro);
         learn_from_recording(outputs, micro, first_node);
@@ -236,7 +250,9 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
     // Nothing will be replayed: it only tells what comes from the samples.
     tape::Recorder recorder(micro, buffers_, call_->devices);
     outputs = recorder.run(call);
-    note_sources(recorder.finish(outputs));
+    const tape::Tape tape = recorder.finish(outputs);
+    note_sources(tape);
+    if (experiment_->wants(rows)) experiment_->take(rows, micro, tape);
   } else if (!recording_) {
     outputs = call();
   } else if (!call_->wrapped->use_tapes) {
@@ -251,6 +267,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
                         ", so micro-batches would not see what the whole batch sees");
     }
     if (first || may_stand_once()) note_sources(part.tape);
+    if (experiment_->wants(rows)) experiment_->take(rows, micro, part.tape);
   }
   if (recording_) note_graph(outputs, micro, first_node);
   outputs_.push_back(detached(outputs));
@@ -320,6 +337,7 @@ void ForwardPass::note_graph(const Batch& outputs, const Batch& micro, uint64_t 
 }
 
 Batch ForwardPass::finish() {
+  examine();
   finishing_ = true;
   const at::NoGradGuard no_grad;
   if (call_->budget && recording_) {
@@ -336,6 +354,7 @@ Batch ForwardPass::finish() {
       call_->cuts->learn(wants_gradient_, {own, call_->leaves.end()}, ambiguous_);
     }
   }
+  note_examined();
   Batch outputs = joined.whole;
   if (!recording_ ||
       std::find(wants_gradient_.begin(), wants_gradient_.end(), true) == wants_gradient_.end()) {

@@ -5,6 +5,7 @@
 #include <infinitybatch/coupled/coupling_watch.hpp>
 #include <infinitybatch/execute/buffer_rule.hpp>
 #include <infinitybatch/execute/carried_state.hpp>
+#include <infinitybatch/execute/mixing_experiment.hpp>
 #include <infinitybatch/execute/parameter_rule.hpp>
 
 #include <memory>
@@ -66,6 +67,9 @@ class ForwardPass {
  private:
   void read(const Batch& inputs);
   void read(const NamedParameter& parameter);
+  /// Whether ordinary ops of the model mix samples. \throws CouplingError
+  void examine();
+  void note_examined() const;
   Batch call_model(const Batch& micro);
   void learn_from_recording(const Batch& outputs, const Batch& micro, uint64_t first_node);
   /// The same, in a graph that ends in sinks of its own.
@@ -85,6 +89,9 @@ class ForwardPass {
   bool drew_ = false;                            // numbers that are to be the whole batch's
   std::optional<ParameterRule> parameter_rule_;  // once the watch knows them
   std::optional<CarriedState> state_;
+  BatchSource rows_;   // the inputs
+  bool known_ = true;  // before this call, whether ops mix samples
+  std::optional<MixingExperiment> experiment_;
   bool part_ = false;  // the micro-batch at work is not all of the samples
   std::vector<at::Tensor> buffers_;
   std::shared_ptr<const BufferValues> values_;

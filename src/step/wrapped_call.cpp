@@ -64,6 +64,25 @@ std::string kind_of_forward(const Job& job, const std::vector<size_t>& wanted_in
   return kind;
 }
 
+namespace {
+
+std::string kind_of(const Wrapped& wrapped, const BatchSource& rows) {
+  return rows.signature + (wrapped.model.is_training() ? "|train" : "|eval");
+}
+
+}  // namespace
+
+bool Wrapped::is_examined(const BatchSource& rows) {
+  if (options.batch_coupling != BatchCoupling::exact || !use_tapes) return true;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return examined.contains(kind_of(*this, rows));
+}
+
+void Wrapped::note_examined(const BatchSource& rows) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  examined.insert(kind_of(*this, rows));
+}
+
 std::shared_ptr<park::Store> Wrapped::store_on(at::Device device) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (!store || store->device() != device) store = make_store(options.parking, device);

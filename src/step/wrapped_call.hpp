@@ -60,6 +60,7 @@ struct Wrapped {
   std::mutex mutex;  ///< over what follows
   std::vector<std::weak_ptr<struct WrappedCall>> calls;
   std::shared_ptr<WrapReport> report;  ///< of the last call
+  std::set<std::string> examined;      ///< kinds of batch of which it is known whether ops mix
   std::set<std::string> checked;       ///< kinds of batch whose recordings have been checked
   std::map<std::string, coupled::DrawLaws> draw_laws;  ///< with match_native_rng: of kinds of batch
   std::map<std::string, StaticForward> static_forwards;
@@ -74,6 +75,10 @@ struct Wrapped {
   StaticForward static_forward_of(const Job& job, const std::string& kind);
   void keep_static_forward(const std::string& kind, StaticForward known);
 
+  /// Whether it is known of batches like `rows` whether ordinary ops mix their samples, or nobody
+  /// asks.
+  bool is_examined(const BatchSource& rows);
+  void note_examined(const BatchSource& rows);
   /// The store for tensors of `device`.
   std::shared_ptr<park::Store> store_on(at::Device device);
   std::atomic<bool> copying = false;  ///< one thread at a time uses it
@@ -144,6 +149,7 @@ struct WrappedCall {
   std::vector<Version> parameter_versions;
   std::vector<Version> input_versions;
   std::vector<Part> parts;  ///< empty with `cuts`
+  bool examined = true;     ///< see `Job::examined`
   std::vector<BufferSlot> buffers;
   std::shared_ptr<coupled::RenormedWeights> renormed;  ///< null where forward scaled no rows
   tape::Modes modes;

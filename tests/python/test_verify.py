@@ -82,7 +82,9 @@ def test_coupling_that_nobody_declared_is_named():
         lambda o, t: F.cross_entropy(o["plain"] + o["centred"], t, reduction="sum"),
         lambda t, n: n,
     )
-    report = ib.verify(Centred(), loss, X, Y, micro_batch_size=8)
+    with pytest.raises(ib.CouplingError, match="aten::mean"):  # a step sees it by itself
+        ib.verify(Centred(), loss, X, Y, micro_batch_size=8)
+    report = ib.verify(Centred(), loss, X, Y, micro_batch_size=8, batch_coupling="per_micro_batch")
     assert not report.exact
     assert report.coupled_output == "outputs['centred']"
     assert "couples samples" in report.explain()

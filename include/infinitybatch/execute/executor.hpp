@@ -8,6 +8,7 @@
 #include <infinitybatch/execute/denominator.hpp>
 #include <infinitybatch/execute/job.hpp>
 #include <infinitybatch/execute/loss_total.hpp>
+#include <infinitybatch/execute/mixing_experiment.hpp>
 #include <infinitybatch/execute/output_law.hpp>
 #include <infinitybatch/execute/parameter_rule.hpp>
 #include <infinitybatch/execute/pass_times.hpp>
@@ -33,6 +34,10 @@ class Executor {
   /// \throws CouplingError from `forward`, `record`, `retain` and `hand_out` where samples are
   /// coupled
   void run(const Instruction& instruction, Rows rows);
+
+  /// Whether ordinary ops mix samples, as soon as a micro-batch has been recorded for it; comes by
+  /// itself in front of the hand-out. Between micro-batches only. \throws CouplingError
+  void examine() { experiment_.run(); }
 
   /// Buffers and rewritten weights as the step found them.
   void roll_back();
@@ -60,9 +65,11 @@ class Executor {
   bool wrote_inputs() const noexcept { return wrote_inputs_; }
   /// Whether the loss of all outputs is at work, or failed.
   bool in_whole_loss() const noexcept { return in_whole_loss_; }
-  /// Whether samples are coupled by what forward leaves in buffers, parameters and attributes, and
-  /// not by an op.
-  bool coupled_by_state() const noexcept { return apart_ || state_.found(); }
+  /// Whether samples are coupled by what no cut can answer: what forward leaves in buffers,
+  /// parameters and attributes, or ordinary ops.
+  bool coupled_beyond_cuts() const noexcept {
+    return apart_ || state_.found() || experiment_.found();
+  }
   /// How many segments the model's tapes are cut into; with `Job::cut`, after the first `record`.
   int64_t segments() const { return cut_pass_ ? cut_pass_->segments() : 1; }
   /// Of one micro-batch, with `Job::checkpoints`, between its `record` and its last `backward`.
@@ -78,6 +85,7 @@ class Executor {
  private:
   void perform(const Instruction& instruction, Rows rows);
   void load(Rows rows);
+  void stream(Rows rows);
   void forward(Rows rows);
   void loss(Rows rows);
   void backward(Rows rows, int64_t segment);
@@ -126,6 +134,7 @@ class Executor {
   coupled::CouplingWatch watch_;
   std::optional<ParameterRule> parameters_;  // once the watch knows them
   CarriedState state_;
+  MixingExperiment experiment_;
   bool apart_ = false;                       // what forwards left did not agree
   std::optional<Denominator> denominator_;   // of a separable loss
   std::optional<std::string> foreign_draw_;  // with `Job::match_native_rng`: who gave numbers

@@ -53,6 +53,8 @@ struct Job {
   coupled::DrawLaws* draw_laws = nullptr;  ///< then: what is known of this kind of batch
   OutputLaw* output_law = nullptr;         ///< with `coupled`: what is known of its outputs, if any
   coupled::RenormedMemory* renormed = nullptr;  ///< what is known of `max_norm`; may be null
+  bool* examined = nullptr;  ///< whether it is known that ordinary ops mix no samples; null where
+                             ///< nobody asks
   bool check_recordings = true;  ///< with `cut`: whether the first recording is checked
   bool use_tapes = true;         ///< false: a second forward always runs the user's code
   bool tapes_stay = false;       ///< what a recording keeps is held beyond its replay
@@ -64,6 +66,8 @@ struct Job {
   int64_t batch_size() const noexcept { return inputs->size; }
   /// Whether the recording of these rows has to tell how outputs follow them.
   bool learns_output_law(Rows rows) const;
+  /// Whether the recording of these rows has to tell whether ordinary ops mix samples.
+  bool examines(Rows rows) const;
 };
 
 /// Rows beside these `rows`, another number of them, whose forward tells what follows the samples.

@@ -8,10 +8,14 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
 namespace infinitybatch {
+
+/// Whether the operator of this name talks to other ranks.
+bool is_collective(std::string_view name);
 
 /// Watches the ops of a loss of all outputs, in this thread: which of the outputs it is about to
 /// change in place, and whether it talks to other ranks. What writes memory without an op (a

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <infinitybatch/core/exchange.hpp>
+#include <infinitybatch/execute/job.hpp>
+#include <infinitybatch/tape/tape.hpp>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace infinitybatch {
+
+/// Finds out, once for each kind of batch, whether ordinary ops of a model mix samples: one
+/// micro-batch's forward is taken down, and played again on exchanged samples once the micro-batch
+/// is done and freed. User code runs no second time, and nothing is left of it.
+///
+/// Says nothing where a tape cannot tell: where it is opaque, where sizes depend on the samples'
+/// values, where only numbers on the host were computed from several samples, of micro-batches of
+/// one sample, of outputs in which samples have no place of their own (one number, a sum).
+class MixingExperiment {
+ public:
+  /// \param examined set once the answer is known; null where nobody asks
+  MixingExperiment(bool* examined, std::vector<at::Device> devices, int64_t batch_size);
+
+  /// Whether the forward of these rows is to be taken down.
+  bool wants(Rows rows) const noexcept;
+
+  /// Takes down one forward that nobody else records. What goes wrong with that is not told.
+  Batch record(Rows rows, const Batch& inputs, const std::vector<at::Tensor>& buffers,
+               const std::function<Batch()>& forward);
+  /// Of that one: of the outputs those that the loss reads are compared, as far as its graph shows.
+  void read_by(const at::Tensor& loss);
+  /// Somebody's recording, as long as it is there.
+  void take(Rows rows, const Batch& inputs, const tape::Tape& tape);
+
+  /// The experiment, where there is something to play. Call it when the micro-batch is gone and
+  /// buffers are as it found them. \throws CouplingError naming the op that mixes samples
+  void run();
+  /// Whether it has found samples mixed.
+  bool found() const noexcept { return found_; }
+
+ private:
+  struct Pending {
+    Rows rows;
+    Batch inputs;
+    Exchanges exchanges;
+    tape::Tape tape;
+    std::vector<const void*> nodes;  // of each output's graph, as forward gave it
+    std::vector<bool> compared;
+  };
+  bool may_play() const;
+
+  bool* examined_;
+  std::vector<at::Device> devices_;
+  int64_t batch_size_;
+  std::optional<Pending> pending_;
+  bool found_ = false;
+};
+
+}  // namespace infinitybatch

@@ -1,0 +1,153 @@
+#include <infinitybatch/execute/mixing_experiment.hpp>
+
+#include <infinitybatch/autograd/engine.hpp>
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/coupled/whole_batch_op.hpp>
+#include <infinitybatch/execute/loss_watch.hpp>
+#include <infinitybatch/tape/mixing.hpp>
+#include <infinitybatch/tape/recorder.hpp>
+
+#include <ATen/Functions.h>
+
+#include <algorithm>
+#include <exception>
+#include <map>
+#include <memory>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+/// Ops that see the whole batch, while one micro-batch stands for it: they combine its own rows,
+/// and keep what they found when other rows stand there.
+class SettledOps {
+ public:
+  SettledOps(const tape::Tape& tape, int64_t rows) : tape_(tape), rows_{0, rows} {}
+
+  /// See tape::SettledOp.
+  bool settle(uint32_t index, std::vector<c10::IValue>& stack, const std::vector<int64_t>* order) {
+    const tape::Op& op = tape_.ops[index];
+    if (coupled::draws_for_all(tape_, op) || !coupled::is_provisional(tape_, op)) return false;
+    std::unique_ptr<coupled::WholeBatchOp>& settled = ops_[index];
+    if (order == nullptr) {
+      settled = coupled::stand_in(tape_, op);
+      settled->collect(rows_, stack);
+      coupled::SettledBuffers buffers;
+      settled->combine(buffers);
+    }
+    std::vector<at::Tensor> leaves;
+    at::Tensor result = settled->apply(rows_, stack, leaves);
+    if (order != nullptr && op.facts->name() == "infinitybatch::across_batch") {
+      // Each sample gets what was computed for it.
+      if (result.size(0) != rows_.size()) throw Unsupported("rows are no samples");
+      result = exchanged(result, 0, *order);
+    }
+    stack.assign(1, std::move(result));
+    return true;
+  }
+
+ private:
+  const tape::Tape& tape_;
+  Rows rows_;
+  std::map<uint32_t, std::unique_ptr<coupled::WholeBatchOp>> ops_;
+};
+
+const void* node_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.requires_grad() ? tensor.grad_fn().get() : nullptr;
+}
+
+}  // namespace
+
+MixingExperiment::MixingExperiment(bool* examined, std::vector<at::Device> devices,
+                                   int64_t batch_size)
+    : examined_(examined), devices_(std::move(devices)), batch_size_(batch_size) {}
+
+bool MixingExperiment::wants(Rows rows) const noexcept {
+  return examined_ != nullptr && !*examined_ && !pending_ && rows.size() > 1 &&
+         rows.size() < batch_size_;
+}
+
+Batch MixingExperiment::record(Rows rows, const Batch& inputs,
+                               const std::vector<at::Tensor>& buffers,
+                               const std::function<Batch()>& forward) {
+  std::optional<Exchanges> exchanges = exchanges_of(inputs, rows.size());
+  if (!exchanges) return forward();
+  tape::Recorder recorder(inputs, buffers, devices_);
+  Batch outputs = recorder.run(forward);
+  try {
+    pending_ = Pending{rows, inputs, std::move(*exchanges), recorder.finish(outputs), {}, {}};
+  } catch (...) {  // of no use, and no harm
+  }
+  if (!pending_ || pending_->tape.opaque) {
+    pending_.reset();
+    *examined_ = true;
+    return outputs;
+  }
+  for (const Leaf& leaf : outputs.leaves()) pending_->nodes.push_back(node_of(leaf.tensor));
+  pending_->compared.resize(outputs.leaves().size(), false);
+  return outputs;
+}
+
+void MixingExperiment::read_by(const at::Tensor& loss) {
+  if (!pending_ || pending_->nodes.empty()) return;
+  const std::vector<const void*> nodes = std::exchange(pending_->nodes, {});
+  if (pending_->tape.opaque || !loss.requires_grad()) return;
+  autograd::walk_graph({loss}, [&](const torch::autograd::Node& node) {
+    for (size_t i = 0; i < nodes.size(); ++i) {
+      if (nodes[i] == &node) pending_->compared[i] = true;
+    }
+  });
+}
+
+void MixingExperiment::take(Rows rows, const Batch& inputs, const tape::Tape& tape) {
+  if (tape.opaque) *examined_ = true;
+  if (tape.opaque || tape.result_values.empty()) return;
+  std::optional<Exchanges> exchanges = exchanges_of(inputs, rows.size());
+  if (!exchanges) return;
+  pending_ = Pending{rows, inputs, std::move(*exchanges), tape, {}, {}};
+  pending_->compared.resize(tape.result_values.size(), true);
+}
+
+bool MixingExperiment::may_play() const {
+  const tape::Tape& tape = pending_->tape;
+  // Other ranks would not answer.
+  return std::none_of(tape.ops.begin(), tape.ops.end(), [](const tape::Op& op) {
+    return op.facts != nullptr && is_collective(op.facts->name());
+  });
+}
+
+void MixingExperiment::run() {
+  if (!pending_) return;
+  *examined_ = true;
+  std::optional<tape::Mixing> mixing;
+  const RngSnapshot random = RngSnapshot::capture(devices_);  // of ops that are the user's, too
+  try {
+    if (may_play()) {
+      SettledOps ops(pending_->tape, pending_->rows.size());
+      const auto settled = [&ops](uint32_t op, std::vector<c10::IValue>& stack,
+                                  const std::vector<int64_t>* order) {
+        return ops.settle(op, stack, order);
+      };
+      mixing = tape::find_mixing(pending_->tape, pending_->inputs, pending_->exchanges,
+                                 pending_->compared, settled);
+    }
+  } catch (...) {  // the tape does not fit other values, or there is no room for it
+  }
+  random.restore();
+  const Pending played = *std::exchange(pending_, std::nullopt);
+  if (!mixing) return;
+  *examined_ = false;
+  found_ = true;
+  throw CouplingError(
+      mixing->op,
+      mixing->op + " mixes the samples of a batch (outputs" +
+          played.tape.result.structure()->leaf_name(mixing->output) +
+          " of one sample is another where other samples stand beside it), so micro-batches of " +
+          std::to_string(played.rows.size()) + " cannot give the gradient of all " +
+          std::to_string(batch_size_) +
+          "; compute what needs all samples by across_batch, make the budget large enough for one "
+          "micro-batch, or accept another gradient with batch_coupling=\"per_micro_batch\"");
+}
+
+}  // namespace infinitybatch
