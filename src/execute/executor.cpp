@@ -58,7 +58,9 @@ Executor::Executor(const Job& job)
       sinks_(job.parameters, job.nested),
       buffers_(job.buffers, job.exact_coupling),
       state_(watch_.memory()),
-      experiment_(job.examined, devices_of(job), job.batch_size()),
+      experiment_(job.examined,
+                  job.examined != nullptr ? devices_of(job) : std::vector<at::Device>(),
+                  job.batch_size()),
       total_(job.device) {
   if (job.cut) cut_pass_.emplace(job, sinks_, buffers_);
   watch_.know_parameters(job.parameters);

@@ -91,8 +91,6 @@ def test_mixed_samples_are_refused_by_name(name, way):
     assert all(p.grad is None for p in model.parameters() if p is not model.head.weight)
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), f"{key} changed"
-    with pytest.raises(ib.CouplingError):  # again: nothing has been learned that hides it
-        step(way, model, inputs, targets, micro_batch_size=SIZE)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -130,6 +128,23 @@ def test_a_budget_for_less_than_the_whole_batch_refuses(way):
         step(way, model, inputs, targets, memory_budget=3 * weights + (4 << 20))
     assert raised.value.op == "aten::mean"
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_step_is_refused(way):
+    """Nothing has been learned that would hide it."""
+    model = mixing(MIXERS["centred"][0])
+    inputs, targets = classification(N)
+    if way == "wrap":
+        wrapped = ib.wrap(model, micro_batch_size=SIZE)
+        again = lambda: wrapped(inputs)  # noqa: E731
+    else:
+        loss = nn.CrossEntropyLoss() if way == "streaming" else ib.losses.coupled(spread)
+        batch = ib.VirtualBatch(model, loss, micro_batch_size=SIZE)
+        again = lambda: batch.backward(inputs, targets)  # noqa: E731
+    for _ in range(3):
+        with pytest.raises(ib.CouplingError):
+            again()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -381,9 +396,11 @@ def test_samples_that_are_all_alike_tell_nothing_and_later_ones_do():
         batch.backward(inputs, targets)
 
 
-def test_random_numbers_go_on_as_if_nobody_had_looked():
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 5)).double()
+@pytest.mark.parametrize("autocast", [False, True])
+def test_random_numbers_and_casts_go_on_as_if_nobody_had_looked(autocast):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 5))
     inputs, targets = classification(N)
+    inputs = inputs.float()
     results = []
     for coupling in ("exact", "per_micro_batch"):
         torch.manual_seed(3)
@@ -391,7 +408,9 @@ def test_random_numbers_go_on_as_if_nobody_had_looked():
         batch = ib.VirtualBatch(
             other, nn.CrossEntropyLoss(), micro_batch_size=SIZE, batch_coupling=coupling
         )
-        loss = batch.backward(inputs, targets).loss
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            batch.backward(inputs, targets)
+            loss = batch.backward(inputs, targets).loss
         results.append(Result(loss, {n: p.grad for n, p in other.named_parameters()}, {}, other))
         results[-1].buffers["state"] = torch.get_rng_state()
     assert worst_error(*results) == 0
