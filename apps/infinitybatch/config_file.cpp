@@ -33,6 +33,9 @@ void check_lines(const std::string& path, const std::string& text) {
     if (equals == 0 || equals == std::string::npos || equals + 1 == line.size()) {
       refuse_line(path, number, line.insert(0, "'"), "' is not: key = value");
     }
+    if (line[line.find_first_not_of(" \t", equals + 1)] == '[') {
+      refuse_line(path, number, line, " is a list; each key has one value, as in: epochs = 40");
+    }
   }
 }
 

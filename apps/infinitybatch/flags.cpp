@@ -1,5 +1,6 @@
 #include "flags.hpp"
 
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -10,7 +11,24 @@ constexpr int64_t kMost = int64_t{1} << 40;  // far above anything sensible, far
 
 // Validators describe themselves in the help beside the type; here the texts do that.
 CLI::Validator between(double smallest, double largest) {
-  return CLI::Range(smallest, largest).description("");
+  const CLI::Validator range = CLI::Range(smallest, largest).description("");
+  // Nothing is smaller than "nan", nor larger.
+  return CLI::Validator(
+      [range](std::string& text) {
+        double number = 0;
+        const bool is_nan = CLI::detail::lexical_cast(text, number) && std::isnan(number);
+        return is_nan ? text + " is no number" : range(text);
+      },
+      "");
+}
+/// A sign is dropped where a number without one is read: -1 would be 18446744073709551615.
+CLI::Validator unsigned_number() {
+  return CLI::Validator(
+      [](std::string& text) {
+        const bool negative = text.find('-') != text.npos;
+        return negative ? "Value " + text + " is negative; a seed is 0 or more" : std::string();
+      },
+      "");
 }
 CLI::Validator at_least(int64_t smallest) {
   return CLI::Range(smallest, kMost).description("");
@@ -78,6 +96,7 @@ void add_batch(CLI::App& app, Settings& settings) {
 
 void add_common(CLI::App& app, Settings& settings) {
   app.add_option("--seed", settings.training.seed, "for parameters and the order of samples")
+      ->check(unsigned_number())
       ->type_name("NUMBER")
       ->capture_default_str();
   app.add_option("--config", settings.config, "read flags from a TOML file; flags given here win")

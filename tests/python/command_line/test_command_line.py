@@ -60,6 +60,8 @@ MISUSES = {
     "no number": (("train", "--epochs", "many"), USAGE, "--epochs.*many"),
     "epochs 0": (("train", "--epochs", "0"), USAGE, "--epochs.*0 not in range 1"),
     "negative lr": (("train", "--lr", "-1"), USAGE, "--lr.*-1 not in range 0"),
+    "lr that is no number": (("train", "--lr", "nan"), USAGE, "--lr.*nan is no number"),
+    "negative seed": (("train", "--seed", "-1"), USAGE, "--seed.*-1 is negative; a seed is 0"),
     "held-out 1": (("train", "--held-out", "1"), USAGE, r"--held-out.*1 not in range 0"),
     "batch size 0": (
         ("train", "--batch-size", "0"),
@@ -312,6 +314,8 @@ BAD_CONFIGS = {
     "unknown key": ("epoch = 3\n", r"the key 'epoch' is not known, did you mean epochs\?"),
     "underscore": ("batch_size = 3\n", r"did you mean batch-size\?"),
     "section": ("[train]\nepochs = 3\n", r"line 1: \[train\] is a section"),
+    "list": ("epochs = [1\n", r"line 1: epochs = \[1 is a list; each key has one value"),
+    "negative seed": ("seed = -1\n", "--seed.*-1 is negative"),
     "no value": ("epochs =\n", "line 1: 'epochs =' is not: key = value"),
     "no key": ("\nwhatever\n", "line 2: 'whatever' is not: key = value"),
     "bad value": ('epochs = "many"\n', "--epochs.*many.*; see: infinitybatch train --help"),
