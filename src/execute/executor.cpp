@@ -198,6 +198,12 @@ void Executor::load(Rows rows) {
   }
 }
 
+void Executor::examine() {
+  // A rehearsal without the loss does not know which outputs it reads.
+  const bool unknown = job_.coupled != nullptr && job_.outside == nullptr && !loss_known_;
+  experiment_.run(/*sure=*/!unknown);
+}
+
 void Executor::stream(Rows rows) {
   if (!experiment_.wants(rows)) {
     forward(rows);
@@ -251,6 +257,8 @@ void Executor::whole_loss() {
   const at::Tensor value = whole_outputs_ ? whole_outputs_->loss(sinks_) : two_pass_->whole_loss();
   if (streams != nullptr) streams->take();
   in_whole_loss_ = false;
+  loss_known_ = true;
+  experiment_.read_by_loss((whole_outputs_ ? *whole_outputs_ : two_pass_->outputs()).read());
   buffers_.begin_second_pass();
   parameters_->begin_second_pass();
   total_.add(value);

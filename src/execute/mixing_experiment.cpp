@@ -100,6 +100,13 @@ void MixingExperiment::read_by(const at::Tensor& loss) {
   });
 }
 
+void MixingExperiment::read_by_loss(const std::vector<bool>& read) {
+  if (!pending_) return;
+  for (size_t i = 0; i < read.size() && i < pending_->compared.size(); ++i) {
+    pending_->compared[i] = read[i];
+  }
+}
+
 void MixingExperiment::take(Rows rows, const Batch& inputs, const tape::Tape& tape) {
   if (tape.opaque) *examined_ = true;
   if (tape.opaque || tape.result_values.empty()) return;
@@ -117,7 +124,7 @@ bool MixingExperiment::may_play() const {
   });
 }
 
-void MixingExperiment::run() {
+void MixingExperiment::run(bool sure) {
   if (!pending_) return;
   *examined_ = true;
   std::optional<tape::Mixing> mixing;
@@ -138,6 +145,7 @@ void MixingExperiment::run() {
   const Pending played = *std::exchange(pending_, std::nullopt);
   if (!mixing) return;
   *examined_ = false;
+  if (!sure) return;
   found_ = true;
   throw CouplingError(
       mixing->op,

@@ -201,6 +201,7 @@ at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
   const OutputLaw* law = job_.output_law;
   for (size_t i = 0; i < wants_gradient_.size(); ++i) {
     gradients_.push_back(wants_gradient_[i] ? (leaf++)->grad() : at::Tensor());
+    read_.push_back(gradients_[i].defined());
     const bool compares =
         parts_.size() > 1 && law != nullptr && law->fits(whole_) && law->leaves[i].compares;
     if (compares && gradients_[i].defined()) refuse_compared(whole_, i);

@@ -18,6 +18,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 namespace infinitybatch {
@@ -337,7 +338,12 @@ void ForwardPass::note_graph(const Batch& outputs, const Batch& micro, uint64_t 
 }
 
 Batch ForwardPass::finish() {
-  examine();
+  std::exception_ptr mixed;
+  try {
+    examine();
+  } catch (const CouplingError&) {
+    mixed = std::current_exception();  // others say more
+  }
   finishing_ = true;
   const at::NoGradGuard no_grad;
   if (call_->budget && recording_) {
@@ -347,6 +353,7 @@ Batch ForwardPass::finish() {
   JoinedOutputs joined = join(std::move(outputs_), row_counts_, from_samples_, options_);
   buffer_rule_.commit();
   parameter_rule_->commit();
+  if (mixed) std::rethrow_exception(mixed);
   if (call_->cuts) {
     call_->cuts->finish_forward();
     if (options_.static_graph) {

@@ -387,6 +387,20 @@ def test_outputs_that_the_loss_does_not_read_may_mix():
     assert worst_error(result_of(found, wanted.loss), wanted) <= 1e-12
 
 
+@pytest.mark.parametrize("way", [{"micro_batch_size": SIZE}, {"memory_budget": "64MiB"}])
+def test_outputs_that_a_coupled_loss_does_not_read_may_mix(way):
+    model = Calls(lambda self, x: (h := self.head(x), h - h.mean(0)), head=nn.Linear(6, 5)).double()
+    inputs, targets = classification(N)
+    first = lambda outputs, y: spread(outputs[0], y)  # noqa: E731
+    wanted = native(model, lambda a, _, y: spread(a, y), inputs, targets)
+    found = copy.deepcopy(model)
+    ib.VirtualBatch(found, ib.losses.coupled(first), **way).backward(inputs, targets)
+    assert worst_error(result_of(found, wanted.loss), wanted) <= 1e-12
+    second = ib.losses.coupled(lambda outputs, y: spread(outputs[1], y))
+    with pytest.raises(ib.CouplingError, match="aten::mean"):
+        ib.VirtualBatch(model, second, micro_batch_size=SIZE).backward(inputs, targets)
+
+
 def test_samples_that_are_all_alike_tell_nothing_and_later_ones_do():
     model = mixing(MIXERS["centred"][0])
     inputs, targets = classification(N)

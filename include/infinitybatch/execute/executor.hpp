@@ -37,7 +37,7 @@ class Executor {
 
   /// Whether ordinary ops mix samples, as soon as a micro-batch has been recorded for it; comes by
   /// itself in front of the hand-out. Between micro-batches only. \throws CouplingError
-  void examine() { experiment_.run(); }
+  void examine();
 
   /// Buffers and rewritten weights as the step found them.
   void roll_back();
@@ -140,6 +140,7 @@ class Executor {
   std::optional<std::string> foreign_draw_;  // with `Job::match_native_rng`: who gave numbers
   bool wrote_inputs_ = false;
   bool in_whole_loss_ = false;
+  bool loss_known_ = false;                    // of all outputs
   std::optional<TwoPass> two_pass_;            // for a coupled loss
   std::optional<CutPass> cut_pass_;            // with `Job::cut`, for any loss
   std::optional<WholeOutputs> whole_outputs_;  // then, for a coupled loss

@@ -31,12 +31,17 @@ class MixingExperiment {
                const std::function<Batch()>& forward);
   /// Of that one: of the outputs those that the loss reads are compared, as far as its graph shows.
   void read_by(const at::Tensor& loss);
-  /// Somebody's recording, as long as it is there.
+  /// Of outputs that wait for a loss of all samples, those that it reads.
+  void read_by_loss(const std::vector<bool>& read);
+  /// Somebody's recording, as long as it is there. All outputs are compared, unless told otherwise.
   void take(Rows rows, const Batch& inputs, const tape::Tape& tape);
 
   /// The experiment, where there is something to play. Call it when the micro-batch is gone and
-  /// buffers are as it found them. \throws CouplingError naming the op that mixes samples
-  void run();
+  /// buffers are as it found them.
+  /// \param sure false where it is not known yet which outputs matter: what mixes may be none of
+  ///             them, and is left for later
+  /// \throws CouplingError naming the op that mixes samples
+  void run(bool sure = true);
   /// Whether it has found samples mixed.
   bool found() const noexcept { return found_; }
 

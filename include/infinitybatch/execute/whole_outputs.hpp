@@ -64,6 +64,8 @@ class WholeOutputs {
 
   /// All outputs in order, detached, as the loss left them; with `Job::keep_outputs`.
   const Batch& all() const noexcept { return left_; }
+  /// For each leaf, whether the loss depends on it, once it is known.
+  const std::vector<bool>& read() const noexcept { return read_; }
   /// The first collective operation by which the loss talked to other ranks, if any did.
   const std::optional<std::string>& collective() const noexcept { return collective_; }
 
@@ -96,6 +98,7 @@ class WholeOutputs {
   std::vector<bool> from_samples_;    // the same; empty where nobody needs to know
   std::optional<std::string> why_;
   std::optional<std::string> collective_;
+  std::vector<bool> read_;             // of each leaf of `whole_`: by the loss
   std::vector<bool> wants_gradient_;   // of each leaf of `whole_`
   std::vector<at::Tensor> gradients_;  // of each leaf of `whole_`; undefined where none is wanted
   bool dispersed_ = false;             // both wait by micro-batch, but for what all of them share
