@@ -100,6 +100,22 @@ def test_user_code_leaves_the_loop(way: str) -> None:
     close(grads(inner), grads(same))
 
 
+@pytest.mark.parametrize("first", ["frozen", "no_grad"])
+def test_what_calls_without_gradients_leave_is_not_used_by_others(first: str) -> None:
+    inner = single_layer().double()
+    same = copy.deepcopy(inner)
+    wrapped = ib.wrap(inner, micro_batch_size=4, static_graph=True)
+    x = images(12)[0]
+    for module in (wrapped, same):
+        module.requires_grad_(first != "frozen")
+        with torch.set_grad_enabled(first == "frozen"):
+            for _ in range(2):
+                assert not module(x).requires_grad
+        module.requires_grad_(True)
+        contrastive(module(x)).backward()
+    close(grads(inner), grads(same))
+
+
 def test_several_calls_before_one_backward_and_a_graph_that_is_kept() -> None:
     inner = make("residual, 6 layers")
     same = copy.deepcopy(inner)
