@@ -43,6 +43,15 @@ The executor runs the instructions, the predicted peak is read off the same ones
       .def_readonly("baseline_bytes", &Plan::baseline_bytes, "Live when the step starts.")
       .def_readonly("predicted_peak_bytes", &Plan::predicted_peak_bytes, "Or None.")
       .def_readonly("predicted_seconds", &Plan::predicted_seconds, "Or None.")
+      .def_readonly("retained", &Plan::retained, "Micro-batches that keep their graph.")
+      .def_property_readonly("parked_graphs", &Plan::parked_graphs,
+                             "Of these, whose graph is kept away from the device.")
+      .def_property_readonly(
+          "parked_graph_bytes", [](const Plan& self) { return self.graph_bytes.parked; },
+          "What of graphs left the device in the last step.")
+      .def_property_readonly(
+          "stayed_graph_bytes", [](const Plan& self) { return self.graph_bytes.stayed; },
+          "What of parked graphs did not: Python holds it as well, or it is foreign.")
       .def_readonly("parks", &Plan::parks, "Whether what waits at cuts leaves the device.")
       .def_readonly("overlaps", &Plan::overlaps,
                     "Whether it is copied while other micro-batches, or segments, compute.")

@@ -7,6 +7,7 @@
 #include <infinitybatch/execute/outside_loss.hpp>
 #include <infinitybatch/park/store.hpp>
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
@@ -87,6 +88,7 @@ void Executor::run(const Instruction& instruction, Rows rows) {
   const Clock::time_point begin = Clock::now();
   copied_bytes_ = 0;
   perform(instruction, rows);
+  if (job_.waits && !job_.device.is_cpu()) at::accelerator::synchronizeDevice(job_.device.index());
   const double taken = std::chrono::duration<double>(Clock::now() - begin).count();
   const park::StoreStatistics after = job_.store->statistics();
   if (instruction.operation == Operation::record ||
@@ -161,11 +163,11 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
 }
 
 WholeOutputs* Executor::outputs_at(Rows rows, int64_t segment) {
-  if (two_pass_) return &two_pass_->outputs();
   return whole_outputs_ && is_last(rows, segment) ? &*whole_outputs_ : nullptr;
 }
 
 int64_t Executor::fetch(Rows rows, int64_t segment, bool back, bool ahead) {
+  if (two_pass_) return two_pass_->fetch(rows, ahead);
   int64_t bytes = cut_pass_ ? cut_pass_->fetch(rows, segment, back, ahead) : 0;
   if (back && outputs_at(rows, segment) != nullptr) {
     bytes += outputs_at(rows, segment)->fetch(rows, ahead);
@@ -174,12 +176,14 @@ int64_t Executor::fetch(Rows rows, int64_t segment, bool back, bool ahead) {
 }
 
 int64_t Executor::leave(Rows rows, int64_t segment) {
+  if (two_pass_) return two_pass_->leave(rows);
   const int64_t bytes = cut_pass_ ? cut_pass_->leave(rows) : 0;
   WholeOutputs* outputs = outputs_at(rows, segment);
   return bytes + (outputs != nullptr ? outputs->leave(rows) : 0);
 }
 
 int64_t Executor::park(Rows rows, int64_t segment, bool back) {
+  if (two_pass_) return two_pass_->park(rows);
   // A micro-batch whose segments follow each other is gone with the last of them.
   WholeOutputs* outputs = job_.alone ? nullptr : outputs_at(rows, segment);
   const int64_t bytes = cut_pass_ ? cut_pass_->park(rows, segment, back) : 0;

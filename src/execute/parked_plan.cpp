@@ -24,13 +24,14 @@ bool is_barrier(const Instruction& instruction) {
 
 /// Weaves copies between the visits of a plan: a micro-batch at work on a segment, from `advance`,
 /// or from `resume` or `replay` to `free`. Where micro-batches are replayed, outputs leave after
-/// `record`.
+/// `record`; so do graphs that are parked, after `retain`.
 class Weaver {
  public:
   Weaver(const Plan& plan, bool overlap)
       : given_(plan.instructions),
         overlap_(overlap),
         alone_(plan.strategy == "checkpoint"),
+        parks_graphs_(plan.parks_graphs),
         replays_(std::any_of(given_.begin(), given_.end(), &is_replay)) {}
 
   std::vector<Instruction> weave() {
@@ -39,7 +40,7 @@ class Weaver {
         i = visit(i);
         continue;
       }
-      if (replays_ && given_[i].operation == Operation::record) {
+      if (replays_ && leaves_outputs(given_[i])) {
         woven_.push_back(given_[i]);
         leave(given_[i++]);
         continue;
@@ -53,6 +54,10 @@ class Weaver {
 
  private:
   static bool is_replay(const Instruction& visit) { return visit.operation == Operation::replay; }
+  bool leaves_outputs(const Instruction& instruction) const {
+    return instruction.operation == Operation::record ||
+           (parks_graphs_ && instruction.operation == Operation::retain);
+  }
   static bool is_back(const Instruction& visit) {
     return visit.operation == Operation::resume || is_replay(visit);
   }
@@ -123,8 +128,9 @@ class Weaver {
 
   const std::vector<Instruction>& given_;
   bool overlap_;
-  bool alone_;    // visits of one micro-batch follow each other: what the next one needs stays
-  bool replays_;  // a coupled loss without cuts: only outputs wait, and their gradients
+  bool alone_;         // visits of one micro-batch follow each other: what the next one needs stays
+  bool parks_graphs_;  // those that are kept leave with the outputs
+  bool replays_;       // a coupled loss without cuts: outputs wait, and their gradients
   std::vector<Instruction> woven_;
   std::optional<size_t> ahead_;         // the visit that was fetched for
   std::optional<Instruction> leaving_;  // what ends it

@@ -12,6 +12,21 @@ void PassTimes::add(const Instruction& instruction, int64_t samples, double seco
   taken.samples += samples;
 }
 
+void PassTimes::add(const PassTimes& others) {
+  for (const auto& [key, other] : others.taken_) {
+    Taken& taken = taken_[key];
+    taken.seconds += other.seconds;
+    taken.bytes += other.bytes;
+    taken.samples += other.samples;
+  }
+}
+
+double PassTimes::bytes_per_sample(Operation operation) const {
+  const auto found = taken_.find({operation, -1});
+  if (found == taken_.end() || found->second.samples == 0) return 0;
+  return static_cast<double>(found->second.bytes) / static_cast<double>(found->second.samples);
+}
+
 void PassTimes::set_link(int64_t bytes_out, double seconds_out, int64_t bytes_back,
                          double seconds_back) {
   const auto per_byte = [](int64_t bytes, double seconds) {
@@ -45,18 +60,26 @@ class CopyClock {
         back_[who] = copy(bytes({fetch_back, prefetch_back}) * times_.seconds_per_byte_back_);
         break;
       case leave:
-        away_[who] = copy(bytes({leave}) * times_.seconds_per_byte_out_);
+        away_[who] =
+            copy(bytes({left_by(leave, park, instruction.segment)}) * times_.seconds_per_byte_out_);
         break;
       case leave_back:
-        away_[who] = copy(bytes({leave_back}) * times_.seconds_per_byte_out_);
+        away_[who] = copy(bytes({left_by(leave_back, park_back, instruction.segment)}) *
+                          times_.seconds_per_byte_out_);
         break;
       case park:
-      case park_back:
-        if (!away_.contains(who)) {
-          away_[who] = copy(bytes({operation}) * times_.seconds_per_byte_out_);
-        }
+      case park_back: {
+        const Operation begun = operation == park ? leave : leave_back;
+        const bool all =
+            away_.contains(who) && left_by(begun, operation, instruction.segment) == operation;
         wait_for(away_, who);
+        // What had not begun to leave.
+        if (const double late = bytes({operation}); late > 0 && !all) {
+          away_[who] = copy(late * times_.seconds_per_byte_out_);
+          wait_for(away_, who);
+        }
         break;
+      }
       case advance:
       case advance_retained:
       case resume:
@@ -76,12 +99,18 @@ class CopyClock {
   }
 
   CopySeconds seconds() const { return {std::max(0.0, copied_ - waited_), waited_}; }
+  double now() const noexcept { return now_; }
 
  private:
   /// \returns when the copy is done
   double copy(double seconds) {
     copied_ += seconds;
     return free_ = std::max(free_, now_) + seconds;
+  }
+
+  /// Who copied what `leave` would: in turn `park` does.
+  Operation left_by(Operation leave, Operation park, int64_t segment) const {
+    return times_.taken_.contains({leave, segment}) ? leave : park;
   }
 
   void wait_for(std::map<int64_t, double>& ends, int64_t who) {
@@ -125,6 +154,12 @@ CopySeconds simulate_copies(const Plan& plan, const PassTimes& times) {
   CopyClock clock(plan, times);
   for (const Instruction& instruction : plan.instructions) clock.run(instruction);
   return clock.seconds();
+}
+
+double simulate_seconds(const Plan& plan, const PassTimes& times) {
+  CopyClock clock(plan, times);
+  for (const Instruction& instruction : plan.instructions) clock.run(instruction);
+  return clock.now();
 }
 
 }  // namespace infinitybatch

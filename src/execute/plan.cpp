@@ -108,9 +108,15 @@ Plan repeat(const std::vector<Operation>& operations, std::vector<int64_t> micro
 
 }  // namespace
 
-Plan rehearsal_plan(std::vector<int64_t> micro_batch_sizes) {
+Plan rehearsal_plan(std::vector<int64_t> micro_batch_sizes, bool parks_graphs) {
   Plan plan = repeat(two_pass_operations(), std::move(micro_batch_sizes));
   plan.strategy = "rehearsal";
+  if (!parks_graphs) return plan;
+  plan.parks_graphs = true;
+  plan.retained = static_cast<int64_t>(plan.micro_batch_sizes.size());
+  for (Instruction& instruction : plan.instructions) {
+    if (instruction.operation == Operation::record) instruction.operation = Operation::retain;
+  }
   return plan;
 }
 
@@ -122,10 +128,11 @@ Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty) {
   return plan;
 }
 
-Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained) {
+Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained, bool parks_graphs) {
   Plan plan;
   plan.strategy = "replay";
   plan.retained = retained;
+  plan.parks_graphs = parks_graphs && retained > 0;
   plan.batch_size = std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
   const auto count = static_cast<int64_t>(micro_batch_sizes.size());
   for (int64_t i = 0; i < count; ++i) {
@@ -264,18 +271,19 @@ int64_t Plan::micro_batch_size() const {
              : *std::max_element(micro_batch_sizes.begin(), micro_batch_sizes.end());
 }
 
-namespace {
-
-std::string seconds(double value) {
+std::string format_seconds(double value) {
   char text[32];
   std::snprintf(text, sizeof text, value < 1 ? "%.3g ms" : "%.3g s",
                 value < 1 ? value * 1e3 : value);
   return text;
 }
 
+namespace {
+
 std::string describe(const CopySeconds& copies) {
-  return "copies took " + seconds(copies.hidden + copies.waited) + ", " + seconds(copies.hidden) +
-         " hidden behind compute and " + seconds(copies.waited) + " not";
+  return "copies took " + format_seconds(copies.hidden + copies.waited) + ", " +
+         format_seconds(copies.hidden) + " hidden behind compute and " +
+         format_seconds(copies.waited) + " not";
 }
 
 /// "4 × 64 + 1 × 44": runs of equal sizes.
@@ -293,11 +301,12 @@ std::string describe_sizes(const std::vector<int64_t>& sizes) {
 
 std::string row(const Candidate& candidate, bool chosen) {
   char text[128];
-  std::snprintf(text, sizeof text, "%s %10lld  %12s  %12s  %s\n", chosen ? "*" : " ",
-                static_cast<long long>(candidate.micro_batch_size),
-                format_bytes(candidate.peak_bytes).c_str(),
-                candidate.seconds_per_sample ? seconds(*candidate.seconds_per_sample).c_str() : "-",
-                candidate.feasible ? "fits" : "too large");
+  std::snprintf(
+      text, sizeof text, "%s %10lld  %12s  %12s  %s\n", chosen ? "*" : " ",
+      static_cast<long long>(candidate.micro_batch_size),
+      format_bytes(candidate.peak_bytes).c_str(),
+      candidate.seconds_per_sample ? format_seconds(*candidate.seconds_per_sample).c_str() : "-",
+      candidate.feasible ? "fits" : "too large");
   return text;
 }
 
@@ -340,20 +349,28 @@ std::string Plan::explain() const {
             ", last segment first: resume, backward, free; hand out once\n";
   } else {
     text += "instructions: record each micro-batch (" + std::to_string(retained) + " of " +
-            std::to_string(micro_batch_sizes.size()) +
-            " keep their graph), loss of all, then last to first: replay, backward, free; then "
-            "hand out once\n";
+            std::to_string(micro_batch_sizes.size()) + " keep their graph" +
+            (parks_graphs ? ", " + std::to_string(parked_graphs()) + " of these parked" : "") +
+            "), loss of all, then last to first: replay, backward, free; then hand out once\n";
   }
   if (budget_bytes) text += "budget " + format_bytes(*budget_bytes) + "; ";
   text += "live before the step " + format_bytes(baseline_bytes);
   if (predicted_peak_bytes) text += "; predicted peak " + format_bytes(*predicted_peak_bytes);
-  if (predicted_seconds) text += "; predicted time " + seconds(*predicted_seconds);
+  if (predicted_seconds) text += "; predicted time " + format_seconds(*predicted_seconds);
   text += "\n";
   if (parks) {
     text += "what waits is parked on host or disk, " +
             std::string(overlaps ? "and copied while other micro-batches, or segments, compute"
                                  : "in turn: there is no room for copies beside compute") +
             ": " + format_bytes(parked_bytes) + " left the device, and came back, in the last step";
+    if (parks_graphs) {
+      text += ", of these " + format_bytes(graph_bytes.parked) + " of " +
+              std::to_string(parked_graphs()) + (parked_graphs() == 1 ? " graph" : " graphs");
+      if (graph_bytes.stayed > 0) {
+        text += " (" + format_bytes(graph_bytes.stayed) +
+                " that Python holds as well, or that is foreign, stayed)";
+      }
+    }
     text += "; " + describe(parked_seconds);
     if (predicted_parked_seconds) {
       text += "; predicted for the next: " + describe(*predicted_parked_seconds);

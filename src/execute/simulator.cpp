@@ -30,6 +30,7 @@ class Effects {
         index >= static_cast<int64_t>(plan_.micro_batch_sizes.size()) - plan_.retained;
     switch (instruction.operation) {
       case Operation::retain: {
+        if (plan_.parks_graphs) return tell(Operation::retain, size);
         // The user's forward, and what it leaves behind is not only the outputs but the graph too.
         // What is kept of the outputs is the graph's own tensor.
         const Effect forward = tell(Operation::record, size);
@@ -46,7 +47,7 @@ class Effects {
         if (retained && advances(instruction.segment)) return {};
         return tell({Operation::resume, instruction.segment}, size);
       case Operation::replay:
-        return retained ? Effect() : tell(Operation::replay, size);
+        return retained && !plan_.parks_graphs ? Effect() : tell(Operation::replay, size);
       case Operation::free: {
         // While measuring, what stood for the outputs' gradient was freed here too, as the gradient
         // itself is where it was parked.
@@ -95,7 +96,7 @@ class Effects {
   /// Whether another micro-batch of the plan has done the same.
   void note(const Instruction& instruction) {
     Operation operation = instruction.operation;
-    if (operation == Operation::retain) operation = Operation::record;
+    if (operation == Operation::retain && !plan_.parks_graphs) operation = Operation::record;
     if (operation == Operation::advance_retained) operation = Operation::advance;
     if (operation == Operation::prefetch) operation = Operation::fetch;
     if (operation == Operation::prefetch_back) operation = Operation::fetch_back;

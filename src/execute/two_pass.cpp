@@ -22,6 +22,10 @@ TwoPass::TwoPass(const Job& job, autograd::GradientSinks& sinks)
 const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain,
                             const std::function<Batch()>& forward) {
   Part& part = parts_[rows.begin];
+  const auto run = [&] {
+    if (!retain || !job_.parks_graphs) return forward();
+    return part.memory.emplace().watch(inputs, forward);
+  };
   part.rows = rows;
   part.random = RngSnapshot::capture(devices_);
   if (!job_.exact_coupling) {
@@ -31,13 +35,13 @@ const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain,
   Batch outputs;
   if (!job_.use_tapes) {
     part.tape.opaque = "an earlier replay gave other outputs than its recording";
-    outputs = forward();
+    outputs = run();
   } else if (retain && job_.buffers.empty() && !job_.learns_output_law(rows) &&
              !job_.examines(rows)) {
-    outputs = forward();
+    outputs = run();
   } else {
     tape::Recorder recorder(inputs, buffers_, devices_);
-    outputs = recorder.run(forward);
+    outputs = recorder.run(run);
     part.tape = recorder.finish(outputs);
     if (part.tape.refusal && !(retain && job_.buffers.empty())) {
       throw Unsupported(*part.tape.refusal +
@@ -54,12 +58,49 @@ const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain,
 }
 
 void TwoPass::drop_graph(Rows rows) {
-  parts_.at(rows.begin).graph.reset();
+  Part& part = parts_.at(rows.begin);
+  part.graph.reset();
+  part.memory.reset();
+}
+
+int64_t TwoPass::leave(Rows rows) {
+  Part& part = parts_.at(rows.begin);
+  if (!part.memory) return outputs_.leave(rows);
+  return part.memory->start_leaving(*job_.store, outputs_.memory_of(rows));
+}
+
+int64_t TwoPass::park(Rows rows) {
+  Part& part = parts_.at(rows.begin);
+  return (part.memory ? park_graph(part) : 0) + outputs_.park(rows);
+}
+
+/// First what the loss does not see, so that there is room to make of what it sees another.
+int64_t TwoPass::park_graph(Part& part) {
+  part.tape = tape::Tape();  // no other forward follows
+  part.random = RngSnapshot();
+  part.buffers.clear();
+  for (Leaf& leaf : part.graph->leaves()) {
+    if (leaf.tensor.defined() && !leaf.tensor.requires_grad()) leaf.tensor.reset();
+  }
+  GraphMemory& memory = *part.memory;
+  int64_t bytes = memory.park(*job_.store, outputs_.memory_of(part.rows));
+  outputs_.separate(part.rows);
+  bytes += memory.park(*job_.store, outputs_.memory_of(part.rows));
+  graph_bytes_.parked += memory.bytes().parked;
+  graph_bytes_.stayed += memory.bytes().stayed;
+  return bytes;
+}
+
+int64_t TwoPass::fetch(Rows rows, bool ahead) {
+  Part& part = parts_.at(rows.begin);
+  return (part.memory ? part.memory->fetch(ahead) : 0) + outputs_.fetch(rows, ahead);
 }
 
 void TwoPass::again(Rows rows, const Batch& inputs, const std::function<Batch()>& forward) {
   Part& part = parts_.at(rows.begin);
   if (part.graph) {
+    if (part.memory) part.memory->fetch(/*ahead=*/false);
+    part.memory.reset();
     at_work_ = *std::exchange(part.graph, std::nullopt);
     return;
   }

@@ -121,7 +121,7 @@ void WholeOutputs::disperse() {
         return whole.narrow(leaf.batch_dim, first, part.rows.size()).clone();
       };
       // Somebody holds the whole all the while.
-      if (!job_.keep_outputs) part.waiting[output(i)] = share(leaf.tensor);
+      if (!job_.keep_outputs && part.compared) part.waiting[output(i)] = share(leaf.tensor);
       if (gradients_[i].defined()) part.waiting[gradient(i)] = share(gradients_[i]);
     }
     part.waiting.park(*job_.store);
@@ -159,10 +159,30 @@ int64_t WholeOutputs::fetch(Rows rows, bool ahead) {
   std::set<tape::Crossing> all;
   Part& part = parts_.at(rows.begin);
   for (size_t i = 0; i < part.wants_gradient.size(); ++i) {
-    all.insert(output(i));
+    if (part.compared) all.insert(output(i));
     all.insert(gradient(i));
   }
   return part.waiting.fetch(all, ahead);
+}
+
+std::set<const c10::StorageImpl*> WholeOutputs::memory_of(Rows rows) const {
+  std::set<const c10::StorageImpl*> memory;
+  for (const Leaf& leaf : parts_.at(rows.begin).outputs.leaves()) {
+    if (!leaf.tensor.defined() || !leaf.tensor.has_storage()) continue;
+    memory.insert(leaf.tensor.storage().unsafeGetStorageImpl());
+  }
+  return memory;
+}
+
+void WholeOutputs::separate(Rows rows) {
+  const at::NoGradGuard no_grad;
+  Part& part = parts_.at(rows.begin);
+  part.compared = false;
+  for (Leaf& leaf : part.outputs.leaves()) {
+    at::Tensor& tensor = leaf.tensor;
+    if (!tensor.defined() || !tensor.has_storage() || tensor.use_count() > 1) continue;
+    if (tensor.storage().use_count() > 1) tensor = tensor.clone();
+  }
 }
 
 void WholeOutputs::forget(Rows rows) {

@@ -15,15 +15,17 @@ Plan Planner::measured_plan(std::vector<int64_t> sizes) const {
     return request_.parked ? with_parking(std::move(plan), /*overlap=*/false) : plan;
   }
   if (!request_.two_pass) return stream_plan(std::move(sizes), /*penalty=*/false);
-  Plan plan = rehearsal_plan(std::move(sizes));
+  Plan plan = rehearsal_plan(std::move(sizes), request_.parks_graphs);
   return request_.parked ? with_parking(std::move(plan), /*overlap=*/false) : plan;
 }
 
 Plan Planner::whole_plan(int64_t size, int64_t retained, bool overlap) const {
   std::vector<int64_t> sizes = split_evenly(request_.batch_size, size);
-  Plan plan = request_.segments == 0 ? two_pass_plan(std::move(sizes), retained)
-                                     : cut_plan(std::move(sizes), request_.segments, retained,
-                                                request_.whole_loss, request_.penalty);
+  if (request_.parks_graphs) retained = static_cast<int64_t>(sizes.size());
+  Plan plan = request_.segments == 0
+                  ? two_pass_plan(std::move(sizes), retained, request_.parks_graphs)
+                  : cut_plan(std::move(sizes), request_.segments, retained, request_.whole_loss,
+                             request_.penalty);
   return request_.parked ? with_parking(std::move(plan), overlap) : plan;
 }
 
@@ -57,7 +59,7 @@ std::optional<MicroBatchProfile::Effect> Planner::whole_loss(size_t micro_batche
 int64_t Planner::held_beside_joined(const Plan& plan) const {
   const auto count = static_cast<int64_t>(plan.micro_batch_sizes.size());
   const bool copied = count > 1 || request_.copies_one;
-  if (!known_->profile || !request_.whole_loss || !copied) return 0;
+  if (!known_->profile || !request_.whole_loss || !copied || plan.parks_graphs) return 0;
   int64_t bytes = 0;
   for (int64_t i = count - plan.retained; i < count; ++i) {
     bytes += outputs_of(*known_->profile, plan, plan.micro_batch_sizes[static_cast<size_t>(i)]);
@@ -93,7 +95,8 @@ bool Planner::foresees_whole_loss(const Plan& plan) const {
 }
 
 int64_t Planner::two_pass_peak(int64_t size, int64_t retained) const {
-  return peak_of(whole_plan(size, retained));
+  // Graphs are worth parking where their copies are hidden: sizes leave room for that.
+  return peak_of(whole_plan(size, retained, request_.parks_graphs && !known_->in_turn));
 }
 
 int64_t Planner::peak_of(const Plan& plan) const {
@@ -151,7 +154,7 @@ Piece Planner::two_pass() {
   }
   row_ = request_.batch_size;
   attempted_ = piece.plan.micro_batch_size();
-  attempted_retained_ = piece.plan.retained;
+  attempted_retained_ = piece.plan.parks_graphs ? 0 : piece.plan.retained;
   attempted_overlap_ = piece.plan.overlaps;
   return piece;
 }

@@ -77,8 +77,9 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   }
   const bool waits = job.cut || job.coupled != nullptr;
   const bool parks = options_.parking.when == Parking::When::always ||
-                     (job.cut && parked_.contains(signature_of(job)));
+                     ((job.cut || keeps_graphs(job)) && parked_.contains(signature_of(job)));
   if (waits && parks) job.store = store(job.device);
+  job.parks_graphs = job.store != nullptr && keeps_graphs(job);
   if (job.coupled != nullptr) job.output_law = &output_laws_[kind_of(job)];
   if (job.cut) job.check_recordings = !checked_.contains(kind_of(job));
   if (job.exact_coupling && job.use_tapes) job.examined = &examined_[kind_of(job)];
@@ -153,7 +154,9 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       // Nothing has run out of memory: not a restart that the report should count.
       --restarts;
     } catch (const BudgetExceeded&) {
-      if (!plan_smaller(job)) throw;
+      if (!give_up_graphs(job) && !plan_smaller(job)) throw;
+    } catch (const ParkingError&) {
+      if (!give_up_graphs(job)) throw;
     } catch (const Unsupported& error) {
       if (job.checkpoints == nullptr || !streamed_ || options_.checkpoint_segments) throw;
       check_inputs();
@@ -185,7 +188,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       try {
         answer_out_of_memory(needed, *budget);
       } catch (const BudgetExceeded&) {
-        if (!plan_smaller(job)) throw;
+        if (!give_up_graphs(job) && !plan_smaller(job)) throw;
       }
     }
   }
@@ -204,7 +207,10 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     checked = job;
     const bool rehearsed = (job.coupled != nullptr || job.cut) && job.checkpoints == nullptr;
     if (rehearsed && !options_.micro_batch_size) {
-      if (rehearse(job, *budget)) checked.check_recordings = false;
+      checked.parks_graphs = parks_graphs(job);
+      if (rehearse(checked, *budget)) checked.check_recordings = false;
+      choose_graphs(job, *budget);
+      checked.parks_graphs = parks_graphs(job);
       random.restore();
     }
     if (job.store != nullptr) parked_before_ = job.store->statistics();
@@ -214,9 +220,12 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     } else if (options_.micro_batch_size) {
       follow_fixed_size(*executor, job, hand_out, report);
     } else {
-      follow_planner(*executor, job, *budget, hand_out, report);
+      follow_planner(*executor, checked, *budget, hand_out, report);
     }
-    if (job.store != nullptr) times_ = executor->times();
+    if (job.store != nullptr) {
+      times_ = executor->times();
+      graph_bytes_ = executor->graph_bytes();
+    }
     if (!hand_out) {
       inputs_written_ = executor->wrote_inputs();
       executor->roll_back();
@@ -254,6 +263,7 @@ void VirtualBatch::State::tell_parking(const Job& job, StepReport& report) {
   plan_.parks = true;
   plan_.parked_bytes = report.parked_bytes;
   plan_.parked_seconds = report.parked_seconds;
+  plan_.graph_bytes = graph_bytes_;
   if (!job.device.is_cpu()) return;
   times_.set_link(report.parked_bytes, now.seconds_out - before.seconds_out,
                   now.moved_back - before.moved_back, now.seconds_back - before.seconds_back);
@@ -322,11 +332,13 @@ bool VirtualBatch::State::begin_again(const Job& job, CheckpointPlanner& planner
 
 bool VirtualBatch::State::begin_parking(Job& job) {
   const bool fixed = options_.micro_batch_size || job.checkpoints != nullptr;
-  const bool possible = job.cut && options_.parking.when != Parking::When::never &&
+  const bool possible = (job.cut || keeps_graphs(job)) &&
+                        options_.parking.when != Parking::When::never &&
                         (fixed || planner_.smallest_failed());
   if (!possible || job.store != nullptr) return false;
   parked_.insert(signature_of(job));
   job.store = store(job.device);
+  job.parks_graphs = keeps_graphs(job);
   return true;
 }
 
@@ -378,6 +390,7 @@ bool VirtualBatch::State::answer_by_cuts(Job& job) {
   bool& cut = cut_[model_.is_training()];
   if (!job.cut && job.exact_coupling && !uncut_ && !coupled_beyond_cuts_) {
     job.cut = cut = true;
+    job.parks_graphs = false;
     if (options_.parking.when == Parking::When::always) job.store = store(job.device);
     return true;
   }

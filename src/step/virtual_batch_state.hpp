@@ -33,6 +33,12 @@ class VirtualBatch::State {
   Plan plan() const { return plan_; }
 
  private:
+  /// What was found out about parking graphs.
+  struct GraphChoice {
+    bool parks = false;
+    std::string reason;
+  };
+
   void check_checkpoint_options() const;
   Job job(const BatchSource& inputs, const BatchSource& targets) const;
   /// Those of this kind of batch; empty where parameters or buffers are other tensors now.
@@ -44,6 +50,17 @@ class VirtualBatch::State {
   /// Measures what the planner still wants to know of a coupled loss's micro-batches, and undoes
   /// it. Returns whether the first recording was checked on the way.
   bool rehearse(const Job& job, int64_t budget);
+  /// Whether graphs are parked by choice.
+  bool parks_graphs(const Job& job) const;
+  /// Of a coupled loss that parks, once it is rehearsed: finds out whether parking all graphs takes
+  /// less time than second forwards.
+  void choose_graphs(const Job& job, int64_t budget);
+  /// From now on second forwards instead; false where no graph was parked by choice.
+  bool give_up_graphs(const Job& job);
+  /// Nothing where that is not known yet.
+  std::optional<GraphChoice> compare_graphs(const Job& job, int64_t budget);
+  /// With a fixed size: whether micro-batches keep their graph for a coupled loss.
+  bool keeps_graphs(const Job& job) const;
   Request request(const Job& job, int64_t budget) const;
   void follow_planner(Executor& executor, const Job& job, int64_t budget, bool hand_out,
                       StepReport& report);
@@ -94,7 +111,11 @@ class VirtualBatch::State {
   Planner planner_;
   Plan plan_;
   PassTimes times_;                      // of the last step, where it parked
+  GraphBytes graph_bytes_;               // the same
   park::StoreStatistics parked_before_;  // when it began
+  /// By kind of batch, and whether graphs were parked: of rehearsals, by micro-batch size.
+  std::map<std::string, std::map<int64_t, PassTimes>> rehearsed_;
+  std::map<std::string, GraphChoice> graph_choices_;  // by kind of batch
   bool use_tapes_ = true;
   std::array<bool, 2> cut_{};    // in eval, in training: ops of the model see the whole batch
   bool inputs_written_ = false;  // by forward, in the last attempt

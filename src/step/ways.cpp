@@ -2,7 +2,10 @@
 #include "meter.hpp"
 #include "virtual_batch_state.hpp"
 
+#include <infinitybatch/core/bytes.hpp>
+#include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
+#include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/step/admission.hpp>
@@ -38,7 +41,8 @@ void VirtualBatch::State::follow_fixed_size(Executor& executor, const Job& job, 
   }
   if (job.coupled != nullptr) {
     const int64_t count = static_cast<int64_t>(sizes.size());
-    plan_ = two_pass_plan(std::move(sizes), std::min(options_.retained_micro_batches, count));
+    plan_ = two_pass_plan(std::move(sizes), std::min(options_.retained_micro_batches, count),
+                          job.parks_graphs);
     if (job.store != nullptr) plan_ = with_parking(std::move(plan_), may_overlap(job));
   } else {
     plan_ = stream_plan(std::move(sizes), has_penalty());
@@ -162,6 +166,8 @@ Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   if (job.cut) request.signature += "|cut into " + std::to_string(segments_);
   request.parked = job.store != nullptr;
   if (request.parked) request.signature += "|parked";
+  request.parks_graphs = job.parks_graphs;
+  if (request.parks_graphs) request.signature += "|graphs, too";
   request.outputs_park = request.parked && job.coupled != nullptr &&
                          job.coupled->device().value_or(job.device) == job.device;
   request.dims = lengths_of(job);
@@ -180,6 +186,7 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
   quiet.on_micro_batch = nullptr;
   quiet.output_law = nullptr;
   quiet.keep_outputs = false;
+  quiet.waits = job.store != nullptr && !job.cut;
   // A small batch has too few rows to time every size in one pass over them.
   constexpr int kPasses = 8;
   const RngSnapshot random = RngSnapshot::capture(devices_of(job));
@@ -192,6 +199,10 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
       int64_t row = 0;
       while (const std::optional<Piece> piece = planner_.next()) {
         planner_.observe(*piece, run_planned(*executor, *piece, row, job.device));
+        if (quiet.waits) {
+          rehearsed_[request(job, budget).signature][piece->plan.micro_batch_size()].add(
+              executor->take_times());
+        }
         executor->examine();
         row += piece->plan.batch_size;
         inputs_written_ = executor->wrote_inputs();
@@ -218,6 +229,74 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
   }
 }
 
+bool VirtualBatch::State::keeps_graphs(const Job& job) const {
+  return job.coupled != nullptr && !job.cut && options_.micro_batch_size &&
+         options_.retained_micro_batches > 0;
+}
+
+bool VirtualBatch::State::parks_graphs(const Job& job) const {
+  const auto choice = graph_choices_.find(signature_of(job));
+  return choice != graph_choices_.end() && choice->second.parks;
+}
+
+void VirtualBatch::State::choose_graphs(const Job& job, int64_t budget) {
+  const bool possible = job.coupled != nullptr && !job.cut && job.store != nullptr;
+  if (!possible || graph_choices_.contains(signature_of(job)) || !planner_.settled()) return;
+  std::optional<GraphChoice> choice;
+  try {
+    choice = compare_graphs(job, budget);
+  } catch (const BudgetExceeded&) {
+    choice = {false, "graphs are not parked: one does not fit beside what else is there"};
+  } catch (const ParkingError& error) {
+    choice = {false, std::string("graphs are not parked: ") + error.what_without_backtrace()};
+  } catch (...) {
+    if (!is_out_of_memory(std::current_exception())) throw;
+    choice = {false, "graphs are not parked: memory ran out"};
+  }
+  if (choice) graph_choices_[signature_of(job)] = std::move(*choice);
+}
+
+auto VirtualBatch::State::compare_graphs(const Job& job, int64_t budget)
+    -> std::optional<GraphChoice> {
+  const Plan again = planner_.plan();
+  Job parking = job;
+  parking.parks_graphs = true;
+  rehearse(parking, budget);
+  planner_.begin(request(parking, budget));
+  if (!planner_.settled()) return std::nullopt;
+  const Plan parked = planner_.plan();
+  PassTimes again_times = rehearsed_[request(job, budget).signature][again.micro_batch_size()];
+  PassTimes parked_times =
+      rehearsed_[request(parking, budget).signature][parked.micro_batch_size()];
+  const park::StoreStatistics link = job.store->statistics();
+  for (PassTimes* times : {&again_times, &parked_times}) {
+    times->set_link(link.moved_out, link.seconds_out, link.moved_back, link.seconds_back);
+  }
+  const auto all = static_cast<int64_t>(parked_times.bytes_per_sample(Operation::park) *
+                                        static_cast<double>(job.batch_size()));
+  if (!job.store->options().disk && all > job.store->options().host_bytes) {
+    return GraphChoice{false, "graphs are not parked: there is no room for " + format_bytes(all)};
+  }
+  const double second = simulate_seconds(again, again_times);
+  const double kept = simulate_seconds(parked, parked_times);
+  const CopySeconds copies = simulate_copies(parked, parked_times);
+  const double forwards =
+      second - simulate_copies(again, again_times).waited - (kept - copies.waited);
+  GraphChoice choice;
+  choice.parks = kept < second;
+  choice.reason = std::string("graphs are ") + (choice.parks ? "" : "not ") +
+                  "parked: of their copies " + format_seconds(copies.waited) +
+                  " would not be hidden, second forwards take " +
+                  format_seconds(std::max(0.0, forwards));
+  return choice;
+}
+
+bool VirtualBatch::State::give_up_graphs(const Job& job) {
+  if (!parks_graphs(job)) return false;
+  graph_choices_[signature_of(job)] = {false, "graphs are not parked: there was no room for them"};
+  return true;
+}
+
 void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int64_t budget,
                                          bool hand_out, StepReport& report) {
   planner_.begin(request(job, budget));
@@ -230,6 +309,8 @@ void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int
     planner_.observe(piece, run_planned(executor, piece, 0, job.device));
     if (job.cut) checked_.insert(kind_of(job));
     plan_ = planner_.plan();
+    const auto choice = graph_choices_.find(signature_of(job));
+    if (choice != graph_choices_.end()) plan_.reason += "; " + choice->second.reason;
     return;
   }
   int64_t row = 0;

@@ -4,6 +4,7 @@
 // checked in one place. Checked by the whole test suite on 2.13, by its Python part on
 // 2.11 and 2.12.
 
+#include <c10/core/impl/PyInterpreterHooks.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
@@ -100,6 +101,22 @@ void end_absence(Storage& storage) {
   if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
     storage.clear_data_ptr_access_error_msg_();
   }
+}
+
+/// How many references Python holds to the object by which it knows a tensor or a storage.
+/// \param slot of something that has an owner besides that object: torch counts as one reference
+/// then
+template <typename Slot>
+size_t python_references(const Slot& slot) {
+  PyObject* object = slot.load_pyobj();
+  if (object == nullptr) return 0;
+  size_t all = 0;
+  if constexpr (requires { slot.load_pyobj_interpreter(); }) {  // up to 2.12
+    all = slot.load_pyobj_interpreter()->refcnt(object);
+  } else {
+    all = (*c10::impl::getGlobalPyInterpreter())->refcnt(object);
+  }
+  return all - (all > 0 ? 1 : 0);
 }
 
 }  // namespace infinitybatch::compat

@@ -61,6 +61,10 @@ class Executor {
   std::vector<Dims> take_lengths() { return std::exchange(lengths_, {}); }
   /// With `Job::store`: what instructions took so far.
   const PassTimes& times() const noexcept { return times_; }
+  /// And forgets that.
+  PassTimes take_times() { return std::exchange(times_, {}); }
+  /// Of graphs that were parked.
+  GraphBytes graph_bytes() const { return two_pass_ ? two_pass_->graph_bytes() : GraphBytes(); }
   /// Whether forward has changed its inputs in place.
   bool wrote_inputs() const noexcept { return wrote_inputs_; }
   /// Whether the loss of all outputs is at work, or failed.
@@ -125,7 +129,8 @@ class Executor {
   int64_t fetch(Rows rows, int64_t segment, bool back, bool ahead);
   int64_t leave(Rows rows, int64_t segment);
   int64_t park(Rows rows, int64_t segment, bool back);
-  /// Of a coupled loss's outputs; null where none wait in front of or behind this segment.
+  /// With cuts, of a coupled loss's outputs; null where none wait in front of or behind this
+  /// segment.
   WholeOutputs* outputs_at(Rows rows, int64_t segment);
 
   const Job& job_;

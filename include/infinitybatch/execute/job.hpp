@@ -48,7 +48,9 @@ struct Job {
   Checkpoints* checkpoints = nullptr;      ///< with `cut`: tapes are cut for memory, too
   bool alone = false;                      ///< then: nothing sees the whole batch, each
                                            ///< micro-batch goes through its tape by itself
-  park::Store* store = nullptr;            ///< with `cut`: where what waits at the cuts goes
+  park::Store* store = nullptr;            ///< where what waits at the cuts goes, and outputs
+  bool parks_graphs = false;               ///< and graphs that are kept for a coupled loss
+  bool waits = false;                      ///< for the device after each instruction, to time it
   bool match_native_rng = false;           ///< random numbers are those of the whole batch's run
   coupled::DrawLaws* draw_laws = nullptr;  ///< then: what is known of this kind of batch
   OutputLaw* output_law = nullptr;         ///< with `coupled`: what is known of its outputs, if any

@@ -16,6 +16,10 @@ class PassTimes {
   /// \param samples of the micro-batch, or of all where the instruction is for all
   /// \param bytes   whose copies it began
   void add(const Instruction& instruction, int64_t samples, double seconds, int64_t bytes);
+  /// What other times of the same instructions tell as well.
+  void add(const PassTimes& others);
+  /// Whose copies an instruction began, by sample.
+  double bytes_per_sample(Operation operation) const;
   /// How fast copies were, in both directions.
   void set_link(int64_t bytes_out, double seconds_out, int64_t bytes_back, double seconds_back);
 
@@ -38,5 +42,8 @@ class PassTimes {
 /// served; where the first needs what the second has not finished it waits. Reads the instructions
 /// that the executor runs, as the memory simulator does.
 CopySeconds simulate_copies(const Plan& plan, const PassTimes& times);
+
+/// When the step ends in that story, in seconds: computing, and waiting for copies.
+double simulate_seconds(const Plan& plan, const PassTimes& times);
 
 }  // namespace infinitybatch

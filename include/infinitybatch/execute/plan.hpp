@@ -63,6 +63,15 @@ struct CopySeconds {
   double waited = 0;  ///< while it did nothing else
 };
 
+/// Writes seconds for people: "1.2 ms", "3.4 s".
+std::string format_seconds(double seconds);
+
+/// The memory that graphs keep for backward.
+struct GraphBytes {
+  int64_t parked = 0;  ///< left the device
+  int64_t stayed = 0;  ///< did not: Python holds it as well, or it is not the device's allocator's
+};
+
 /// How a logical batch is computed, as data: the executor runs the instructions, the simulator
 /// predicts from the same ones, `explain` prints them.
 struct Plan {
@@ -79,18 +88,22 @@ struct Plan {
   std::vector<Candidate> candidates;
   std::string reason;  ///< what decided the size
 
-  int64_t retained = 0;  ///< micro-batches that keep their graph
+  int64_t retained = 0;       ///< micro-batches that keep their graph
+  bool parks_graphs = false;  ///< then these wait away from the device, too
   int64_t segments = 1;  ///< one more than ops that see the whole batch, or than cuts for memory
 
   bool parks = false;          ///< what waits at cuts leaves the device
   bool overlaps = false;       ///< and is copied while other micro-batches compute
   int64_t parked_bytes = 0;    ///< in the last step that followed it; each time counted
+  GraphBytes graph_bytes;      ///< of the graphs among it
   CopySeconds parked_seconds;  ///< of the same step
   /// Of the next one: from what its instructions took, and how fast copies were. Not on
   /// accelerators, which compute behind the instructions.
   std::optional<CopySeconds> predicted_parked_seconds;
 
   bool computes_whole_loss() const;  ///< on the outputs of all micro-batches
+  /// Micro-batches whose graph is kept away from the device.
+  int64_t parked_graphs() const noexcept { return parks_graphs ? retained : 0; }
   /// The size of the largest micro-batch.
   int64_t micro_batch_size() const;
   /// For people: what was chosen, what else was possible, what bounds it.
@@ -111,8 +124,11 @@ std::vector<int64_t> split_for_cuts(int64_t batch_size, int64_t size);
 Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty);
 
 /// The two passes of a coupled loss. The last `retained` micro-batches keep their graphs, which are
-/// consumed first, last to first, so that memory falls as backward goes.
-Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained);
+/// consumed first, last to first, so that memory falls as backward goes. With `parks_graphs`, and
+/// `with_parking`, each of them leaves the device after its forward, and comes back for its
+/// backward.
+Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained,
+                   bool parks_graphs = false);
 
 /// A micro-batch's tape between ops that see the whole batch: for each such stretch the number of
 /// the segment behind its last one. Without cuts for memory that is 1, 2, …
@@ -149,7 +165,8 @@ Plan checkpoint_plan(std::vector<int64_t> micro_batch_sizes, const std::vector<i
 
 /// Micro-batches that do both passes one after the other, with a stand-in for the gradient of their
 /// outputs: a rehearsal, in which they are measured.
-Plan rehearsal_plan(std::vector<int64_t> micro_batch_sizes);
+/// \param parks_graphs their graphs are kept, and parked, in place of a second forward
+Plan rehearsal_plan(std::vector<int64_t> micro_batch_sizes, bool parks_graphs = false);
 
 /// What one micro-batch does while it is measured, in order: streaming, or the two passes.
 const std::vector<Operation>& stream_operations();

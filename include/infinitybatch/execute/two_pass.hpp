@@ -2,6 +2,7 @@
 
 #include <infinitybatch/autograd/gradient_sinks.hpp>
 #include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/execute/graph_memory.hpp>
 #include <infinitybatch/execute/job.hpp>
 #include <infinitybatch/execute/whole_outputs.hpp>
 #include <infinitybatch/tape/tape.hpp>
@@ -33,6 +34,13 @@ class TwoPass {
   /// The graph of these rows cannot be kept after all (buffers were restored under it).
   void drop_graph(Rows rows);
 
+  /// With `Job::store`: what waits of these rows, outputs and, with `Job::parks_graphs`, a graph
+  /// that is kept, begins to leave the device, has left, is there again (with `ahead` it begins to
+  /// come). Return the bytes whose copies begin.
+  int64_t leave(Rows rows);
+  int64_t park(Rows rows);
+  int64_t fetch(Rows rows, bool ahead);
+
   /// The loss of all outputs, and the gradient of the outputs. Gradients of the loss's own
   /// parameters go to the sinks. Returns the loss, detached.
   at::Tensor whole_loss() { return outputs_.loss(sinks_); }
@@ -53,6 +61,8 @@ class TwoPass {
   /// The outputs of all, and where they wait.
   WholeOutputs& outputs() noexcept { return outputs_; }
   const WholeOutputs& outputs() const noexcept { return outputs_; }
+  /// Of all graphs that were parked.
+  const GraphBytes& graph_bytes() const noexcept { return graph_bytes_; }
   /// Why the user's forward ran twice; nothing where it did not.
   const std::optional<std::string>& opaque() const noexcept { return opaque_; }
 
@@ -62,8 +72,10 @@ class TwoPass {
     RngSnapshot random;
     std::vector<at::Tensor> buffers;  // copies, where one micro-batch's carry on into the next
     tape::Tape tape;
-    std::optional<Batch> graph;  // where retained
+    std::optional<Batch> graph;         // where retained
+    std::optional<GraphMemory> memory;  // of that, where it is parked
   };
+  int64_t park_graph(Part& part);
 
   const Job& job_;
   autograd::GradientSinks& sinks_;
@@ -74,6 +86,7 @@ class TwoPass {
   Batch at_work_;  // outputs with their graph, between `again` and `free`
   std::vector<at::Tensor> seeds_;
   bool replayed_ = false;
+  GraphBytes graph_bytes_;
   std::optional<std::string> opaque_;
 };
 

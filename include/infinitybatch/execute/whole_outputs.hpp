@@ -7,6 +7,7 @@
 
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -51,6 +52,11 @@ class WholeOutputs {
   int64_t leave(Rows rows);
   int64_t park(Rows rows);
   int64_t fetch(Rows rows, bool ahead);
+  /// The memory of these rows' outputs, until they wait.
+  std::set<const c10::StorageImpl*> memory_of(Rows rows) const;
+  /// Until they wait: what others use as well (a graph) becomes another, unless a callback has kept
+  /// it. No second forward of these rows will be compared with them.
+  void separate(Rows rows);
   void forget(Rows rows);
 
   /// The gradient of one output leaf of these rows, on `device`; undefined where the loss ignores
@@ -74,6 +80,7 @@ class WholeOutputs {
     Rows rows;
     Batch outputs;
     std::vector<bool> wants_gradient;  // of each leaf
+    bool compared = true;              // with a second forward
     WaitingRoom waiting;               // with a store: outputs and gradients, by leaf
   };
   void assemble();

@@ -27,6 +27,7 @@ struct Request {
   bool parked = false;        ///< what waits leaves the device, so no graph is kept there
   bool outputs_park = false;  ///< outputs of a coupled loss and their gradients among it
   bool keeps_graphs = true;   ///< with `two_pass`: as many as fit
+  bool parks_graphs = false;  ///< with `parked`: all are kept, away from the device
   bool whole_loss = true;     ///< with `two_pass`: the loss is computed on the outputs of all
   bool copies_one = false;  ///< outputs of a single micro-batch are copied where others are joined
 };

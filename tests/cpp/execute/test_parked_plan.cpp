@@ -49,6 +49,23 @@ TEST(ParkedPlan, OutputsWaitForALossAndComeBackToBeReplayed) {
             "hand out");
 }
 
+TEST(ParkedPlan, GraphsThatAreKeptLeaveWithTheOutputs) {
+  const Plan some = two_pass_plan({4, 4, 4}, /*retained=*/2, /*parks_graphs=*/true);
+  EXPECT_EQ(some.parked_graphs(), 2);
+  EXPECT_EQ(tell(with_parking(some, /*overlap=*/true)),
+            "record 0, leave 0, retain 1, park 0, leave 1, retain 2, park 1, leave 2, park 2, "
+            "loss of all, fetch 2, prefetch 1, replay 2, backward 2, free 2, "
+            "prefetch 0, replay 1, backward 1, free 1, replay 0, backward 0, free 0, hand out");
+  EXPECT_EQ(tell(with_parking(rehearsal_plan({4}, /*parks_graphs=*/true), /*overlap=*/false)),
+            "retain 0, park 0, fetch 0, replay 0, seed 0, backward 0, free 0");
+  // Where they stay nothing of them leaves.
+  const Plan kept = two_pass_plan({4, 4}, /*retained=*/1);
+  EXPECT_EQ(kept.parked_graphs(), 0);
+  EXPECT_EQ(tell(with_parking(kept, /*overlap=*/false)),
+            "record 0, park 0, retain 1, loss of all, fetch 1, replay 1, backward 1, free 1, "
+            "fetch 0, replay 0, backward 0, free 0, hand out");
+}
+
 TEST(ParkedPlan, OverlappedTheNextComesAndTheLastLeavesMeanwhile) {
   EXPECT_EQ(tell(with_parking(cut(3, /*coupled=*/false), /*overlap=*/true)),
             "record 0, record 1, record 2, "
@@ -173,6 +190,32 @@ TEST(ParkedPlan, OverlappedWhatIsLongerThanComputeIsWaitedFor) {
   EXPECT_NEAR(seconds.waited + seconds.hidden, 15 * 2 * 2, 1e-9);
   EXPECT_LE(seconds.hidden, 15) << "no more than there is to hide behind";
   EXPECT_GE(seconds.hidden, 10);
+}
+
+TEST(ParkedPlan, ARehearsalInTurnTellsOfCopiesBesideCompute) {
+  const Plan plan = two_pass_plan({4, 4, 4}, /*retained=*/3, /*parks_graphs=*/true);
+  const auto add = [](PassTimes& times, Operation operation, double seconds, int64_t bytes) {
+    times.add({operation, 0}, /*samples=*/4, seconds, bytes);
+  };
+  PassTimes times;
+  add(times, Operation::retain, 1, 0);
+  add(times, Operation::park, 0, 40);
+  add(times, Operation::fetch_back, 0, 40);
+  add(times, Operation::backward, 1, 0);
+  times.set_link(40, 0.5, 40, 0.5);
+  EXPECT_NEAR(times.bytes_per_sample(Operation::park), 10, 1e-9);
+  const CopySeconds in_turn = simulate_copies(with_parking(plan, /*overlap=*/false), times);
+  EXPECT_NEAR(in_turn.waited, 3 * 2 * 0.5, 1e-9);
+  EXPECT_NEAR(simulate_seconds(with_parking(plan, /*overlap=*/false), times), 6 + 3, 1e-9);
+  // The last one's copies have nothing to hide behind.
+  const CopySeconds beside = simulate_copies(with_parking(plan, /*overlap=*/true), times);
+  EXPECT_NEAR(beside.waited, 2 * 0.5, 1e-9);
+  EXPECT_NEAR(beside.hidden, 4 * 0.5, 1e-9);
+  EXPECT_NEAR(simulate_seconds(with_parking(plan, /*overlap=*/true), times), 6 + 1, 1e-9);
+  // What was not told to begin with `leave` is waited for.
+  PassTimes late = times;
+  add(late, Operation::leave, 0, 40);
+  EXPECT_NEAR(simulate_copies(with_parking(plan, /*overlap=*/true), late).waited, 5 * 0.5, 1e-9);
 }
 
 TEST(ParkedPlan, SizesOfMicroBatchesScaleWhatWasMeasured) {

@@ -1,0 +1,170 @@
+#include <infinitybatch/execute/graph_memory.hpp>
+
+#include <infinitybatch/core/torch_compat.hpp>
+
+#include <utility>
+
+namespace infinitybatch {
+
+/// While it lives this thread's ops are told to one of these.
+class GraphMemory::Watching {
+ public:
+  explicit Watching(GraphMemory& memory)
+      : outer_(std::exchange(innermost_, &memory)),
+        handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(&on_op, &after_op)
+                                               .needsInputs(true)
+                                               .needsOutputs(true)
+                                               .scopes({at::RecordScope::FUNCTION}))) {}
+  ~Watching() {
+    at::removeCallback(handle_);
+    innermost_ = outer_;
+  }
+  Watching(const Watching&) = delete;
+  Watching& operator=(const Watching&) = delete;
+
+ private:
+  static std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& op) {
+    if (innermost_ != nullptr) innermost_->begin(op);
+    return nullptr;
+  }
+  static void after_op(const at::RecordFunction& op, at::ObserverContext* /*context*/) {
+    if (innermost_ != nullptr) innermost_->end(op);
+  }
+
+  static thread_local GraphMemory* innermost_;
+  GraphMemory* outer_;
+  at::CallbackHandle handle_;
+};
+
+thread_local GraphMemory* GraphMemory::Watching::innermost_ = nullptr;
+
+Batch GraphMemory::watch(const Batch& inputs, const std::function<Batch()>& forward) {
+  for (const Leaf& leaf : inputs.leaves()) {
+    const at::Tensor& tensor = leaf.tensor;
+    if (!tensor.defined() || !tensor.has_storage()) continue;
+    // Rows that were copied to the device, or made on demand: nobody else has them.
+    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+    const bool in_python = impl.pyobj_slot()->load_pyobj() != nullptr;
+    const bool ours = tensor.use_count() == (in_python ? 2 : 1) &&
+                      compat::python_references(*impl.pyobj_slot()) == 0;
+    meet(tensor, ours && tensor.storage().use_count() == 1);
+  }
+  const Watching watching(*this);
+  return forward();
+}
+
+// Torch only logs what its callbacks throw.
+void GraphMemory::begin(const at::RecordFunction& op) {
+  ++depth_;
+  try {
+    for (const c10::IValue& input : op.inputs()) meet(input, /*made=*/false);
+  } catch (...) {
+    failed_ = true;
+  }
+}
+
+void GraphMemory::end(const at::RecordFunction& op) {
+  try {
+    for (const c10::IValue& output : op.outputs()) meet(output, /*made=*/true);
+  } catch (...) {
+    failed_ = true;
+  }
+  --depth_;
+}
+
+void GraphMemory::meet(const c10::IValue& value, bool made) {
+  if (value.isTensor()) {
+    meet(value.toTensor(), made);
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) meet(tensor, made);
+  } else if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) {
+      if (element.isTensor()) meet(element.toTensor(), made);
+    }
+  }
+}
+
+/// An op's results that lie in memory which was there before are views of it. Memory that a kernel
+/// takes for its result may be given to an op inside of it before it is a result.
+void GraphMemory::meet(const at::Tensor& tensor, bool made) {
+  if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->has_storage()) return;
+  const c10::StorageImpl* storage =
+      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  if (storage == nullptr) return;
+  const auto [place, is_new] = at_.try_emplace(storage, memories_.size());
+  if (is_new) {
+    memories_.push_back(
+        {tensor.storage().getWeakStorageImpl(), {}, made, depth_, storage->resizable()});
+  }
+  Memory& memory = memories_[place->second];
+  memory.made = memory.made || (made && depth_ < memory.depth);
+  // A tensor can be given other memory.
+  const auto [known, is_unknown] = tensors_.try_emplace(tensor.unsafeGetTensorImpl(), SIZE_MAX);
+  if (std::exchange(known->second, place->second) != place->second) {
+    memory.tensors.emplace_back(tensor.getIntrusivePtr());
+  }
+}
+
+/// Whether Python holds it, or one of the tensors that lie in it: it may be read at any time.
+bool GraphMemory::held(const Memory& memory, const c10::StorageImpl& storage) {
+  if (memory.resizable && !storage.resizable()) return true;  // NumPy has it
+  if (compat::python_references(*storage.pyobj_slot()) > 0) return true;
+  for (const auto& weak : memory.tensors) {
+    const auto tensor = weak.lock();
+    if (tensor && compat::python_references(*tensor->pyobj_slot()) > 0) return true;
+  }
+  return false;
+}
+
+int64_t GraphMemory::leave(park::Store& store, const Storages& staying, bool in_background) {
+  if (failed_) return 0;
+  std::vector<c10::Storage> storages;
+  std::vector<Memory*> leaving;
+  for (Memory& memory : memories_) {
+    if (!memory.made || memory.gone) continue;
+    auto storage = memory.storage.lock();
+    if (!storage || staying.contains(storage.get()) || held(memory, *storage)) continue;
+    storages.emplace_back(std::move(storage));
+    leaving.push_back(&memory);
+  }
+  park::Parked parked = in_background ? store.start_put(storages) : store.put(storages);
+  for (Memory* memory : leaving) memory->gone = true;
+  const int64_t bytes = parked.bytes().moves;
+  parked_.push_back(std::move(parked));
+  return bytes;
+}
+
+int64_t GraphMemory::park(park::Store& store, const Storages& staying) {
+  for (park::Parked& parked : parked_) parked.finish_put();
+  return leave(store, staying, /*in_background=*/false);
+}
+
+int64_t GraphMemory::fetch(bool ahead) {
+  int64_t bytes = 0;
+  for (park::Parked& parked : parked_) {
+    if (parked.away() && !parked.returning()) bytes += parked.bytes().moves;
+    if (ahead) {
+      parked.prefetch();
+    } else {
+      parked.bring_back();
+    }
+  }
+  return bytes;
+}
+
+GraphBytes GraphMemory::bytes() const {
+  GraphBytes bytes;
+  for (const park::Parked& parked : parked_) {
+    bytes.parked += parked.bytes().moves;
+    bytes.stayed += parked.bytes().stays();
+  }
+  for (const Memory& memory : memories_) {
+    if (!memory.made || memory.gone) continue;
+    if (const auto storage = memory.storage.lock()) {
+      bytes.stayed += static_cast<int64_t>(storage->nbytes());
+    }
+  }
+  return bytes;
+}
+
+}  // namespace infinitybatch

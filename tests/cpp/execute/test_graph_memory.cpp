@@ -1,0 +1,118 @@
+// What a graph has saved leaves the device and is found again by backward.
+#include <infinitybatch/execute/graph_memory.hpp>
+#include <infinitybatch/memory/statistics.hpp>
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+constexpr int64_t kBytes = 8 * 16 * 4;  // of a tensor of the forward below
+
+at::Tensor random(at::IntArrayRef sizes) {
+  return at::randn(sizes);
+}
+
+struct Forward {
+  at::Tensor weight = random({16, 16}).requires_grad_();
+  at::Tensor outside;  // a view of what is saved, in somebody else's hands
+
+  Batch operator()(const at::Tensor& x) {
+    const at::Tensor h = at::tanh(at::mm(x, weight));
+    outside = h.detach();
+    // Saved as it is, and as two views.
+    return Batch(at::mul(h, h.t().sin().t()).add_(h.view({-1}).exp().view_as(h)));
+  }
+};
+
+park::Store host() {
+  return park::Store(at::kCPU, {.host_bytes = 1 << 20, .disk = false});
+}
+
+at::Tensor gradient(const Forward& forward, const Batch& outputs) {
+  at::Tensor weight = forward.weight;
+  weight.mutable_grad() = at::Tensor();
+  outputs.leaves()[0].tensor.sum().backward();
+  return weight.grad().clone();
+}
+
+TEST(GraphMemory, LeavesAndComesBackBitForBit) {
+  const at::Tensor x = random({8, 16});
+  Forward forward;
+  const at::Tensor wanted = gradient(forward, forward(x));
+  park::Store store = host();
+  for (const bool beside : {false, true}) {
+    GraphMemory memory;
+    Batch outputs = memory.watch(Batch(x), [&] { return forward(x); });
+    forward.outside.reset();
+    const auto version = outputs.leaves()[0].tensor._version();
+    const int64_t before = memory::stats(at::kCPU).live;
+    if (beside) EXPECT_GT(memory.start_leaving(store, {}), 0);
+    memory.park(store, {});
+    // h, its sine, the exponential and the output: each once, and nothing of x or the weight.
+    EXPECT_EQ(memory.bytes().parked, 4 * kBytes);
+    EXPECT_EQ(memory.bytes().stayed, 0);
+    EXPECT_EQ(before - memory::stats(at::kCPU).live, 4 * kBytes);
+    EXPECT_EQ(store.statistics().host_bytes, 4 * kBytes);
+    EXPECT_THROW(outputs.leaves()[0].tensor.sum(), c10::Error);
+    if (beside) EXPECT_EQ(memory.fetch(/*ahead=*/true), 4 * kBytes);
+    EXPECT_EQ(memory.fetch(/*ahead=*/false), beside ? 0 : 4 * kBytes);
+    EXPECT_EQ(memory::stats(at::kCPU).live, before);
+    EXPECT_EQ(store.statistics().host_bytes, 0);
+    EXPECT_EQ(outputs.leaves()[0].tensor._version(), version);
+    EXPECT_TRUE(at::equal(gradient(forward, outputs), wanted));
+  }
+}
+
+TEST(GraphMemory, WhatOthersUseStays) {
+  const at::Tensor x = random({8, 16});
+  Forward forward;
+  park::Store store = host();
+  GraphMemory memory;
+  Batch outputs = memory.watch(Batch(x), [&] { return forward(x); });
+  memory.park(store, {forward.outside.storage().unsafeGetStorageImpl()});
+  EXPECT_EQ(memory.bytes().parked, 3 * kBytes);
+  EXPECT_EQ(memory.bytes().stayed, kBytes);
+  EXPECT_TRUE(forward.outside.abs().sum().item<float>() > 0);
+}
+
+TEST(GraphMemory, InputsThatWereMadeForItBelongToIt) {
+  Forward forward;
+  park::Store store = host();
+  for (const bool shared : {false, true}) {
+    GraphMemory memory;
+    Batch inputs(random({8, 16}));
+    const at::Tensor whole = shared ? inputs.leaves()[0].tensor.detach() : at::Tensor();
+    Batch outputs =
+        memory.watch(inputs, [&] { return forward(at::Tensor(inputs.leaves()[0].tensor)); });
+    forward.outside.reset();
+    inputs = Batch();
+    memory.park(store, {});
+    EXPECT_EQ(memory.bytes().parked, (shared ? 4 : 5) * kBytes);
+    if (shared) EXPECT_TRUE(whole.abs().sum().item<float>() > 0);
+  }
+}
+
+TEST(GraphMemory, AnythingLetGoOfWhileItIsAwayIsGone) {
+  const at::Tensor x = random({8, 16});
+  Forward forward;
+  park::Store store = host();
+  const int64_t before = memory::stats(at::kCPU).live;
+  {
+    GraphMemory memory;
+    Batch outputs = memory.watch(Batch(x), [&] { return forward(x); });
+    forward.outside.reset();
+    memory.park(store, {});
+    outputs = Batch();
+    memory.fetch(/*ahead=*/false);
+  }
+  EXPECT_EQ(memory::stats(at::kCPU).live, before);
+  EXPECT_EQ(store.statistics().host_bytes, 0);
+}
+
+}  // namespace
+}  // namespace infinitybatch
