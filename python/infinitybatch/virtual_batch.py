@@ -71,9 +71,10 @@ class VirtualBatch:
             waits at the cuts leaves the device "needed" (where no plan fits otherwise), "always" or
             "never" (one sample that does not fit computes it again instead, in time that grows with
             the square of its depth; of a whole batch: BudgetExceeded). So do outputs that wait for a
-            coupled loss, and their gradients after it; "always" is for all of these, and keeps no
-            graphs in a plan. It is copied while others compute where the budget has room for two
-            frontiers more, else in turn.
+            coupled loss, and their gradients after it, and with `retained_micro_batches` the graphs
+            that are kept for it; "always" is for all of these. A plan then keeps all graphs of a
+            coupled loss away from the device, or none, whichever takes less time. Copies run while
+            others compute where the budget has room for two frontiers more, else in turn.
         host_budget: what parked tensors may take of the host's memory, as `memory_budget`; beyond it
             they go to disk. By default half of what is available, and on the CPU, where the host is
             the device, nothing.

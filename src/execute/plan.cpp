@@ -361,7 +361,8 @@ std::string Plan::explain() const {
   if (parks) {
     text += "what waits is parked on host or disk, " +
             std::string(overlaps ? "and copied while other micro-batches, or segments, compute"
-                                 : "in turn: there is no room for copies beside compute") +
+                        : parks_graphs ? "in turn"
+                                       : "in turn: there is no room for copies beside compute") +
             ": " + format_bytes(parked_bytes) + " left the device, and came back, in the last step";
     if (parks_graphs) {
       text += ", of these " + format_bytes(graph_bytes.parked) + " of " +

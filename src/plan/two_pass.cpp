@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace infinitybatch {
 
@@ -95,7 +96,6 @@ bool Planner::foresees_whole_loss(const Plan& plan) const {
 }
 
 int64_t Planner::two_pass_peak(int64_t size, int64_t retained) const {
-  // Graphs are worth parking where their copies are hidden: sizes leave room for that.
   return peak_of(whole_plan(size, retained, request_.parks_graphs && !known_->in_turn));
 }
 
@@ -115,6 +115,10 @@ bool Planner::overlaps(int64_t size) const {
   return request_.parked && known_->profile && !known_->in_turn &&
          corrected(peak_of(whole_plan(size, /*retained=*/0, /*overlap=*/true))) <=
              request_.budget_bytes;
+}
+
+void Planner::copy_in_turn(bool in_turn) {
+  if (std::exchange(known_->in_turn, in_turn) != in_turn) forget_settled_plan();
 }
 
 /// Graphs that fit beside everything else. None before the loss has been measured: it comes while

@@ -59,6 +59,14 @@ class VirtualBatch::State {
   bool give_up_graphs(const Job& job);
   /// Nothing where that is not known yet.
   std::optional<GraphChoice> compare_graphs(const Job& job, int64_t budget);
+  /// How a plan's story ends in time, as far as it is rehearsed.
+  struct TimedPlan {
+    Plan plan;
+    PassTimes times;
+    double seconds = 0;
+    double waited = 0;  // of these, for copies
+  };
+  TimedPlan timed_plan(const Job& job, int64_t budget);
   /// With a fixed size: whether micro-batches keep their graph for a coupled loss.
   bool keeps_graphs(const Job& job) const;
   Request request(const Job& job, int64_t budget) const;

@@ -235,6 +235,7 @@ bool VirtualBatch::State::keeps_graphs(const Job& job) const {
 }
 
 bool VirtualBatch::State::parks_graphs(const Job& job) const {
+  if (graph_choices_.empty()) return false;
   const auto choice = graph_choices_.find(signature_of(job));
   return choice != graph_choices_.end() && choice->second.parks;
 }
@@ -256,38 +257,55 @@ void VirtualBatch::State::choose_graphs(const Job& job, int64_t budget) {
   if (choice) graph_choices_[signature_of(job)] = std::move(*choice);
 }
 
+VirtualBatch::State::TimedPlan VirtualBatch::State::timed_plan(const Job& job, int64_t budget) {
+  TimedPlan timed;
+  timed.plan = planner_.plan();
+  timed.times = rehearsed_[request(job, budget).signature][timed.plan.micro_batch_size()];
+  const park::StoreStatistics link = job.store->statistics();
+  timed.times.set_link(link.moved_out, link.seconds_out, link.moved_back, link.seconds_back);
+  timed.seconds = simulate_seconds(timed.plan, timed.times);
+  timed.waited = simulate_copies(timed.plan, timed.times).waited;
+  return timed;
+}
+
 auto VirtualBatch::State::compare_graphs(const Job& job, int64_t budget)
     -> std::optional<GraphChoice> {
-  const Plan again = planner_.plan();
+  const TimedPlan again = timed_plan(job, budget);
   Job parking = job;
   parking.parks_graphs = true;
-  rehearse(parking, budget);
-  planner_.begin(request(parking, budget));
-  if (!planner_.settled()) return std::nullopt;
-  const Plan parked = planner_.plan();
-  PassTimes again_times = rehearsed_[request(job, budget).signature][again.micro_batch_size()];
-  PassTimes parked_times =
-      rehearsed_[request(parking, budget).signature][parked.micro_batch_size()];
-  const park::StoreStatistics link = job.store->statistics();
-  for (PassTimes* times : {&again_times, &parked_times}) {
-    times->set_link(link.moved_out, link.seconds_out, link.moved_back, link.seconds_back);
+  std::optional<TimedPlan> parked;
+  bool best_in_turn = false;
+  const auto begin = [&](bool in_turn) {
+    planner_.begin(request(parking, budget));
+    planner_.copy_in_turn(in_turn);
+  };
+  for (const bool in_turn : {false, true}) {
+    try {
+      begin(in_turn);
+      rehearse(parking, budget);
+    } catch (const BudgetExceeded&) {
+      if (in_turn && !parked) throw;
+      continue;  // no size leaves that much room
+    }
+    if (!planner_.settled()) return std::nullopt;
+    TimedPlan timed = timed_plan(parking, budget);
+    if (parked && parked->seconds <= timed.seconds) continue;
+    parked = std::move(timed);
+    best_in_turn = in_turn;
   }
-  const auto all = static_cast<int64_t>(parked_times.bytes_per_sample(Operation::park) *
+  begin(best_in_turn);
+  const auto all = static_cast<int64_t>(parked->times.bytes_per_sample(Operation::park) *
                                         static_cast<double>(job.batch_size()));
   if (!job.store->options().disk && all > job.store->options().host_bytes) {
     return GraphChoice{false, "graphs are not parked: there is no room for " + format_bytes(all)};
   }
-  const double second = simulate_seconds(again, again_times);
-  const double kept = simulate_seconds(parked, parked_times);
-  const CopySeconds copies = simulate_copies(parked, parked_times);
-  const double forwards =
-      second - simulate_copies(again, again_times).waited - (kept - copies.waited);
+  const double forwards = again.seconds - again.waited - (parked->seconds - parked->waited);
   GraphChoice choice;
-  choice.parks = kept < second;
+  choice.parks = parked->seconds < again.seconds;
   choice.reason = std::string("graphs are ") + (choice.parks ? "" : "not ") +
-                  "parked: of their copies " + format_seconds(copies.waited) +
+                  "parked: of their copies " + format_seconds(parked->waited) +
                   " would not be hidden, second forwards take " +
-                  format_seconds(std::max(0.0, forwards));
+                  format_seconds(std::max(0.0, forwards)) + " more";
   return choice;
 }
 

@@ -77,6 +77,9 @@ class Planner {
   /// stretch of a rehearsal instead, whose gradients are thrown away; empty as soon as enough is
   /// known.
   std::optional<Piece> next();
+  /// With `Request::parks_graphs`, after `begin`: whether what is parked is copied in turn, in
+  /// larger micro-batches, or sizes leave room for copies beside compute.
+  void copy_in_turn(bool in_turn);
   /// Where there is a rehearsal: the step itself.
   Piece two_pass();
   void observe(const Piece& piece, const Measurement& measurement);

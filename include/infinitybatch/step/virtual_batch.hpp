@@ -33,7 +33,7 @@ using Loss = std::variant<SeparableLoss, CoupledLoss>;
 struct Parking {
   enum class When : uint8_t {
     needed,  ///< where no plan fits otherwise
-    always,  ///< wherever tapes are cut, or outputs wait for a coupled loss
+    always,  ///< wherever tapes are cut, or outputs wait for a coupled loss; graphs if that pays
     never,   ///< one sample that does not fit computes it again instead, which takes time that
              ///< grows with the square of its depth; of a whole batch: BudgetExceeded
   };
