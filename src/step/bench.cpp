@@ -161,6 +161,8 @@ class Race {
       add("rerun", loss, options);
       options.use_tapes = true;
     }
+    // Kept graphs are those on the device.
+    if (options.parking.when == Parking::When::needed) options.parking.when = Parking::When::never;
     if (count > 1) {
       options.retained_micro_batches = count / 2;
       add("retain-half", loss, options);
