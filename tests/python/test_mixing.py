@@ -447,3 +447,11 @@ def test_where_no_tape_can_tell_nothing_is_said():
     inputs, targets = classification(N)
     step("streaming", model, inputs, targets, micro_batch_size=SIZE)
     assert not ib.verify(model, nn.CrossEntropyLoss(), inputs, targets, micro_batch_size=SIZE).exact
+
+
+def test_samples_along_another_dimension_are_exchanged_along_it():
+    model = Calls(lambda self, x: self.head((h := x.T) - h.mean(0)), head=nn.Linear(6, 5)).double()
+    inputs, targets = classification(N)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=SIZE)
+    with pytest.raises(ib.CouplingError, match="aten::mean"):
+        batch.backward(ib.batch_dim(inputs.T.contiguous(), 1), targets)
