@@ -64,3 +64,28 @@ def as_tensor(value: Any, otherwise: Any = None) -> Any:
         # Arrays that are mapped read-only cannot be written through a tensor. Nobody does here.
         warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
         return torch.from_numpy(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a leaf that is no tensor may hang on how many samples there are."""
+    if isinstance(value, (bool, str, bytes)):
+        return False
+    numpy = sys.modules.get("numpy")
+    numbers: tuple[type, ...] = (int, float, complex, torch.Size)
+    if numpy is not None:
+        numbers += (numpy.number, numpy.ndarray)
+    return isinstance(value, numbers)
+
+
+def alike(left: Any, right: Any) -> bool:
+    """Whether two leaves that are no tensors say the same; True for objects nobody can compare."""
+    comparable = (bool, int, float, complex, str, bytes, type(None), torch.Size)
+    if not isinstance(left, comparable) and not is_number(left):
+        return not isinstance(right, comparable)
+    if type(left) is not type(right):
+        return False
+    if hasattr(left, "tobytes"):  # NumPy's: arrays and scalars
+        return (left.shape, left.dtype) == (right.shape, right.dtype) and (
+            left.tobytes() == right.tobytes()
+        )
+    return bool(left == right or (left != left and right != right))

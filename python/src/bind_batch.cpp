@@ -1,5 +1,6 @@
 #include "bind.hpp"
 #include "marked.hpp"
+#include "plain_leaves.hpp"
 #include "python_source.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -39,6 +40,7 @@ int64_t checked_dim(int64_t dim) {
 }  // namespace
 
 void bind_batch(py::module_& module) {
+  register_plain_leaves();
   py::class_<Marked> marked(module, "Marked", R"(A part of a batch and how it is split.
 
 Made by `shared` and `batch_dim`.)");

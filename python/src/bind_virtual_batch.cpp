@@ -2,6 +2,7 @@
 #include "bind_parked.hpp"
 #include "budget_argument.hpp"
 #include "garbage_collected.hpp"
+#include "hidden_rows.hpp"
 #include "parking_argument.hpp"
 #include "python_model.hpp"
 #include "python_source.hpp"
@@ -144,8 +145,12 @@ class PyVirtualBatch {
     try {
       StepSide left = to_step_side(inputs, "inputs");
       StepSide right = to_step_side(targets, "targets");
-      if (!left.has_rows()) batch_size(left.whole, "inputs");  // throws: there is no tensor
+      if (!left.has_rows()) {
+        refuse_hidden_rows(inputs, left.whole, /*samples=*/0, "inputs");
+        batch_size(left.whole, "inputs");  // throws: there is no tensor
+      }
       if (!right.has_rows()) {
+        refuse_hidden_rows(targets, right.whole, left.source->size, "targets");
         right.source = BatchSource{left.source->size,
                                    [whole = right.whole](int64_t, int64_t) { return whole; },
                                    "none", Dims(), /*uniform=*/true};

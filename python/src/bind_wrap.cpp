@@ -2,6 +2,7 @@
 #include "bind_parked.hpp"
 #include "budget_argument.hpp"
 #include "garbage_collected.hpp"
+#include "hidden_rows.hpp"
 #include "parking_argument.hpp"
 #include "python_batch.hpp"
 #include "python_model.hpp"
@@ -29,6 +30,15 @@ namespace {
 void check_signals() {
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+/// 0 where there are none; that they differ is for Wrap::forward to say.
+int64_t rows_of(const Batch& inputs) {
+  for (const Leaf& leaf : inputs.leaves()) {
+    if (!leaf.tensor.defined() || leaf.batch_dim == Leaf::kShared) continue;
+    if (leaf.batch_dim < leaf.tensor.dim()) return leaf.tensor.size(leaf.batch_dim);
+  }
+  return 0;
 }
 
 Reduce to_reduce(const std::optional<std::string>& name) {
@@ -73,6 +83,9 @@ class PyWrap {
       Batch inputs = to_batch(py::make_tuple(arguments, keywords), Side::differentiated, "inputs");
       for (Leaf& leaf : inputs.leaves()) {
         if (leaf.tensor.defined() && leaf.tensor.dim() == 0) leaf.batch_dim = Leaf::kShared;
+      }
+      for (const auto& given : {py::object(arguments), py::object(keywords)}) {
+        refuse_hidden_rows(given, inputs, rows_of(inputs), "inputs");
       }
       Batch outputs;
       {

@@ -1,5 +1,7 @@
 #include "python_source.hpp"
 
+#include "hidden_rows.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 
 #include <torch/csrc/utils/pybind.h>
@@ -42,7 +44,9 @@ StepSide to_step_side(py::handle value, const char* name) {
   }
   Batch batch = to_batch(value, Side::given, name);
   if (batch.tensors().empty()) return {std::nullopt, std::move(batch)};
-  return {BatchSource::from(batch, name), Batch()};
+  BatchSource source = BatchSource::from(batch, name);
+  refuse_hidden_rows(value, batch, source.size, name);
+  return {std::move(source), Batch()};
 }
 
 }  // namespace infinitybatch::python

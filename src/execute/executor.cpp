@@ -2,6 +2,7 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/coupled/foreign_draws.hpp>
 #include <infinitybatch/coupled/one_of_many.hpp>
 #include <infinitybatch/execute/outside_loss.hpp>
@@ -507,7 +508,9 @@ void Executor::finish() {
     if (job_.keep_outputs) final_outputs_ = whole_outputs_->all();
     return;
   }
-  if (job_.keep_outputs) final_outputs_ = concatenate(std::move(kept_), kept_rows_, "outputs");
+  if (!job_.keep_outputs) return;
+  check_plain_leaves(kept_, kept_rows_, /*other_sizes=*/false);
+  final_outputs_ = concatenate(std::move(kept_), kept_rows_, "outputs");
 }
 
 void Executor::finish_forward() {

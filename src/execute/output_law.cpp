@@ -3,6 +3,7 @@
 #include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/following_dims.hpp>
+#include <infinitybatch/core/plain_leaves.hpp>
 
 #include <ATen/Functions.h>
 
@@ -26,7 +27,8 @@ std::string shape_for(const at::Tensor& tensor, int64_t rows) {
       name_of(form.outputs, leaf) + shape_for(form.outputs.leaves()[leaf].tensor, form.rows) +
       ": no dimension follows the micro-batch, so the parts cannot be joined, and " + why +
       "; return one value for each sample (a mean over samples is then for the loss "
-      "to take). What the model itself needs of the whole batch is a matter for "
+      "to take; a model that returns its own loss is for losses.from_model). What the model itself "
+      "needs of the whole batch is a matter for "
       "across_batch");
 }
 
@@ -59,6 +61,7 @@ bool OutputLaw::fits(const Batch& outputs) const {
 }
 
 bool needs_other_rows(const OutputForm& form) {
+  if (has_plain_numbers(form.outputs)) return true;
   for (size_t i = 0; i < form.outputs.leaves().size(); ++i) {
     if (!form.outputs.leaves()[i].tensor.defined()) continue;
     if (!form.from_samples[i]) return true;
@@ -78,6 +81,10 @@ OutputLaw find_output_law(const OutputForm& form, const OutputForm* other) {
                      std::to_string(other->rows) +
                      ", so the outputs of micro-batches cannot be joined; return the same ones for "
                      "every batch");
+  }
+  if (other != nullptr) {
+    check_plain_leaves({form.outputs, other->outputs}, {form.rows, other->rows},
+                       /*other_sizes=*/true);
   }
   OutputLaw law;
   for (size_t i = 0; i < count; ++i) {

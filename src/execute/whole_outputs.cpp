@@ -3,6 +3,7 @@
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/execute/loss_watch.hpp>
 #include <infinitybatch/execute/output_law.hpp>
@@ -88,6 +89,7 @@ void WholeOutputs::assemble() {
   find_law(outputs, row_counts);
   const bool known =
       outputs.size() > 1 && job_.output_law != nullptr && job_.output_law->fits(outputs.front());
+  check_plain_leaves(outputs, row_counts, /*other_sizes=*/known);
   whole_ = known ? join(std::move(outputs), row_counts, *job_.output_law, expected_)
                  : concatenate(std::move(outputs), row_counts, "outputs");
   if (job_.keep_outputs) left_ = whole_;

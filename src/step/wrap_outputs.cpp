@@ -4,6 +4,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/following_dims.hpp>
 #include <infinitybatch/core/join.hpp>
+#include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/execute/output_law.hpp>
 
 #include <ATen/Functions.h>
@@ -24,6 +25,12 @@ std::string shape(const at::Tensor& tensor) {
 
 bool settled(const std::vector<int64_t>& dims, const std::optional<int64_t>& given) {
   return dims.size() <= 1 || (given && std::find(dims.begin(), dims.end(), *given) != dims.end());
+}
+
+int64_t most_dims(const Batch& outputs) {
+  int64_t most = 0;
+  for (const at::Tensor& tensor : outputs.tensors()) most = std::max(most, tensor.dim());
+  return most;
 }
 
 constexpr const char* kOneSize =
@@ -68,11 +75,13 @@ at::Tensor reduced(const Joining& joining, Reduce reduce, const std::string& nam
   const at::Tensor& first = joining.tensor(0);
   const auto& [parts, row_counts, leaf, from_samples] = joining;
   if (reduce == Reduce::none) {
-    throw BatchError(name + " is one number for each micro-batch" +
-                     (from_samples ? "" : ", and not the same one,") +
-                     " which cannot be joined; say "
-                     "reduce=\"sum\" or \"mean\" if it is a sum or a mean over samples, or return "
-                     "one value for each sample");
+    throw BatchError(
+        name + " is one number for each micro-batch" +
+        (from_samples ? "" : ", and not the same one,") +
+        " which cannot be joined; say "
+        "reduce=\"sum\" or \"mean\" if it is a sum or a mean over samples (a mean over "
+        "tokens, some of them ignored, as a language model's own loss is none), or "
+        "return one value for each sample");
   }
   if (reduce == Reduce::mean && !first.is_floating_point() && !first.is_complex()) {
     throw BatchError(name +
@@ -123,6 +132,7 @@ std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& opt
 
 bool is_ambiguous(const Batch& outputs, int64_t rows, const std::vector<bool>& from_samples,
                   const WrapOptions& options) {
+  if (has_plain_numbers(outputs)) return true;
   for (size_t leaf = 0; leaf < outputs.leaves().size(); ++leaf) {
     if (!outputs.leaves()[leaf].tensor.defined()) continue;
     if (leaf < from_samples.size() && !from_samples[leaf]) return true;
@@ -144,6 +154,13 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
           "outputs of different micro-batches have different structures, so they cannot be joined; "
           "return the same ones for every batch");
     }
+  }
+  check_plain_leaves(parts, row_counts, /*other_sizes=*/false);
+  const std::optional<int64_t>& given = options.output_batch_dim;
+  if (given && *given >= most_dims(parts.front())) {
+    throw InvalidArgument("output_batch_dim is " + std::to_string(*given) +
+                          ", but outputs have at most " + std::to_string(most_dims(parts.front())) +
+                          " dimensions; count them from the front, starting at 0");
   }
   JoinedOutputs joined;
   joined.once.resize(count, false);

@@ -1,0 +1,89 @@
+"""Values with one entry for each sample that are no tensors, which nobody can split."""
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from . import _tree
+from ._C import Marked
+from .errors import BatchError
+
+_WAY_OUT = (
+    "make it a tensor or an array of numbers, wrap it in shared(...) if every micro-batch needs all "
+    "of it, or pass a BatchSource"
+)
+# Shorter tuples are mostly sizes, as in (height, width).
+_LONGEST_SIZE = 4
+
+
+def refuse_hidden_rows(value: Any, samples: int, name: str) -> None:
+    """Raises BatchError for what would go whole to every micro-batch and seems to be rows.
+
+    That is a list with one entry for each of `samples`, without any tensor in it; a tuple of more
+    than four such numbers or texts; an array of anything but numbers; and an object of an
+    unregistered dataclass that holds tensors. What is marked `shared` is taken at its word.
+
+    Args:
+        value: inputs or targets, as they were given.
+        samples: how many there are; 0 where nobody knows.
+        name: of `value`, for people.
+    """
+    if isinstance(value, Marked):
+        if value.dim >= 0:
+            refuse_hidden_rows(value.value, samples, name)
+    elif value is None or isinstance(value, (torch.Tensor, str, bytes, int, float, complex)):
+        return
+    elif type(value) in (list, tuple):
+        if samples > 1 and len(value) == samples and _is_rows(value):
+            raise BatchError(
+                f"{name} is a {type(value).__name__} with one entry for each of {samples} samples "
+                f"and no tensor in it, which every micro-batch would see whole; {_WAY_OUT}"
+            )
+        for i, child in enumerate(value):
+            refuse_hidden_rows(child, samples, f"{name}[{i}]")
+    elif isinstance(value, Mapping):
+        for key, child in value.items():
+            refuse_hidden_rows(child, samples, f"{name}[{key!r}]")
+    elif _is_array(value):
+        if value.ndim > 0 and len(value) == samples > 1 and _tree.as_tensor(value) is None:
+            raise BatchError(
+                f"{name} is an array of {value.dtype} with {samples} rows, which every micro-batch "
+                f"would see whole; {_WAY_OUT}"
+            )
+    elif _tree.is_node(value):
+        children = _pytree.tree_leaves(value, is_leaf=lambda node: node is not value)
+        for i, child in enumerate(children):
+            refuse_hidden_rows(child, samples, f"{name}[{i}]")
+    elif dataclasses.is_dataclass(value) and _holds_tensors(vars(value)):
+        kind = type(value).__name__
+        raise BatchError(
+            f"{name} is a {kind}, a dataclass that holds tensors and that torch's pytrees do not "
+            f"know, so every micro-batch would see it whole; register it with "
+            f"torch.utils._pytree.register_dataclass({kind}), or wrap it in shared(...)"
+        )
+
+
+def _is_rows(row: list[Any] | tuple[Any, ...]) -> bool:
+    if type(row) is tuple and (len(row) <= _LONGEST_SIZE or not all(map(_is_plain, row))):
+        return False
+    if _holds_tensors(row):
+        return False
+    return any(leaf is not None for leaf in _pytree.tree_leaves(row))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, bytes, int, float, complex))
+
+
+def _holds_tensors(value: Any) -> bool:
+    leaves = _pytree.tree_leaves(value)
+    return any(isinstance(leaf, (torch.Tensor, Marked)) or _is_array(leaf) for leaf in leaves)
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)

@@ -1,0 +1,48 @@
+#include "plain_leaves.hpp"
+
+#include "held.hpp"
+
+#include <infinitybatch/core/plain_leaves.hpp>
+
+#include <string>
+
+namespace infinitybatch::python {
+namespace {
+
+py::handle tree_module() {
+  static const py::handle module = py::module_::import("infinitybatch._tree").release();
+  return module;
+}
+
+py::handle held_in(const std::any& value) {
+  const auto* held = std::any_cast<Held>(&value);
+  return held == nullptr || !*held ? py::handle(Py_None) : held->handle();
+}
+
+bool alike(const std::any& left, const std::any& right) {
+  const py::gil_scoped_acquire gil;
+  if (held_in(left).is(held_in(right))) return true;
+  return tree_module().attr("alike")(held_in(left), held_in(right)).cast<bool>();
+}
+
+bool is_number(const std::any& value) {
+  const py::gil_scoped_acquire gil;
+  PyObject* object = held_in(value).ptr();
+  if (object == Py_None || PyBool_Check(object) || PyUnicode_CheckExact(object)) return false;
+  return tree_module().attr("is_number")(held_in(value)).cast<bool>();
+}
+
+std::string text(const std::any& value) {
+  constexpr size_t kLongest = 60;
+  const py::gil_scoped_acquire gil;
+  auto text = py::repr(held_in(value)).cast<std::string>();
+  return text.size() <= kLongest ? text : text.substr(0, kLongest) + "...";
+}
+
+}  // namespace
+
+void register_plain_leaves() {
+  know_plain_leaves({&alike, &is_number, &text});
+}
+
+}  // namespace infinitybatch::python
