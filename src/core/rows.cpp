@@ -4,6 +4,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/following_dims.hpp>
 #include <infinitybatch/core/join.hpp>
+#include <infinitybatch/core/transforms.hpp>
 
 #include <ATen/Functions.h>
 
@@ -164,8 +165,10 @@ Dims dims_of(const Batch& batch) {
 
 BatchSource BatchSource::from(const Batch& batch, std::string_view name) {
   std::string signature;
-  for (const Leaf& leaf : batch.leaves()) {
+  for (size_t i = 0; i < batch.leaves().size(); ++i) {
+    const Leaf& leaf = batch.leaves()[i];
     if (!leaf.tensor.defined()) continue;
+    refuse_tangent(describe(name, batch, i), leaf.tensor);
     signature += c10::toString(leaf.tensor.scalar_type());
     signature += leaf.tensor.device().str();
     signature += '/' + std::to_string(leaf.batch_dim) + '/' + std::to_string(leaf.tensor.dim());

@@ -1,6 +1,7 @@
 #include <infinitybatch/step/admission.hpp>
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/transforms.hpp>
 
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
@@ -37,6 +38,7 @@ void check_tensor(const std::string& what, const at::Tensor& tensor) {
     throw Unsupported(what +
                       " is on the meta device and has no values; materialise the model first");
   }
+  refuse_tangent(what, tensor);
 }
 
 at::Device device_of(const Job& job) {
@@ -58,6 +60,7 @@ void admit(Job& job) {
 }
 
 void admit_model(Job& job) {
+  refuse_transforms();
   job.parameters = job.model->parameters();
   job.buffers = job.model->buffers();
   for (const NamedParameter& parameter : job.parameters) {

@@ -5,6 +5,7 @@
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
+#include <infinitybatch/core/transforms.hpp>
 #include <infinitybatch/execute/outside_loss.hpp>
 #include <infinitybatch/step/admission.hpp>
 
@@ -31,6 +32,10 @@ Wrap::Wrap(Model model, WrapOptions options) : wrapped_(std::make_shared<Wrapped
 }
 
 Batch Wrap::forward(const Batch& inputs) const {
+  refuse_transforms();
+  for (size_t i = 0; i < inputs.leaves().size(); ++i) {
+    refuse_tangent("inputs" + inputs.structure()->leaf_name(i), inputs.leaves()[i].tensor);
+  }
   const int64_t total = batch_size(inputs, "inputs");
   Job job;
   job.model = &wrapped_->model;

@@ -1,0 +1,18 @@
+#pragma once
+
+#include <ATen/core/TensorBody.h>
+
+#include <string>
+
+namespace infinitybatch {
+
+/// Transforms of torch.func and forward-mode AD see each op that runs under them; what is computed
+/// micro-batch by micro-batch, and joined in a graph node of its own, they would not see.
+///
+/// \throws Unsupported naming the transform where one is at work in this thread
+void refuse_transforms();
+
+/// \throws Unsupported where `tensor` carries a tangent of forward-mode AD
+void refuse_tangent(const std::string& name, const at::Tensor& tensor);
+
+}  // namespace infinitybatch

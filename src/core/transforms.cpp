@@ -1,0 +1,48 @@
+#include <infinitybatch/core/transforms.hpp>
+
+#include <infinitybatch/core/errors.hpp>
+
+#include <ATen/functorch/DynamicLayer.h>
+
+namespace infinitybatch {
+namespace {
+
+using at::functorch::TransformType;
+
+const char* name_of(TransformType transform) {
+  switch (transform) {
+    case TransformType::Grad:
+      return "a derivative of torch.func (grad, vjp, jacrev)";
+    case TransformType::Jvp:
+      return "torch.func.jvp (or jacfwd)";
+    case TransformType::Vmap:
+      return "torch.func.vmap";
+    case TransformType::Functionalize:
+      return "torch.func.functionalize";
+    default:
+      return "a transform of torch.func";
+  }
+}
+
+}  // namespace
+
+void refuse_transforms() {
+  const auto layer = at::functorch::maybeCurrentDynamicLayer();
+  if (!layer) return;
+  const bool derivative = layer->key() == TransformType::Grad;
+  throw Unsupported(std::string(name_of(layer->key())) +
+                    " is at work, which sees nothing of what is computed micro-batch by "
+                    "micro-batch; " +
+                    (derivative ? "take the gradient with torch.autograd.grad or backward()"
+                                : "call the model itself under it, without infinitybatch"));
+}
+
+void refuse_tangent(const std::string& name, const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor._fw_grad(/*level=*/0).defined()) return;
+  throw Unsupported(name +
+                    " carries a tangent of forward-mode AD, which would be lost: micro-batches "
+                    "give gradients only; call the model itself there, without infinitybatch, or "
+                    "unpack the tensor with torch.autograd.forward_ad.unpack_dual");
+}
+
+}  // namespace infinitybatch
