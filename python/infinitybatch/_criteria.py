@@ -205,6 +205,11 @@ def resolve(loss: Any) -> SeparableLoss | CoupledLoss:
         return loss
     if isinstance(loss, nn.Module):
         return _resolve_criterion(loss)
+    if isinstance(loss, type):
+        raise InvalidType(
+            f"loss is the class {loss.__name__} itself, which makes losses and is none; give one of "
+            f"them: {loss.__name__}()"
+        )
     options: dict[str, Any] = {}
     function = loss
     while isinstance(function, functools.partial):

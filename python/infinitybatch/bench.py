@@ -3,10 +3,11 @@
 import gc
 from typing import Any
 
+from . import _options
 from ._C import BenchReport
 from .errors import InvalidType
 from .verify import native_form
-from .virtual_batch import VirtualBatch, _whole_number
+from .virtual_batch import VirtualBatch
 
 
 def bench(
@@ -45,9 +46,7 @@ def bench(
 
         And whatever VirtualBatch raises.
     """
-    count = _whole_number("rounds", rounds, "rounds")
-    if count is None:
-        raise InvalidType("rounds must be a whole number of rounds, not NoneType")
+    count = _options.whole_number("rounds", rounds, "rounds")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise InvalidType(f"seconds must be a number of seconds, not {type(seconds).__name__}")
     batch = VirtualBatch(model, loss, **options)

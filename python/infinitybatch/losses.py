@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import _coupled
+from . import _coupled, _options
 from ._C.losses import (
     CoupledLoss,
     SeparableLoss,
@@ -189,7 +189,9 @@ def coupled(
         raise InvalidType(
             f"value must be callable as value(outputs, targets), not {name_of(value)}"
         )
-    return _coupled.make(value, None if loss_device is None else torch.device(loss_device))
+    return _coupled.make(
+        value, None if loss_device is None else _options.device("loss_device", loss_device)
+    )
 
 
 def from_model(denominator: Denominator) -> SeparableLoss:

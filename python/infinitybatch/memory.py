@@ -6,6 +6,7 @@ and mapped files are not the device's. On accelerators torch's own statistics ar
 
 import torch
 
+from . import _options
 from ._C.memory import FailAllocation, Limit, PeakScope, Statistics, describe_cpu_allocator
 from ._C.memory import available as _available
 from ._C.memory import reset_peak as _reset_peak
@@ -34,17 +35,17 @@ def stats(device: Device = "cpu") -> Statistics:
     Raises:
         InvalidArgument: where torch has no memory statistics for `device`.
     """
-    return _stats(torch.device(device))
+    return _stats(_options.device("device", device))
 
 
 def reset_peak(device: Device = "cpu") -> None:
     """Lets `stats(device).peak` start anew at what is live now."""
-    _reset_peak(torch.device(device))
+    _reset_peak(_options.device("device", device))
 
 
 def available(device: Device = "cpu") -> int:
     """Bytes that tensors on `device` could still be given now."""
-    return _available(torch.device(device))
+    return _available(_options.device("device", device))
 
 
 def limit(bytes: int | float | str) -> Limit:
@@ -64,7 +65,7 @@ def limit(bytes: int | float | str) -> Limit:
 
 def peak(device: Device = "cpu") -> PeakScope:
     """A context whose `peak` is the most bytes that were live on `device` within it."""
-    return PeakScope(torch.device(device))
+    return PeakScope(_options.device("device", device))
 
 
 def fail_allocation(n: int | None = None) -> FailAllocation:

@@ -8,10 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from . import _C, _criteria, _tree
+from . import _C, _criteria, _options, _tree
 from ._C import BatchSource, Plan, StepReport
+from ._C.losses import CoupledLoss, SeparableLoss
 from ._model import CallableModel, ModelView
-from .errors import InvalidArgument, InvalidType
+from .errors import InvalidType, Unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class VirtualBatch:
         micro_batch_size: samples that are computed at once; skips planning. The last micro-batch
             may be smaller.
         retained_micro_batches: with a fixed `micro_batch_size` and a coupled loss or BatchNorm, how
-            many micro-batches keep their graph from the first pass and need no second one.
+            many micro-batches keep their graph from the first pass and need no second one. Any
+            other loss has one pass, and nothing to keep.
         use_tapes: with a coupled loss, whether forwards are recorded, so that the second pass replays
             them. False runs the model again, which gives the same gradient.
         static_graph: your word that what forward does depends on shapes only, as in DDP: it is
@@ -125,8 +127,8 @@ class VirtualBatch:
         on_micro_batch: Callable[[MicroBatch], object] | None = None,
         grad_scaler: Any = None,
     ) -> None:
-        _one_of("batch_coupling", batch_coupling, "exact", "per_micro_batch")
-        _one_of("park", park, "needed", "always", "never")
+        _options.one_of("batch_coupling", batch_coupling, "exact", "per_micro_batch")
+        _options.one_of("park", park, "needed", "always", "never")
         if on_micro_batch is not None and not callable(on_micro_batch):
             raise InvalidType(
                 f"on_micro_batch must be callable with a MicroBatch, not "
@@ -160,23 +162,25 @@ class VirtualBatch:
         self._options = {
             "model": ModelView(model, batch_coupling == "exact"),
             "memory_budget": memory_budget,
-            "micro_batch_size": _whole_number("micro_batch_size", micro_batch_size, "samples"),
-            "retained_micro_batches": _whole_number(
+            "micro_batch_size": _options.optional_whole_number(
+                "micro_batch_size", micro_batch_size, "samples"
+            ),
+            "retained_micro_batches": _options.whole_number(
                 "retained_micro_batches", retained_micro_batches, "micro-batches"
             ),
-            "use_tapes": bool(use_tapes),
-            "static_graph": bool(static_graph),
-            "checkpoint_segments": _whole_number(
+            "use_tapes": _options.truth("use_tapes", use_tapes),
+            "static_graph": _options.truth("static_graph", static_graph),
+            "checkpoint_segments": _options.optional_whole_number(
                 "checkpoint_segments", checkpoint_segments, "segments"
             ),
             "park": park,
             "host_budget": host_budget,
-            "park_on_disk": bool(park_on_disk),
-            "park_directory": str(park_directory),
-            "host_bandwidth": float(host_bandwidth),
-            "match_native_rng": bool(match_native_rng),
+            "park_on_disk": _options.truth("park_on_disk", park_on_disk),
+            "park_directory": _options.path("park_directory", park_directory),
+            "host_bandwidth": _options.bandwidth("host_bandwidth", host_bandwidth),
+            "match_native_rng": _options.truth("match_native_rng", match_native_rng),
             "exact_coupling": batch_coupling == "exact",
-            "keep_outputs": bool(keep_outputs),
+            "keep_outputs": _options.truth("keep_outputs", keep_outputs),
             "on_micro_batch": _with_micro_batch(on_micro_batch),
             "loss_scale": None if grad_scaler is None else self._scale_of(grad_scaler),
         }
@@ -225,6 +229,13 @@ class VirtualBatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # So that a model that holds its VirtualBatch can be copied and saved; plans are made anew.
+        if isinstance(self._loss, (SeparableLoss, CoupledLoss)):
+            raise Unsupported(
+                "a VirtualBatch whose loss is made by infinitybatch.losses cannot be copied or "
+                "pickled: the loss may hold functions and tensors of the model that it was made "
+                "for. Make a VirtualBatch for the copy; with a criterion of torch.nn, or a function "
+                "of your own, it can be copied"
+            )
         return _rebuild, (self._model, self._loss, self._arguments)
 
     def __repr__(self) -> str:
@@ -277,22 +288,6 @@ def _with_micro_batch(
         callback(MicroBatch(begin, end, outputs, targets))
 
     return call
-
-
-def _whole_number(name: str, size: Any, of: str) -> int | None:
-    if size is None:
-        return None
-    if isinstance(size, bool) or not hasattr(size, "__index__"):
-        raise InvalidType(f"{name} must be a whole number of {of}, not {type(size).__name__}")
-    return int(size)
-
-
-def _one_of(name: str, value: Any, *choices: str | None) -> None:
-    """Raises InvalidArgument for any other value of the argument `name`."""
-    if (value is None or isinstance(value, str)) and value in choices:
-        return
-    *others, last = (f'"{choice}"' if choice else str(choice) for choice in choices)
-    raise InvalidArgument(f"{name} is {value!r}; it is {', '.join(others)} or {last}")
 
 
 def _readable(value: Any) -> Any:

@@ -5,10 +5,9 @@ from typing import Any, Literal
 import torch
 from torch import distributed, nn
 
-from . import _C
+from . import _C, _options
 from ._model import ModelView
 from .errors import InvalidType, StateError
-from .virtual_batch import _one_of, _whole_number
 
 
 def wrap(
@@ -56,6 +55,15 @@ def wrap(
     on the CPU, during forward and during backward. `last_report` of the module returned says what
     the last call did.
 
+    Several threads may call the module where nothing but a size was given, and no `park="always"`;
+    one at a time runs backward through the outputs, and any other raises StateError, for gradients
+    end where the parameters are. With a budget, and parked, forward is for one thread at a time
+    too. Transforms of torch.func and forward-mode AD see nothing of micro-batches: Unsupported.
+
+    Whatever is no tensor has to mean the same for all samples: a list with one entry for each of
+    them raises BatchError rather than be seen whole (see `shared`), and so does a number among the
+    outputs that is not the same for every micro-batch.
+
     Args:
         model: a torch.nn.Module.
         micro_batch_size: samples that are computed at once; the last micro-batch may be smaller.
@@ -90,9 +98,11 @@ def wrap(
         host_bandwidth: on the CPU, to find out what a link to a device would cost: copies to and
             from the host's arena take at least their bytes divided by this, in bytes per second.
         reduce: what an output that is one number for each micro-batch is: a "sum" or a "mean" over
-            samples. Without it such outputs raise BatchError, unless they are the same for any
-            samples (a temperature, a penalty): these stand once, as natively, whatever `reduce`
-            says.
+            samples. A mean over tokens some of whose labels are ignored (a Hugging Face model's own
+            loss) is no mean over samples: take the loss of the logits, or VirtualBatch with
+            `losses.from_model`. Without it such outputs raise BatchError, unless they are the same
+            for any samples (a temperature, a penalty): these stand once, as natively, whatever
+            `reduce` says.
         output_batch_dim: the dimension of outputs along which samples lie, where several could be
             it (by default the one whose size follows the micro-batch's).
         process_group: whose ranks agree, at the end of each backward through the outputs and before
@@ -115,24 +125,26 @@ def wrap(
     """
     if not isinstance(model, nn.Module):
         raise InvalidType(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    _one_of("batch_coupling", batch_coupling, "exact", "per_micro_batch")
-    _one_of("park", park, "needed", "always", "never")
-    _one_of("reduce", reduce, "sum", "mean", None)
+    _options.one_of("batch_coupling", batch_coupling, "exact", "per_micro_batch")
+    _options.one_of("park", park, "needed", "always", "never")
+    _options.one_of("reduce", reduce, "sum", "mean", None)
     return Wrapped(
         model,
         {
-            "micro_batch_size": _whole_number("micro_batch_size", micro_batch_size, "samples"),
+            "micro_batch_size": _options.optional_whole_number(
+                "micro_batch_size", micro_batch_size, "samples"
+            ),
             "memory_budget": memory_budget,
             "exact_coupling": batch_coupling == "exact",
-            "match_native_rng": bool(match_native_rng),
-            "static_graph": bool(static_graph),
+            "match_native_rng": _options.truth("match_native_rng", match_native_rng),
+            "static_graph": _options.truth("static_graph", static_graph),
             "park": park,
             "host_budget": host_budget,
-            "park_on_disk": bool(park_on_disk),
-            "park_directory": str(park_directory),
-            "host_bandwidth": float(host_bandwidth),
+            "park_on_disk": _options.truth("park_on_disk", park_on_disk),
+            "park_directory": _options.path("park_directory", park_directory),
+            "host_bandwidth": _options.bandwidth("host_bandwidth", host_bandwidth),
             "reduce": reduce,
-            "output_batch_dim": _whole_number("output_batch_dim", output_batch_dim, "dimensions"),
+            "output_batch_dim": _options.dimension("output_batch_dim", output_batch_dim),
         },
         None if process_group is None else _Agreement(process_group),
     )
@@ -255,6 +267,23 @@ class Wrapped(nn.Module):
             super().__delattr__(name)
         else:
             delattr(self._inner, name)
+
+    # Of containers (Sequential, ModuleList): Python asks a class, not its objects, for these. A
+    # module that is none raises its own TypeError.
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self._inner)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._inner[index]  # type: ignore[index]
+
+    def __iter__(self) -> Any:
+        return iter(self._inner)  # type: ignore[call-overload]
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._inner  # type: ignore[operator]
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._inner)})

@@ -168,7 +168,14 @@ memory::Budget to_budget(py::handle value, const char* name) {
   if (PyUnicode_Check(value.ptr()) != 0) return {value.cast<std::string>(), name};
   if (PyFloat_Check(value.ptr()) != 0) return {value.cast<double>(), name};
   if (PyBool_Check(value.ptr()) == 0 && PyIndex_Check(value.ptr()) != 0) {
-    return {value.cast<int64_t>(), name};
+    int overflow = 0;
+    const py::object whole = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
+    if (!whole) throw py::error_already_set();
+    const int64_t bytes = PyLong_AsLongLongAndOverflow(whole.ptr(), &overflow);
+    if (overflow == 0) return {bytes, name};
+    throw InvalidArgument(std::string(name) +
+                          " is a whole number of more than 64 bits; it is a "
+                          "number of bytes, 1 to 2^63 - 1");
   }
   throw InvalidType(std::string(name) +
                     " must be a number of bytes, text such as \"512MiB\", a fraction of the device "

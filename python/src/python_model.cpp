@@ -47,8 +47,14 @@ void check_can_be_kept(const Batch& outputs) {
     if (leaf.tensor.defined()) continue;
     const py::handle object = std::any_cast<const Held&>(leaf.object).handle();
     if (is_plain_value(object)) continue;
-    throw InvalidType("outputs" + outputs.structure()->leaf_name(i) + " is a " +
-                      Py_TYPE(object.ptr())->tp_name +
+    const std::string type = Py_TYPE(object.ptr())->tp_name;
+    if (type.ends_with("Cache")) {  // of Hugging Face's decoders, which make one by default
+      throw InvalidType("outputs" + outputs.structure()->leaf_name(i) + " is a " + type +
+                        ", which cannot be joined over micro-batches and which training does not "
+                        "need: call the model with use_cache=False, or set "
+                        "model.config.use_cache = False");
+    }
+    throw InvalidType("outputs" + outputs.structure()->leaf_name(i) + " is a " + type +
                       ", which cannot be joined over micro-batches: register the class with "
                       "torch.utils._pytree, or where keep_outputs asks for it use on_micro_batch");
   }

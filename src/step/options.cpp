@@ -15,6 +15,12 @@ VirtualBatch::State::State(Model model, Loss loss, Options options)
                           std::to_string(options_.retained_micro_batches) +
                           "; it is a number of micro-batches, 0 or more");
   }
+  if (options_.retained_micro_batches > 0 && !options_.micro_batch_size) {
+    throw InvalidArgument("retained_micro_batches is " +
+                          std::to_string(options_.retained_micro_batches) +
+                          " without micro_batch_size; a plan for a memory_budget keeps as many "
+                          "graphs as fit");
+  }
   check_checkpoint_options();
   if (!options_.micro_batch_size && !options_.memory_budget) options_.memory_budget = "auto";
   use_tapes_ = options_.use_tapes;

@@ -288,6 +288,86 @@ MISUSES = {
         "on_micro_batch must be callable",
     ),
     "a grad_scaler that is none": (lambda: step(grad_scaler=3), ib.InvalidType, "grad_scaler"),
+    "a truth value in words": (
+        lambda: step(static_graph="False", micro_batch_size=4),
+        ib.InvalidType,
+        "static_graph is 'False'; it is True or False",
+    ),
+    "a truth value that is a number": (lambda: step(use_tapes=0), ib.InvalidType, "use_tapes is 0"),
+    "a truth value of wrap": (
+        lambda: ib.wrap(mlp(), match_native_rng=None),
+        ib.InvalidType,
+        "match_native_rng is None",
+    ),
+    "a bandwidth below 0": (lambda: step(host_bandwidth=-1), ib.InvalidArgument, "is -1"),
+    "a bandwidth that is no number": (
+        lambda: ib.wrap(mlp(), host_bandwidth=float("nan")),
+        ib.InvalidArgument,
+        "host_bandwidth is nan",
+    ),
+    "a bandwidth in words": (
+        lambda: step(host_bandwidth="fast"),
+        ib.InvalidType,
+        "host_bandwidth must be a number of bytes per second, not 'fast'",
+    ),
+    "a directory that is a number": (lambda: step(park_directory=3), ib.InvalidType, "a path"),
+    "retained_micro_batches without a size": (
+        lambda: step(retained_micro_batches=2),
+        ib.InvalidArgument,
+        "retained_micro_batches is 2 without micro_batch_size",
+    ),
+    "retained_micro_batches None": (
+        lambda: step(retained_micro_batches=None),
+        ib.InvalidType,
+        "whole number of micro-batches, not NoneType",
+    ),
+    "micro_batch_size of more than 64 bits": (
+        lambda: step(micro_batch_size=10**30),
+        ib.InvalidArgument,
+        r"micro_batch_size is 1e\+30",
+    ),
+    "a budget of more than 64 bits": (
+        lambda: step(memory_budget=10**30),
+        ib.InvalidArgument,
+        "memory_budget is a whole number of more than 64 bits",
+    ),
+    "a host budget of nonsense": (
+        lambda: step(host_budget="nope"),
+        ib.InvalidArgument,
+        "host_budget is .nope",
+    ),
+    "a limit of nonsense": (lambda: ib.memory.limit("lots"), ib.InvalidArgument, "the limit is"),
+    "a device that is not there": (lambda: ib.memory.stats(99), ib.Error, "99"),
+    "a device that is none": (
+        lambda: ib.memory.reset_peak([1]),
+        ib.InvalidType,
+        "device must be a torch.device",
+    ),
+    "an output_batch_dim below 0": (
+        lambda: ib.wrap(mlp(), output_batch_dim=-1),
+        ib.InvalidArgument,
+        "output_batch_dim is -1; count dimensions from the front",
+    ),
+    "an output_batch_dim that no output has": (
+        lambda: ib.wrap(mlp(), micro_batch_size=4, output_batch_dim=7)(X),
+        ib.InvalidArgument,
+        "output_batch_dim is 7, but outputs have at most 2 dimensions",
+    ),
+    "a loss_device that is none": (
+        lambda: ib.losses.coupled(lambda o: o.sum(), loss_device="foo"),
+        ib.InvalidArgument,
+        "loss_device is 'foo', which is no device",
+    ),
+    "a criterion's class": (
+        lambda: step(loss=nn.CrossEntropyLoss),
+        ib.InvalidType,
+        r"loss is the class CrossEntropyLoss itself.*CrossEntropyLoss\(\)",
+    ),
+    "a loss of the model's own in a function": (
+        lambda: step(model=returns(lambda y: y.sum()), loss=ib.losses.coupled(lambda o: o)),
+        ib.BatchError,
+        "losses.from_model",
+    ),
     # losses (those that are refused at once stand in test_losses.py)
     "a model that returns no tensor": (
         lambda: step(model=returns(lambda y: None)),
