@@ -90,7 +90,12 @@ void bind_bench(py::module_& module) {
           "as_dict", [](const BenchReport& self) { return to_dict(self); },
           "Everything as plain numbers and texts, for json.dumps.")
       .def("explain", &BenchReport::explain)
-      .def("__str__", &BenchReport::explain);
+      .def("__str__", &BenchReport::explain)
+      .def("__repr__", [](const BenchReport& self) {
+        return "<BenchReport: " + std::to_string(self.batch_size) + " samples, " +
+               std::to_string(self.strategies.size()) + " strategies over " +
+               std::to_string(self.rounds) + " rounds, against " + self.reference + ">";
+      });
 }
 
 }  // namespace infinitybatch::python

@@ -5,9 +5,26 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <sstream>
+#include <string>
+
 namespace infinitybatch::python {
 
 namespace py = pybind11;
+
+namespace {
+
+std::string describe(const Comparison& comparison) {
+  std::ostringstream text;
+  text << c10::toString(comparison.type) << ": ";
+  const ParameterError* worst = comparison.worst();
+  if (worst == nullptr) return text.str() + "nothing compared";
+  text.precision(2);
+  text << "worst error " << worst->error << " of " << worst->allowed << " in " << worst->name;
+  return text.str();
+}
+
+}  // namespace
 
 void bind_verify(py::module_& module) {
   py::class_<ParameterError>(module, "ParameterError",
@@ -25,9 +42,14 @@ void bind_verify(py::module_& module) {
       .def_property_readonly("type",
                              [](const Comparison& self) { return c10::toString(self.type); })
       .def_property_readonly("exact", &Comparison::exact)
-      .def_property_readonly("worst", [](const Comparison& self) {
-        const ParameterError* worst = self.worst();
-        return worst == nullptr ? std::nullopt : std::optional(*worst);
+      .def_property_readonly("worst",
+                             [](const Comparison& self) {
+                               const ParameterError* worst = self.worst();
+                               return worst == nullptr ? std::nullopt : std::optional(*worst);
+                             })
+      .def("__repr__", [](const Comparison& self) {
+        return "<Comparison: " + std::string(self.exact() ? "exact" : "not exact") + ", " +
+               describe(self) + ">";
       });
   py::class_<VerifyReport>(module, "VerifyReport", "What verify found.")
       .def_property_readonly("exact", &VerifyReport::exact, "Whether every error is allowed.")
@@ -42,7 +64,12 @@ void bind_verify(py::module_& module) {
       .def_readonly("coupled_output", &VerifyReport::coupled_output,
                     "The first output in which one sample depends on another; None without one.")
       .def("explain", &VerifyReport::explain)
-      .def("__str__", &VerifyReport::explain);
+      .def("__str__", &VerifyReport::explain)
+      .def("__repr__", [](const VerifyReport& self) {
+        return std::string("<VerifyReport: ") + (self.exact() ? "exact" : "not exact") + ", " +
+               std::to_string(self.rows) + " of " + std::to_string(self.batch_size) + " samples, " +
+               self.strategy + ", " + describe(self.own) + ">";
+      });
 }
 
 }  // namespace infinitybatch::python

@@ -130,8 +130,10 @@ GradientSinks::GradientSinks(const std::vector<NamedParameter>& parameters, bool
     const auto* other = dynamic_cast<const Sink*>(current.get());
     if (other != nullptr && !(nested && other->of_this_thread())) {
       uninstall();
-      throw StateError("another step is running on parameter '" + parameter.name +
-                       "'; a model can take one VirtualBatch step at a time");
+      throw StateError(
+          "another step is running on parameter '" + parameter.name +
+          "'; a model can take one VirtualBatch step, or one backward through what wrap "
+          "made of it, at a time; give each thread a model of its own");
     }
     add(parameter.tensor, /*install=*/true).previous = current;
   }

@@ -3,6 +3,7 @@
 import gc
 import json
 import random
+import re
 
 import infinitybatch as ib
 import numpy as np
@@ -90,6 +91,15 @@ def test_without_tapes_the_model_runs_again():
         assert report.strategy_reason == ("" if use_tapes else "use_tapes=false was given")
         found.append([parameter.grad for parameter in net.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_report_is_short_when_shown():
+    report = ib.bench(
+        make_net(), nn.CrossEntropyLoss(), X, Y, micro_batch_size=8, rounds=1, seconds=5
+    )
+    assert re.fullmatch(
+        r"<BenchReport: 37 samples, \d strategies over 1 rounds, against \w+>", repr(report)
+    )
 
 
 def test_the_report_is_json():

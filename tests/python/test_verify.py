@@ -1,6 +1,7 @@
 """verify: says that an exact step is exact, that another is not, and leaves no trace."""
 
 import random
+import re
 
 import infinitybatch as ib
 import numpy as np
@@ -162,3 +163,14 @@ def test_errors_of_the_model_come_back():
 
     with pytest.raises(KeyError, match="mine"):
         ib.verify(Broken(), nn.CrossEntropyLoss(), X, Y, micro_batch_size=8)
+
+
+def test_reports_are_short_when_shown():
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 6), torch.randint(4, (8,))
+    report = ib.verify(nn.Linear(6, 4), nn.CrossEntropyLoss(), x, y, micro_batch_size=3)
+    assert re.fullmatch(
+        r"<VerifyReport: exact, 8 of 8 samples, stream, Float: worst error \S+ of \S+ in \w+>",
+        repr(report),
+    )
+    assert re.fullmatch(r"<Comparison: exact, Double: worst error .*>", repr(report.in_fp64))

@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import pickle
 import warnings
 import weakref
 
@@ -342,3 +343,10 @@ def test_every_public_name_has_its_words():
         assert getattr(ib.losses, name).__doc__, f"infinitybatch.losses.{name} has no docstring"
     for name in ib.memory.__all__:
         assert getattr(ib.memory, name).__doc__, f"infinitybatch.memory.{name} has no docstring"
+
+
+def test_a_loss_of_the_librarys_cannot_be_copied():
+    step = ib.VirtualBatch(mlp(), ib.losses.cross_entropy(), micro_batch_size=3)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(ib.Unsupported, match="cannot be copied or pickled.*for the copy"):
+            copied(step)
