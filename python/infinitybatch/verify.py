@@ -26,8 +26,10 @@ def verify(model: Any, loss: Any, inputs: Any, targets: Any = None, **options: A
         options: of VirtualBatch: `memory_budget`, `micro_batch_size`, ...
 
     Raises:
-        Unsupported: where forward draws random numbers, for micro-batches draw others. Call
-            `eval()`, or set dropout to 0.
+        Unsupported: where forward draws random numbers, for micro-batches draw others: call
+            `eval()`, set dropout to 0, or hand in `match_native_rng=True`. And where gradients
+            differ and native itself gives others on the same batch a second time: forward draws
+            from a generator of its own, or keeps state that is no buffer.
 
         And whatever VirtualBatch raises.
     """

@@ -7,6 +7,7 @@
 #include <infinitybatch/core/exchange.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
+#include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/step/admission.hpp>
 
 #include <ATen/Context.h>
@@ -15,6 +16,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <limits>
 #include <numeric>
 
@@ -23,7 +25,10 @@ namespace {
 
 constexpr double kAllowedInDouble = 1e-12;
 constexpr double kNoise = 10;  // times what native moves when the batch is reversed
-constexpr double kTwice = 2;   // times native's own error
+// Rounding in fp64 moves nobody that far: what does, depends on the order of the samples, or is
+// another thing each time.
+constexpr double kMoreThanNoise = 1e-8;
+constexpr double kTwice = 2;  // times native's own error
 constexpr double kRoundings = 8;
 
 using Gradients = std::vector<at::Tensor>;
@@ -48,6 +53,30 @@ double error(const Gradients& ours, const Gradients& oracle, size_t index) {
   return distance == 0 ? 0 : distance / scale;
 }
 
+double rounding_of(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf:
+      return 0x1p-10;
+    case at::kBFloat16:
+      return 0x1p-7;
+    case at::kDouble:
+      return std::numeric_limits<double>::epsilon();
+    default:
+      return std::numeric_limits<float>::epsilon();
+  }
+}
+
+/// The coarsest one that a parameter has.
+at::ScalarType own_type_of(const std::vector<NamedParameter>& parameters) {
+  if (parameters.empty()) return at::kFloat;
+  at::ScalarType coarsest = at::kDouble;
+  for (const NamedParameter& parameter : parameters) {
+    const at::ScalarType type = c10::toRealValueType(parameter.tensor.scalar_type());
+    if (rounding_of(type) > rounding_of(coarsest)) coarsest = type;
+  }
+  return coarsest;
+}
+
 /// One logical batch and one model, looked at in several ways.
 class Examination {
  public:
@@ -66,6 +95,11 @@ class Examination {
     report.micro_batch_sizes = step.micro_batch_sizes;
     report.strategy = step.strategy;
     report.coupled_output = find_coupling();
+    if (own_type_ == at::kDouble) {
+      report.in_fp64 = against(own_native, own_ours);
+      report.own = *report.in_fp64;
+      return report;
+    }
     Gradients oracle = own_native;
     try {
       oracle = compare_in_double(step, report);
@@ -91,12 +125,15 @@ class Examination {
   Gradients native(const Batch& inputs, const Batch& targets) {
     model_.reset();
     const at::Tensor before = at::globalContext().defaultGenerator(job_.device).get_state();
+    const auto told = tell_foreign_sources();
     const Batch outputs = model_.forward(inputs);
     const at::Tensor after = at::globalContext().defaultGenerator(job_.device).get_state();
-    if (!at::equal(before, after)) {
+    const bool drawn = !options_.match_native_rng && !at::equal(before, after);
+    if (drawn || tell_foreign_sources() != told) {
       throw Unsupported(
           "forward draws random numbers, and micro-batches draw others than the whole batch, so "
-          "that their gradients cannot be compared; call eval(), or set dropout to 0, to verify");
+          "that their gradients cannot be compared; call eval(), set dropout to 0, or (for torch's "
+          "own numbers) use match_native_rng=True, to verify");
     }
     native_loss(loss_, native_, job_.device, rows_, outputs, targets).backward();
     return model_.take_gradients();
@@ -136,36 +173,60 @@ class Examination {
         *std::max_element(step.micro_batch_sizes.begin(), step.micro_batch_sizes.end());
     StepReport again;
     const Gradients gradients = ours(same, again);
+    report.in_fp64 = against(oracle, gradients);
+    return oracle;
+  }
+
+  /// In fp64.
+  Comparison against(const Gradients& oracle, const Gradients& ours) {
     Comparison comparison;
     comparison.type = at::kDouble;
     Gradients reversed;
     for (size_t i = 0; i < oracle.size(); ++i) {
-      if (!oracle[i].defined() && !gradients[i].defined()) continue;
-      ParameterError parameter{job_.parameters[i].name, error(gradients, oracle, i),
-                               kAllowedInDouble};
+      if (!oracle[i].defined() && !ours[i].defined()) continue;
+      ParameterError parameter{job_.parameters[i].name, error(ours, oracle, i), kAllowedInDouble};
       if (parameter.error > kAllowedInDouble) {
-        if (reversed.empty()) reversed = native(reverse(inputs_), reverse(targets_));
-        parameter.allowed = std::max(kAllowedInDouble, kNoise * error(reversed, oracle, i));
+        if (reversed.empty()) {
+          check_repeats(oracle);
+          reversed = native(reverse(inputs_), reverse(targets_));
+        }
+        const double moved = error(reversed, oracle, i);
+        if (moved <= kMoreThanNoise) {
+          parameter.allowed = std::max(kAllowedInDouble, kNoise * moved);
+        }
       }
       comparison.parameters.push_back(std::move(parameter));
     }
-    report.in_fp64 = std::move(comparison);
-    return oracle;
+    return comparison;
+  }
+
+  void check_repeats(const Gradients& oracle) {
+    const Gradients again = native(inputs_, targets_);
+    for (size_t i = 0; i < oracle.size(); ++i) {
+      const double moved = error(again, oracle, i);
+      if (moved <= kMoreThanNoise) continue;
+      char text[32];
+      std::snprintf(text, sizeof text, "%.2g", moved);
+      throw Unsupported(
+          std::string("native is not repeatable: on the same batch, from the same parameters, "
+                      "buffers and default random state, the gradient of ") +
+          job_.parameters[i].name + " moved by " + text +
+          " of its norm, so that there is nothing to compare with; forward or the loss draws from "
+          "a "
+          "generator of its own (a torch.Generator, numpy.random.default_rng()) or keeps state "
+          "that "
+          "is no buffer: seed it in forward, or leave it out, to verify");
+    }
   }
 
   void compare_own(const Gradients& ours, const Gradients& native, const Gradients& oracle,
                    VerifyReport& report) const {
     report.own.type = own_type_;
-    const double epsilon = report.own.type == at::kHalf       ? 0x1p-10
-                           : report.own.type == at::kBFloat16 ? 0x1p-7
-                           : report.own.type == at::kDouble ? std::numeric_limits<double>::epsilon()
-                                                            : std::numeric_limits<float>::epsilon();
     for (size_t i = 0; i < ours.size(); ++i) {
       if (!native[i].defined() && !ours[i].defined()) continue;
-      const double allowed = std::max(kTwice * error(native, oracle, i), kRoundings * epsilon);
-      report.own.parameters.push_back(
-          {job_.parameters[i].name, error(ours, oracle, i),
-           report.own.type == at::kDouble ? std::max(allowed, kAllowedInDouble) : allowed});
+      const double allowed =
+          std::max(kTwice * error(native, oracle, i), kRoundings * rounding_of(own_type_));
+      report.own.parameters.push_back({job_.parameters[i].name, error(ours, oracle, i), allowed});
     }
   }
 
@@ -205,8 +266,7 @@ class Examination {
   const Loss& loss_;
   const std::optional<CoupledLoss>& native_;
   const Options& options_;
-  const at::ScalarType own_type_ =
-      job_.parameters.empty() ? at::kFloat : job_.parameters.front().tensor.scalar_type();
+  const at::ScalarType own_type_ = own_type_of(job_.parameters);
   ExaminedModel model_;
   Batch inputs_;
   Batch targets_;

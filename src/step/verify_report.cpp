@@ -70,7 +70,7 @@ std::string VerifyReport::explain() const {
   } else if (!why_no_fp64.empty()) {
     text += "not run in fp64: " + why_no_fp64 + "\n";
   }
-  text += describe(own);
+  if (!in_fp64 || own.type != in_fp64->type) text += describe(own);
   if (coupled_output) {
     text += *coupled_output + " couples samples: its rows change when other samples do, ";
     text += strategy == "cut" ? "in layers that were given the whole batch\n"

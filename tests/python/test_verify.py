@@ -174,3 +174,100 @@ def test_reports_are_short_when_shown():
         repr(report),
     )
     assert re.fullmatch(r"<Comparison: exact, Double: worst error .*>", repr(report.in_fp64))
+
+
+class OverTheBatch(nn.Module):
+    """An LSTM that takes the batch for time."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(64, 64)
+
+    def forward(self, h):
+        return self.lstm(h[:, None])[0][:, 0]
+
+
+MIXERS = {
+    "cumsum": lambda: lambda h: h.cumsum(0),
+    "less the first": lambda: lambda h: h - h[:1],
+    "LSTM over the batch": OverTheBatch,
+    "the next one's": lambda: lambda h: h.roll(1, 0),
+    "less the last": lambda: lambda h: h - h[-1:],
+}
+
+
+class Mixed(nn.Module):
+    def __init__(self, mix):
+        super().__init__()
+        self.net = make_net()
+        self.mix = mix
+
+    def forward(self, x):
+        return self.net[2](self.mix(self.net[1](self.net[0](x))))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_samples_that_depend_on_earlier_ones_are_named(name):
+    torch.manual_seed(3)
+    net = Mixed(MIXERS[name]())
+    criterion = nn.CrossEntropyLoss()
+    with pytest.raises(ib.CouplingError):
+        ib.verify(net, criterion, X, Y, micro_batch_size=8)
+    report = ib.verify(net, criterion, X, Y, micro_batch_size=8, batch_coupling="per_micro_batch")
+    assert report.coupled_output == "outputs" and not report.exact
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share"), [(torch.bfloat16, 5e-4), (torch.float16, 1e-4), (torch.float64, 1e-6)]
+)
+def test_an_order_that_matters_is_no_rounding(dtype, share):
+    """A little of all samples before it: less than anybody looks for in outputs."""
+    net = Mixed(lambda h: h + share * h.cumsum(0)).to(dtype)
+    x, y = torch.cat([X, X.flip(1)]).to(dtype), torch.cat([Y, Y])
+    report = ib.verify(
+        net,
+        nn.CrossEntropyLoss(),
+        x,
+        y,
+        micro_batch_size=8,
+        batch_coupling="per_micro_batch",
+    )
+    assert not report.exact and not report.in_fp64.exact
+    assert report.in_fp64.worst.error > 1e-6 and report.in_fp64.worst.allowed == 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("source", ["torch.Generator", "NumPy generator"])
+def test_a_native_batch_that_does_not_repeat_is_refused(source, dtype):
+    own = torch.Generator().manual_seed(1)
+    numbers = np.random.default_rng(1)
+    draw = {
+        "torch.Generator": lambda h: torch.randn(h.shape, generator=own),
+        "NumPy generator": lambda h: torch.from_numpy(numbers.normal(size=tuple(h.shape))),
+    }[source]
+    net = Mixed(lambda h: h * draw(h).to(h.dtype)).to(dtype)
+    with pytest.raises(ib.Unsupported, match=r"not repeatable.*net.*moved by"):
+        ib.verify(net, nn.CrossEntropyLoss(), X.to(dtype), Y, micro_batch_size=8)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_of_others_are_refused(draw):
+    net = Mixed(lambda h: h * draw())
+    with pytest.raises(ib.Unsupported, match="draws random numbers"):
+        ib.verify(net, nn.CrossEntropyLoss(), X, Y, micro_batch_size=8)
+
+
+def test_a_model_of_fp64_is_compared_once():
+    report = ib.verify(
+        make_net().double(), nn.CrossEntropyLoss(), X.double(), Y, micro_batch_size=8
+    )
+    assert report.exact and report.explain().count("fp64: exact") == 1
+    assert report.own.type == report.in_fp64.type == "Double"
+    assert report.own.worst.error == report.in_fp64.worst.error
+
+
+def test_the_numbers_of_the_whole_batch_can_be_compared():
+    net = nn.Sequential(make_net(), nn.Dropout(0.4), nn.Linear(5, 5))
+    report = ib.verify(net, nn.CrossEntropyLoss(), X, Y, micro_batch_size=8, match_native_rng=True)
+    assert report.exact, report.explain()
+    assert report.in_fp64.worst.error <= 1e-12

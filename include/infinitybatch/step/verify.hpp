@@ -31,7 +31,9 @@ struct Comparison {
 /// What `verify` found.
 ///
 /// In fp64 an error of 1e-12 is allowed, or ten times what native itself moves when the batch is
-/// reversed, where that is more. In the model's own precision the error against native fp64 may be
+/// reversed, where that is more; but nothing beyond 1e-12 where it moves by more than 1e-8: that is
+/// no rounding, the order of the samples matters. A model of fp64 is compared once, and `own` is
+/// `in_fp64`. In the model's own precision the error against native fp64 may be
 /// the larger of twice native's own and 8 roundings. A gradient that is zero in truth is measured
 /// against the largest gradient of the model.
 struct VerifyReport {
@@ -60,7 +62,9 @@ struct VerifyReport {
 /// \param options as for VirtualBatch; its callbacks are not called
 /// \param native  the loss as native code would compute it on the whole batch; nothing: `loss`
 /// \throws Unsupported where forward draws random numbers: micro-batches draw others, so there is
-///                     nothing to compare. Call eval(), or set dropout to 0.
+///                     nothing to compare. Call eval(), set dropout to 0, or set
+///                     `match_native_rng`. And where gradients differ and native itself gives
+///                     others when it runs again on the same batch (a generator of the user's own)
 /// and whatever VirtualBatch throws.
 VerifyReport verify(const Model& model, const Loss& loss, const BatchSource& inputs,
                     const BatchSource& targets, Options options,
