@@ -10,6 +10,7 @@ __all__ = [
     "BatchError",
     "BudgetExceeded",
     "CoupledLossNotice",
+    "LeftTensorNotice",
     "CouplingError",
     "Error",
     "InvalidArgument",
@@ -94,3 +95,7 @@ class ParkingError(Error):
 
 class CoupledLossNotice(UserWarning):
     """IB101: a loss is taken as coupled because nobody declared it separable."""
+
+
+class LeftTensorNotice(UserWarning):
+    """IB102: a wrapped module leaves a tensor on itself that a loss must not read."""

@@ -103,7 +103,9 @@ def separable(
 
     Args:
         sum: `sum(outputs, targets)` gives the sum over the samples it is shown, a tensor of one
-            number that carries gradient. It must not compare samples with each other.
+            number that carries gradient. It must not compare samples with each other. What forward
+            has left on the module (`model.aux`) is that of the same samples: right where it is a
+            sum over them, wrong where it is a mean.
         denominator: `denominator(targets)` or `denominator(targets, samples)` gives these targets'
             part of the denominator, a number or a tensor of one. None: nothing is divided.
         penalty: `penalty()` gives a term that depends on parameters only; added once per batch.

@@ -202,7 +202,8 @@ class VirtualBatch:
             CouplingError: a layer that mixes samples, or a buffer that depends on them.
             BudgetExceeded: no plan stays inside the budget.
             StateError: under no_grad; while another step runs on the same model.
-            Unsupported: tensor subclasses, inference tensors, models that shard themselves.
+            Unsupported: tensor subclasses, inference tensors, models that shard themselves; a coupled
+                loss that reads what forward has left on the module, past the outputs.
 
             And whatever the model, the loss, a hook or a callback raises, as the same object.
         """

@@ -115,6 +115,9 @@ def wrap(
         InvalidType: for anything but a module.
         InvalidArgument: for options out of range, or that contradict each other.
 
+        Warns (LeftTensorNotice, IB102) of attributes in which each micro-batch leaves another tensor
+        with a graph that is no output: the loss would see the last micro-batch's alone.
+
         From forward: BatchError, CouplingError, Unsupported as VirtualBatch.backward, BudgetExceeded
         where no size stays inside the budget, and whatever the model raises; buffers and random
         state are as before then. From both: ParkingError where host and disk have no room for what

@@ -17,6 +17,7 @@
 
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -93,10 +94,27 @@ class PyWrap {
         outputs = wrap_->forward(inputs);
         inputs = Batch();
       }
+      if (const auto report = wrap_->last_report()) tell(*report);
       return to_python(outputs);
     } catch (...) {
       warnings.set_in_exception();
       throw;
+    }
+  }
+
+  /// Tells once of each attribute that a loss would find one micro-batch's tensor in.
+  void tell(const WrapReport& report) {
+    for (const std::string& attribute : report.left_on_module) {
+      if (!told_.insert(attribute).second) continue;
+      const std::string text =
+          "IB102: forward leaves a tensor with a graph in '" + attribute +
+          "', which is no output. A loss that reads it would see the last micro-batch's alone, and "
+          "its gradient would be wrong: return it as an output (reduce= says what becomes of one "
+          "number), or detach it if nobody differentiates it";
+      py::object category = py::module_::import("infinitybatch.errors").attr("LeftTensorNotice");
+      // Wrapped.forward, and two frames of nn.Module, are called by the user's own line.
+      constexpr Py_ssize_t kCaller = 4;
+      if (PyErr_WarnEx(category.ptr(), text.c_str(), kCaller) != 0) throw py::error_already_set();
     }
   }
 
@@ -114,6 +132,7 @@ class PyWrap {
 
  private:
   std::vector<Held> held_;
+  std::set<std::string> told_;
   std::unique_ptr<Wrap> wrap_;
 };
 
@@ -129,6 +148,9 @@ void bind_report(py::module_& module) {
                     "wanted) or \"native\".")
       .def_readonly("strategy_reason", &WrapReport::strategy_reason,
                     "Why forwards run twice; empty where they do not.")
+      .def_readonly("left_on_module", &WrapReport::left_on_module,
+                    "Attributes in which each micro-batch left another tensor with a graph that is "
+                    "no output: whoever reads one sees the last micro-batch's alone.")
       .def_readonly("memory_budget", &WrapReport::memory_budget, "In bytes, or None.")
       .def_readonly("predicted_peak_bytes", &WrapReport::predicted_peak_bytes,
                     "In bytes; None until it is known what comes between forward and backward.")

@@ -85,6 +85,7 @@ void CarriedState::after_forward(const std::vector<NamedParameter>& now) {
     return;
   }
   bool changed = now.size() != before_.size();
+  std::vector<NamedParameter> left;
   for (const Seen& seen : before_) {
     const auto here = std::find_if(
         now.begin(), now.end(), [&](const NamedParameter& each) { return each.name == seen.name; });
@@ -95,6 +96,7 @@ void CarriedState::after_forward(const std::vector<NamedParameter>& now) {
         version_of(seen.tensor) != seen.version || (carried && memory_[*place].written);
     if (same && !written) continue;
     changed = true;
+    if (same) left.push_back(*here);
     if (!has_read(seen.tensor)) continue;
     const at::Tensor& before =
         memory_[*place].before.defined() ? memory_[*place].before : seen.tensor;
@@ -105,8 +107,11 @@ void CarriedState::after_forward(const std::vector<NamedParameter>& now) {
     const bool known = std::any_of(before_.begin(), before_.end(), [&](const Seen& seen) {
       return seen.tensor.is_same(each.tensor);
     });
-    if (!known) left_.insert(each.tensor.unsafeGetTensorImpl());
+    if (known) continue;
+    left_.insert(each.tensor.unsafeGetTensorImpl());
+    left.push_back(each);
   }
+  left_behind_.add(left);
   memory_.forget_carried();
   before_.clear();
   if (first_ && !changed) idle_ = true;
@@ -124,6 +129,7 @@ void CarriedState::roll_back() {
   memory_.forget_carried();
   before_.clear();
   left_.clear();
+  left_behind_.clear();
   if (restore_) restore_();
   restore_ = nullptr;
   first_ = true;

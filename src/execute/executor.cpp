@@ -259,6 +259,7 @@ void Executor::whole_loss() {
   in_whole_loss_ = true;
   coupled::RandomStreams* streams = cut_pass_ ? cut_pass_->streams() : nullptr;
   if (streams != nullptr) streams->settle();
+  (whole_outputs_ ? *whole_outputs_ : two_pass_->outputs()).watch_attributes(state_);
   const at::Tensor value = whole_outputs_ ? whole_outputs_->loss(sinks_) : two_pass_->whole_loss();
   if (streams != nullptr) streams->take();
   in_whole_loss_ = false;

@@ -12,14 +12,29 @@ namespace {
 
 thread_local LossWatch* innermost = nullptr;
 
+template <typename Visit>
+void for_each_tensor(const c10::IValue& value, Visit&& visit) {
+  if (value.isTensor()) {
+    visit(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) visit(tensor);
+  } else if (value.isOptionalTensorList()) {
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+      if (tensor) visit(*tensor);
+    }
+  }
+}
+
 }  // namespace
 
 bool is_collective(std::string_view name) {
   return name.starts_with("c10d::") || name.starts_with("_c10d_functional::");
 }
 
-LossWatch::LossWatch(const std::vector<at::Tensor>& watched, std::function<void(size_t)> write)
+LossWatch::LossWatch(const std::vector<at::Tensor>& watched, std::function<void(size_t)> write,
+                     std::function<void(const at::Tensor&)> read)
     : write_(std::move(write)),
+      read_(std::move(read)),
       outer_(innermost),
       handle_(
           at::addThreadLocalCallback(at::RecordFunctionCallback(&on_op).needsInputs(true).scopes(
@@ -43,17 +58,25 @@ std::unique_ptr<at::ObserverContext> LossWatch::on_op(const at::RecordFunction& 
 
 void LossWatch::meet(const at::RecordFunction& op) {
   if (!collective_ && is_collective(op.name())) collective_ = op.name();
+  for (const c10::IValue& input : op.inputs()) {
+    for_each_tensor(input, [this](const at::Tensor& tensor) { meet_read(tensor); });
+  }
   if (unwritten_.empty()) return;
   const tape::OpFacts* facts = tape::facts_of(op);
   if (facts == nullptr || !facts->writes) return;
   const auto inputs = op.inputs();
   for (size_t i = 0; i < inputs.size() && i < facts->written.size(); ++i) {
     if (!facts->written[i]) continue;
-    if (inputs[i].isTensor()) {
-      meet_write(inputs[i].toTensor());
-    } else if (inputs[i].isTensorList()) {
-      for (const at::Tensor& tensor : inputs[i].toTensorVector()) meet_write(tensor);
-    }
+    for_each_tensor(inputs[i], [this](const at::Tensor& tensor) { meet_write(tensor); });
+  }
+}
+
+void LossWatch::meet_read(const at::Tensor& tensor) {
+  if (!tensor.defined() || failed_) return;
+  try {
+    read_(tensor);
+  } catch (...) {
+    failed_ = std::current_exception();
   }
 }
 

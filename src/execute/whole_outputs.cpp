@@ -5,11 +5,13 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
+#include <infinitybatch/execute/carried_state.hpp>
 #include <infinitybatch/execute/loss_watch.hpp>
 #include <infinitybatch/execute/output_law.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <utility>
 
@@ -191,7 +193,34 @@ void WholeOutputs::forget(Rows rows) {
   if (parks()) parts_.at(rows.begin).waiting = WaitingRoom();
 }
 
+/// Nodes are numbered as they are made, by each thread: forwards that ran in other threads are not
+/// told apart. Tensors without a graph are known by the attribute that holds them.
+void WholeOutputs::check_read(const at::Tensor& tensor, uint64_t loss_begins) const {
+  if (parts_.size() < 2) return;
+  const torch::autograd::Node* node =
+      tensor.requires_grad() && !tensor.is_leaf() ? tensor.grad_fn().get() : nullptr;
+  if (node != nullptr && node->sequence_nr() >= loss_begins) return;
+  const bool of_forward = node != nullptr && node->sequence_nr() >= first_node_;
+  const auto left = state_ == nullptr ? std::nullopt : state_->left().find(tensor);
+  // Weights that each forward computes anew are the same for all samples.
+  if (left ? !left->differs : !of_forward) return;
+  const std::string what =
+      left ? "'" + left->attribute + "', a tensor that forward left on the module,"
+           : "a tensor that forward made and somebody kept (in a hook or a "
+             "closure)";
+  throw Unsupported(
+      "the loss reads " + what + " and that is no output: each of the " +
+      std::to_string(parts_.size()) +
+      " micro-batches left its own, where the loss of the whole batch "
+      "needs that of all samples. Return it as an output, with a row for each sample (or sum it in "
+      "a "
+      "loss that is separable, as losses.separable and losses.from_model do); compute it from all "
+      "samples with across_batch; detach and ignore it; or make the budget large enough for one "
+      "micro-batch");
+}
+
 at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
+  const uint64_t loss_begins = at::sequence_number::peek();
   std::vector<Leaf> leaves = whole_.leaves();
   std::vector<at::Tensor> wanted;
   std::vector<at::Tensor> watched;
@@ -200,15 +229,18 @@ at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
     watched.push_back(tensor);
     if (wants_gradient_[i]) tensor = handed(tensor, wanted);
   }
-  const LossWatch watch(watched, [this](size_t leaf) {
+  const auto read = [&](const at::Tensor& tensor) { check_read(tensor, loss_begins); };
+  const auto write = [this](size_t leaf) {
     const at::NoGradGuard no_grad;
     at::Tensor& kept = whole_.leaves()[leaf].tensor;
     kept = kept.clone();
-  });
+  };
+  const LossWatch watch(watched, write, read);
   watched.clear();
   const Batch targets = job_.targets->rows(0, job_.batch_size());
   const at::Tensor loss =
       computed({std::move(leaves), whole_.structure()}, to_device(targets, device()), watch);
+  read(loss);
   if (!loss.requires_grad()) {
     throw InvalidArgument(
         "the loss does not depend on anything that requires grad; check that the model's "

@@ -595,6 +595,7 @@ std::shared_ptr<WrapReport> report_of(const WrappedCall& call, const std::vector
     report->strategy_reason = *part.tape.opaque;
     break;
   }
+  report->left_on_module = call.left_on_module;
   return report;
 }
 

@@ -112,6 +112,7 @@ Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
         const uint64_t first_node = at::sequence_number::peek();
         Batch outputs = call_->wrapped->model.forward(micro);
         learn_from_recording(outputs, micro, first_node);
+        if (recording_) call_->left_on_module = call_->cuts->left().with_graph(outputs);
         return outputs;
       });
   WrapCuts& cuts = *call_->cuts;
@@ -204,6 +205,7 @@ Batch ForwardPass::call_model(const Batch& micro) {
   const CarriedState::Scope stateful(exact_ ? &*state_ : nullptr, part_);
   Batch outputs = call_->wrapped->model.forward(micro);
   watch_.renormed()->rethrow();
+  if (recording_) call_->left_on_module = state_->left().with_graph(outputs);
   return outputs;
 }
 

@@ -152,6 +152,7 @@ struct WrappedCall {
   bool examined = true;     ///< see `Job::examined`
   std::vector<BufferSlot> buffers;
   std::shared_ptr<coupled::RenormedWeights> renormed;  ///< null where forward scaled no rows
+  std::vector<std::string> left_on_module;             ///< see WrapReport
   tape::Modes modes;
   JoinedOutputs outputs;                 ///< tensors detached; they share memory with the caller's
   std::vector<Version> output_versions;  ///< for each leaf of `outputs`

@@ -2,6 +2,7 @@
 
 #include <infinitybatch/core/model.hpp>
 #include <infinitybatch/coupled/watched_memory.hpp>
+#include <infinitybatch/execute/left_tensors.hpp>
 
 #include <functional>
 #include <string>
@@ -56,6 +57,8 @@ class CarriedState {
   static void let_be() noexcept;
   /// Whether a state was found.
   bool found() const noexcept { return found_; }
+  /// What attributes were given by forwards of parts of the batch.
+  const LeftTensors& left() const noexcept { return left_behind_; }
   /// Attributes hold what they held in front of the first forward.
   void roll_back();
 
@@ -74,6 +77,7 @@ class CarriedState {
   bool first_ = true;
   bool idle_ = false;                                // no attribute changes
   std::unordered_set<const c10::TensorImpl*> left_;  // by the last forward
+  LeftTensors left_behind_;
   bool found_ = false;
   std::vector<Seen> before_;
   std::function<void()> restore_;

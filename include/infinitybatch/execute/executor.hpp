@@ -74,6 +74,8 @@ class Executor {
   bool coupled_beyond_cuts() const noexcept {
     return apart_ || state_.found() || experiment_.found();
   }
+  /// What forwards of parts of the batch left in attributes.
+  const LeftTensors& left() const noexcept { return state_.left(); }
   /// How many segments the model's tapes are cut into; with `Job::cut`, after the first `record`.
   int64_t segments() const { return cut_pass_ ? cut_pass_->segments() : 1; }
   /// Of one micro-batch, with `Job::checkpoints`, between its `record` and its last `backward`.

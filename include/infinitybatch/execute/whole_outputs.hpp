@@ -5,6 +5,8 @@
 #include <infinitybatch/execute/job.hpp>
 #include <infinitybatch/execute/waiting_room.hpp>
 
+#include <ATen/SequenceNumber.h>
+
 #include <map>
 #include <optional>
 #include <set>
@@ -13,6 +15,7 @@
 
 namespace infinitybatch {
 
+class CarriedState;
 class LossWatch;
 
 /// For measuring: in place of the gradient of each leaf of `outputs`; undefined where none is
@@ -23,7 +26,9 @@ std::vector<at::Tensor> stand_in_gradients(const Batch& outputs);
 ///
 /// Outputs of a second forward are compared bit for bit with those that the first one gave, on the
 /// device and without waiting for it. The loss may change in place what it is given, as natively:
-/// where it is about to, what is compared is copied first.
+/// where it is about to, what is compared is copied first. A tensor that a forward made and that
+/// the loss reads past the outputs (an auxiliary loss on the module, features that a hook captured)
+/// is one micro-batch's alone: it is refused where there are several.
 ///
 /// With `Job::store`, and a loss that is computed on the model's device, they wait there: outputs
 /// until the loss, and then, micro-batch by micro-batch, what its second forward is compared with
@@ -40,10 +45,14 @@ class WholeOutputs {
   /// rows; see `OutputForm`.
   void know_sources(std::vector<bool> from_samples, std::optional<std::string> why);
 
+  /// Who knows what forwards left in attributes, which the loss may find there.
+  void watch_attributes(const CarriedState& state) { state_ = &state; }
+
   /// The loss of all outputs, detached, and the gradient of the outputs. Gradients of the loss's
   /// own parameters go to the sinks.
   /// \throws BatchError where outputs cannot be joined, or the loss uses what compares the samples
   ///         of a micro-batch
+  /// \throws Unsupported where it reads another tensor that a forward of a part of the batch made
   at::Tensor loss(autograd::GradientSinks& sinks);
 
   /// With `Job::store`: what waits of these rows begins to leave the device, has left, is there
@@ -84,6 +93,7 @@ class WholeOutputs {
     WaitingRoom waiting;               // with a store: outputs and gradients, by leaf
   };
   void assemble();
+  void check_read(const at::Tensor& tensor, uint64_t loss_begins) const;
   at::Tensor compute(autograd::GradientSinks& sinks);
   void disperse();
   Batch seen(Part& part);
@@ -98,6 +108,8 @@ class WholeOutputs {
   WaitingRoom& settled(Part& part);
 
   const Job& job_;
+  const uint64_t first_node_ = at::sequence_number::peek();  // of graphs that forwards make
+  const CarriedState* state_ = nullptr;
   std::map<int64_t, Part> parts_;     // by first row
   Batch whole_;                       // outputs of all rows, as the model gave them
   Batch left_;                        // as the loss left them, with `keep_outputs`

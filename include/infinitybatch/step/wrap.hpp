@@ -70,6 +70,10 @@ struct WrapReport {
   /// "forward" (no gradient is wanted) or "native" (no budget, and one micro-batch).
   std::string strategy;
   std::string strategy_reason;
+  /// Attributes of modules in which each micro-batch left another tensor with a graph that is none
+  /// of the outputs: whoever reads one sees the last micro-batch's alone, and its gradient is
+  /// wrong.
+  std::vector<std::string> left_on_module;
   int64_t parked_bytes = 0;    ///< that left the device for host or disk, each time counted
   CopySeconds parked_seconds;  ///< of their copies, out and back
   // With a memory budget:

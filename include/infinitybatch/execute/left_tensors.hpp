@@ -1,0 +1,51 @@
+#pragma once
+
+#include <infinitybatch/core/model.hpp>
+
+#include <ATen/core/TensorBody.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace infinitybatch {
+
+/// What forwards of parts of a batch left in plain attributes of modules (an auxiliary loss,
+/// captured features), where whoever looks after the last of them finds that one's alone. Keeps
+/// none of their memory.
+class LeftTensors {
+ public:
+  struct Left {
+    std::string attribute;  ///< "layers.0.aux"
+    bool differs = false;   ///< another forward of this batch left something else there
+  };
+
+  /// One forward is over. \param tensors that it put there or wrote into
+  void add(const std::vector<NamedParameter>& tensors);
+  /// Where this tensor, or a view of it, was left; nothing where it was not, or where it is more.
+  std::optional<Left> find(const at::Tensor& tensor) const;
+  /// The attributes whose last tensor has a graph, where it is another one than before and none of
+  /// `outputs`.
+  std::vector<std::string> with_graph(const Batch& outputs) const;
+  void clear() { places_.clear(); }
+
+ private:
+  struct Place {
+    /// No other memory is made at its address meanwhile.
+    c10::weak_intrusive_ptr<c10::StorageImpl> memory{c10::intrusive_ptr<c10::StorageImpl>()};
+    int64_t begin = 0;  // in it, in bytes
+    int64_t end = 0;
+    // Some of the values of the first one and of the last one.
+    at::Tensor first;
+    at::Tensor last;
+    const c10::TensorImpl* identity = nullptr;
+    bool replaced = false;  // more than one forward left something
+    bool has_graph = false;
+    bool differs() const;
+  };
+
+  std::map<std::string, Place> places_;
+};
+
+}  // namespace infinitybatch

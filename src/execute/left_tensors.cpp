@@ -1,0 +1,98 @@
+#include <infinitybatch/execute/left_tensors.hpp>
+
+#include <ATen/Functions.h>
+#include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+// As many values tell whether two tensors are the same.
+constexpr int64_t kSampled = 1024;
+
+bool has_extent(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.has_storage() &&
+         !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
+/// Values spread over the whole tensor, copied; undefined where they cannot be read like that.
+at::Tensor sample_of(const at::Tensor& tensor) {
+  if (tensor.is_quantized()) return {};
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unseen(false);  // no op of the model's
+  const at::Tensor values = tensor.detach();
+  const int64_t step = std::max<int64_t>(1, values.numel() / kSampled);
+  if (values.is_contiguous()) return values.view({-1}).slice(0, 0, values.numel(), step).clone();
+  return values.numel() <= kSampled ? values.clone() : at::Tensor();
+}
+
+/// Of its storage: the bytes from its first to its last element.
+std::pair<int64_t, int64_t> extent_of(const at::Tensor& tensor) {
+  const int64_t size = static_cast<int64_t>(tensor.element_size());
+  const int64_t begin = tensor.storage_offset() * size;
+  int64_t end = begin + (tensor.numel() > 0 ? size : 0);
+  for (int64_t d = 0; d < tensor.dim() && tensor.numel() > 0; ++d) {
+    end += (tensor.size(d) - 1) * tensor.stride(d) * size;
+  }
+  return {begin, end};
+}
+
+// The comparison waits for the device, so that it is made when somebody asks.
+bool same_sample(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.defined() || !b.defined() || a.sizes() != b.sizes() ||
+      a.scalar_type() != b.scalar_type() || a.device() != b.device()) {
+    return false;
+  }
+  const at::RecordFunctionGuard unseen(false);
+  return at::equal(a, b);
+}
+
+}  // namespace
+
+bool LeftTensors::Place::differs() const {
+  return replaced && !same_sample(first, last);
+}
+
+void LeftTensors::add(const std::vector<NamedParameter>& tensors) {
+  for (const NamedParameter& each : tensors) {
+    if (!has_extent(each.tensor)) continue;
+    const bool fresh = !places_.contains(each.name);
+    Place& place = places_[each.name];
+    place.memory = each.tensor.storage().getWeakStorageImpl();
+    std::tie(place.begin, place.end) = extent_of(each.tensor);
+    place.replaced = !fresh;
+    place.last = sample_of(each.tensor);
+    if (fresh) place.first = place.last;
+    place.identity = each.tensor.unsafeGetTensorImpl();
+    place.has_graph = each.tensor.requires_grad() && !each.tensor.is_leaf();
+  }
+}
+
+std::optional<LeftTensors::Left> LeftTensors::find(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !has_extent(tensor)) return std::nullopt;
+  const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  const auto [begin, end] = extent_of(tensor);
+  for (const auto& [name, place] : places_) {
+    const bool inside = place.begin <= begin && end <= place.end;
+    if (place.memory._unsafe_get_target() == storage && inside) return Left{name, place.differs()};
+  }
+  return std::nullopt;
+}
+
+std::vector<std::string> LeftTensors::with_graph(const Batch& outputs) const {
+  std::vector<std::string> names;
+  for (const auto& [name, place] : places_) {
+    const bool given = std::any_of(
+        outputs.leaves().begin(), outputs.leaves().end(), [&, &place = place](const Leaf& leaf) {
+          return leaf.tensor.defined() && leaf.tensor.unsafeGetTensorImpl() == place.identity;
+        });
+    if (place.has_graph && !given && place.differs()) names.push_back(name);
+  }
+  return names;
+}
+
+}  // namespace infinitybatch
