@@ -89,6 +89,10 @@ class Wrapped:
         self.tensor = tensor
 
 
+class DynamicCache:
+    """Named as transformers' is, which no pytree of torch knows."""
+
+
 def nested():
     return torch.nested.nested_tensor([X[:4], X[4:]], layout=torch.jagged)
 
@@ -445,6 +449,11 @@ MISUSES = {
         ),
         ib.InvalidType,
         r"outputs\[1\] is a Wrapped",
+    ),
+    "a language model's cache among the outputs": (
+        lambda: ib.wrap(returns(lambda y: (y, DynamicCache())), micro_batch_size=4)(X),
+        ib.InvalidType,
+        r"outputs\[1\] is a DynamicCache.*use_cache=False",
     ),
     "outputs that cannot be joined": (
         lambda: step(
