@@ -206,7 +206,8 @@ void Executor::load(Rows rows) {
 void Executor::examine() {
   // A rehearsal without the loss does not know which outputs it reads.
   const bool unknown = job_.coupled != nullptr && job_.outside == nullptr && !loss_known_;
-  experiment_.run(/*sure=*/!unknown);
+  const auto load = [&](Rows rows) { return load_rows(*job_.inputs, rows, job_.device); };
+  experiment_.run(load, /*sure=*/!unknown);
 }
 
 void Executor::stream(Rows rows) {

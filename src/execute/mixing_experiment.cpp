@@ -53,6 +53,15 @@ class SettledOps {
   std::map<uint32_t, std::unique_ptr<coupled::WholeBatchOp>> ops_;
 };
 
+/// Nothing, too, where there is no room to compare samples.
+std::optional<Exchanges> exchanges_that_fit(const Batch& inputs, int64_t rows) {
+  try {
+    return exchanges_of(inputs, rows);
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
 const void* node_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.requires_grad() ? tensor.grad_fn().get() : nullptr;
 }
@@ -71,12 +80,12 @@ bool MixingExperiment::wants(Rows rows) const noexcept {
 Batch MixingExperiment::record(Rows rows, const Batch& inputs,
                                const std::vector<at::Tensor>& buffers,
                                const std::function<Batch()>& forward) {
-  std::optional<Exchanges> exchanges = exchanges_of(inputs, rows.size());
+  std::optional<Exchanges> exchanges = exchanges_that_fit(inputs, rows.size());
   if (!exchanges) return forward();
   tape::Recorder recorder(inputs, buffers, devices_);
   Batch outputs = recorder.run(forward);
   try {
-    pending_ = Pending{rows, inputs, std::move(*exchanges), recorder.finish(outputs), {}, {}};
+    pending_ = Pending{rows, std::move(*exchanges), recorder.finish(outputs), {}, {}};
   } catch (...) {  // of no use, and no harm
   }
   if (!pending_ || pending_->tape.opaque) {
@@ -110,9 +119,9 @@ void MixingExperiment::read_by_loss(const std::vector<bool>& read) {
 void MixingExperiment::take(Rows rows, const Batch& inputs, const tape::Tape& tape) {
   if (tape.opaque) *examined_ = true;
   if (tape.opaque || tape.result_values.empty()) return;
-  std::optional<Exchanges> exchanges = exchanges_of(inputs, rows.size());
+  std::optional<Exchanges> exchanges = exchanges_that_fit(inputs, rows.size());
   if (!exchanges) return;
-  pending_ = Pending{rows, inputs, std::move(*exchanges), tape, {}, {}};
+  pending_ = Pending{rows, std::move(*exchanges), tape, {}, {}};
   pending_->compared.resize(tape.result_values.size(), true);
 }
 
@@ -124,24 +133,25 @@ bool MixingExperiment::may_play() const {
   });
 }
 
-void MixingExperiment::run(bool sure) {
+void MixingExperiment::run(const std::function<Batch(Rows)>& load, bool sure) {
   if (!pending_) return;
   *examined_ = true;
   std::optional<tape::Mixing> mixing;
-  const RngSnapshot random = RngSnapshot::capture(devices_);  // of ops that are the user's, too
+  std::optional<RngSnapshot> random;  // of ops that are the user's, too
   try {
     if (may_play()) {
+      random = RngSnapshot::capture(devices_);
       SettledOps ops(pending_->tape, pending_->rows.size());
       const auto settled = [&ops](uint32_t op, std::vector<c10::IValue>& stack,
                                   const std::vector<int64_t>* order) {
         return ops.settle(op, stack, order);
       };
-      mixing = tape::find_mixing(pending_->tape, pending_->inputs, pending_->exchanges,
+      mixing = tape::find_mixing(pending_->tape, load(pending_->rows), pending_->exchanges,
                                  pending_->compared, settled);
     }
   } catch (...) {  // the tape does not fit other values, or there is no room for it
   }
-  random.restore();
+  if (random) random->restore();
   const Pending played = *std::exchange(pending_, std::nullopt);
   if (!mixing) return;
   *examined_ = false;

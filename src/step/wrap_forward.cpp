@@ -74,7 +74,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
 }
 
 void ForwardPass::examine() {
-  experiment_->run();
+  experiment_->run([&](Rows rows) { return call_->micro_batch(rows); });
   note_examined();
 }
 

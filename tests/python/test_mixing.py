@@ -376,6 +376,29 @@ def test_the_first_step_needs_no_more_memory_than_later_ones(name):
     assert peaks[0] <= peaks[2]
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_budget_without_room_for_the_experiment_is_kept_and_enough(coupled):
+    model = nn.Sequential(nn.Linear(600, 8), nn.LayerNorm(8), nn.Linear(8, 5)).double()
+    rows, targets = torch.randn(N, 600).double(), torch.randint(5, (N,))
+    inputs = ib.BatchSource(N, lambda begin, end: rows[begin:end].clone())
+    loss = ib.losses.coupled(spread) if coupled else nn.CrossEntropyLoss()
+    options = {"micro_batch_size": SIZE, "batch_coupling": "per_micro_batch"}
+    unlooked = copy.deepcopy(model)
+    peaks = []
+    for _ in range(2):
+        unlooked.zero_grad()
+        peaks.append(
+            ib.VirtualBatch(unlooked, loss, **options).backward(inputs, targets).peak_bytes
+        )
+    unlooked.zero_grad()
+    live = ib.memory.stats().live
+    for more in range(0, 8192, 512):
+        model.zero_grad()
+        budget = max(peaks) + more + ib.memory.stats().live - live
+        batch = ib.VirtualBatch(model, loss, micro_batch_size=SIZE, memory_budget=budget)
+        assert batch.backward(inputs, targets).peak_bytes <= budget
+
+
 def test_outputs_that_the_loss_does_not_read_may_mix():
     model = Calls(lambda self, x: (self.head(x), x.mean(0)[:SIZE]), head=nn.Linear(6, 5)).double()
     inputs, targets = classification(N)

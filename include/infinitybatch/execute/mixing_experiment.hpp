@@ -38,17 +38,18 @@ class MixingExperiment {
 
   /// The experiment, where there is something to play. Call it when the micro-batch is gone and
   /// buffers are as it found them.
+  /// \param load gives its inputs once more: held meanwhile, they could be more than a budget
+  /// allows
   /// \param sure false where it is not known yet which outputs matter: what mixes may be none of
   ///             them, and is left for later
   /// \throws CouplingError naming the op that mixes samples
-  void run(bool sure = true);
+  void run(const std::function<Batch(Rows)>& load, bool sure = true);
   /// Whether it has found samples mixed.
   bool found() const noexcept { return found_; }
 
  private:
   struct Pending {
     Rows rows;
-    Batch inputs;
     Exchanges exchanges;
     tape::Tape tape;
     std::vector<const void*> nodes;  // of each output's graph, as forward gave it
