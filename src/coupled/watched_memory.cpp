@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <string_view>
+#include <utility>
 
 namespace infinitybatch::coupled {
 namespace {
@@ -27,6 +29,60 @@ bool overwrites(std::string_view op) {
 const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
                                                   : nullptr;
+}
+
+/// The last element of a tensor with elements, counted from its first.
+int64_t extent_of(const at::Tensor& tensor) {
+  int64_t extent = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    extent += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  return extent;
+}
+
+/// Strides with sizes, the smallest stride first: transposing changes nothing.
+std::vector<std::pair<int64_t, int64_t>> steps_of(const at::Tensor& tensor) {
+  std::vector<std::pair<int64_t, int64_t>> steps;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    steps.emplace_back(tensor.stride(dim), tensor.size(dim));
+  }
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
+/// Of two tensors in one storage: whether they are slices of one tensor that have no place in
+/// common (rows of a batch, or columns where the batch lies there).
+bool are_other_slices(const at::Tensor& first, const at::Tensor& second) {
+  if (first.storage_offset() > second.storage_offset()) return are_other_slices(second, first);
+  const int64_t apart = second.storage_offset() - first.storage_offset();
+  const auto steps = steps_of(first);
+  const auto others = steps_of(second);
+  if (steps.size() != others.size()) return false;
+  int64_t inside = 0;  // what dimensions with smaller strides reach over
+  bool found = false;
+  for (size_t dim = 0; dim < steps.size(); ++dim) {
+    const auto [stride, size] = steps[dim];
+    if (others[dim].first != stride) return false;
+    const int64_t outer =
+        dim + 1 < steps.size() ? steps[dim + 1].first : std::numeric_limits<int64_t>::max();
+    found = found || (stride > inside && apart % stride == 0 && apart / stride >= size &&
+                      apart + others[dim].second * stride <= outer);
+    inside += (std::max(size, others[dim].second) - 1) * stride;
+  }
+  return found;
+}
+
+/// Whether two tensors in one storage may have elements in common.
+bool may_overlap(const at::Tensor& first, const at::Tensor& second) {
+  if (first.layout() != at::kStrided || second.layout() != at::kStrided) return true;
+  if (first.numel() == 0 || second.numel() == 0) return false;
+  if (first.dtype() != second.dtype()) return true;
+  const int64_t begins = first.storage_offset();
+  const int64_t other_begins = second.storage_offset();
+  if (begins + extent_of(first) < other_begins || other_begins + extent_of(second) < begins) {
+    return false;
+  }
+  return !are_other_slices(first, second);
 }
 
 }  // namespace
@@ -105,6 +161,8 @@ void WatchedMemory::on_tensor(const at::Tensor& tensor, bool writes, bool reads,
   if (found == at_.end()) return;
   for (const size_t i : found->second) {
     Known& known = known_[i];
+    // A micro-batch that a module remembers lies beside the next one.
+    if (known.carried && !may_overlap(known.memory, tensor)) continue;
     if (reads && known.carried && !known.renewed) known.read = true;
     if (!writes) continue;
     if (!known.before.defined()) {

@@ -470,3 +470,48 @@ def test_outputs_padded_to_their_own_longest_sample_are_named(wrapped):
         else:
             loss = ib.losses.coupled(lambda outputs: outputs.square().mean())
             ib.VirtualBatch(model, loss, micro_batch_size=2).backward(inputs)
+
+
+def remembers(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.given = x
+    self.first = x[..., 0]
+    return self.net(self.given)
+
+
+def remembers_columns(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.given = x
+    return self.net(self.given.transpose(0, 1))
+
+
+def reads_what_it_remembers(self: Any, x: torch.Tensor) -> torch.Tensor:
+    before, self.given = self.given, x
+    return self.net(x) + 0.1 * before.mean()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_module_may_remember_its_input(wrapped):
+    """Micro-batches lie in one storage, side by side, or interleaved where the batch is not first."""
+    inputs, targets = classification()
+    for forward, given in (
+        (remembers, inputs),
+        (remembers_columns, ib.batch_dim(inputs.t().contiguous(), 1)),
+    ):
+        model = Calls(forward, net=mlp())
+        expected = copy.deepcopy(model)
+        CRITERION(expected(given if forward is remembers else inputs.t()), targets).backward()
+        for _ in range(2):  # what the step before has left is no state either
+            model.zero_grad()
+            if wrapped:
+                CRITERION(ib.wrap(model, micro_batch_size=3)(given), targets).backward()
+            else:
+                ib.VirtualBatch(model, CRITERION, micro_batch_size=3).backward(given, targets)
+        for ours_, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.allclose(ours_.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_remembered_input_that_is_read_is_state():
+    inputs, targets = classification()
+    model = Calls(reads_what_it_remembers, net=mlp())
+    model.given = torch.zeros(3, 6, dtype=torch.float64)
+    with pytest.raises(ib.CouplingError, match="reads 'given'"):
+        ib.VirtualBatch(model, CRITERION, micro_batch_size=3).backward(inputs, targets)

@@ -204,10 +204,9 @@ def test_what_others_hold_stays_where_it_is(how):
         head.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
 
     def loss(outputs, targets):
-        if how == "attribute":
-            assert float(model.map.detach().abs().sum()) > 0
-        for each in kept:
-            assert float(abs(torch.as_tensor(each).detach()).sum()) > 0
+        # By no operator of torch's: the loss may not read past its outputs.
+        for each in [*kept, *([model.map] if how == "attribute" else [])]:
+            assert any(each.flat if how == "numpy" else each.untyped_storage().tolist())
         return spread(outputs, targets)
 
     batch = ib.VirtualBatch(
