@@ -2,6 +2,7 @@
 
 #include "wrap_budget.hpp"
 #include "wrap_forward.hpp"
+#include "wrap_report.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>

@@ -3,6 +3,7 @@
 #include "meter.hpp"
 #include "wrap_cuts.hpp"
 #include "wrap_forward.hpp"
+#include "wrap_report.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
@@ -578,30 +579,6 @@ std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
                                " that were live when it began (outputs, what the loss holds),");
     }
   }
-}
-
-std::shared_ptr<WrapReport> report_of(const WrappedCall& call, const std::vector<int64_t>& sizes) {
-  auto report = std::make_shared<WrapReport>();
-  report->micro_batch_sizes = sizes;
-  report->retained = call.kept_count();
-  if (call.cuts) {
-    report->parked_bytes = call.cuts->parked().bytes;
-    report->parked_seconds = call.cuts->parked().seconds;
-  }
-  report->strategy = call.cuts ? "cut" : call.parts.empty() ? "forward" : "replay";
-  for (const WrappedCall::Part& part : call.parts) {
-    if (!part.tape.opaque) continue;
-    report->strategy = "rerun";
-    report->strategy_reason = *part.tape.opaque;
-    break;
-  }
-  report->left_on_module = call.left_on_module;
-  return report;
-}
-
-void publish(Wrapped& wrapped, std::shared_ptr<WrapReport> report) {
-  const std::lock_guard<std::mutex> lock(wrapped.mutex);
-  wrapped.report = std::move(report);
 }
 
 }  // namespace infinitybatch

@@ -16,10 +16,4 @@ Batch forward_under_budget(const std::shared_ptr<Wrapped>& wrapped, Job job, con
 std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
                                               const std::function<std::vector<at::Tensor>()>& run);
 
-/// What a call did so far, for people.
-std::shared_ptr<WrapReport> report_of(const WrappedCall& call, const std::vector<int64_t>& sizes);
-
-/// Makes `report` the last one of `wrapped`.
-void publish(Wrapped& wrapped, std::shared_ptr<WrapReport> report);
-
 }  // namespace infinitybatch
