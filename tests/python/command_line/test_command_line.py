@@ -122,7 +122,7 @@ MISUSES = {
     "host budget 0": (
         ("verify", "--host-budget", "0"),
         USAGE,
-        "--host-budget: .*at least one byte",
+        "--host-budget is .*at least one byte",
     ),
     "no such park directory": (
         ("bench", "--park-directory", "{folder}/nowhere"),
