@@ -3,17 +3,36 @@
 import gc
 import os
 import random
+import resource
+import signal
+import subprocess
+import sys
 
 import infinitybatch as ib
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LONG = os.environ.get("INFINITYBATCH_LONG_TESTS") == "1"
 
 
 class MyError(Exception):
     pass
+
+
+class FailingOps(TorchDispatchMode):
+    """Raises at the n-th op, whoever calls it: the model, the engine or the step itself."""
+
+    def __init__(self, n=None, error=None):
+        super().__init__()
+        self.n, self.error, self.names = n, error, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        if len(self.names) == self.n:
+            raise self.error
+        return func(*args, **(kwargs or {}))
 
 
 class State:
@@ -149,3 +168,43 @@ def fail_in_allocations(model, loss, inputs, batch, wanted, places):
         del watched
         if place % 3 == 0 or LONG:
             assert_same(step_bits(model, loss, batch, inputs), wanted, where)
+
+
+def assert_a_full_disk_leaves_everything(model, batch, plain, inputs, targets):
+    """Steps of `batch` that find no room, early and later, raise ParkingError and change nothing;
+    one that finds room gives the gradients of `plain`, which does not park, bit for bit."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    state = torch.get_rng_state()
+    live = ib.memory.stats("cpu").live
+    try:
+        for room in (2**12, 10 * 2**12):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+            with pytest.raises(ib.ParkingError):
+                batch.backward(inputs, targets)
+            assert ib.memory.stats("cpu").live == live
+            assert torch.equal(torch.get_rng_state(), state)
+            assert all(parameter.grad is None for parameter in model.parameters())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    batch.backward(inputs, targets)
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    torch.set_rng_state(state)
+    plain.backward(inputs, targets)
+    assert all(map(torch.equal, found, (parameter.grad for parameter in model.parameters())))
+
+
+def assert_a_kill_leaves_nothing(script, folder):
+    """`script` kills itself while something is parked in the folder that is its argument."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(folder)],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list(folder.iterdir()) == []

@@ -1,11 +1,9 @@
 """Outputs that wait for a coupled loss, and their gradients after it, leave the device."""
 
-import resource
-import signal
-
 import infinitybatch as ib
 import pytest
 import torch
+from fault_support import assert_a_full_disk_leaves_everything
 from support import Calls, gradient_error, native_gradients
 from torch import nn
 from wrap_support import Square
@@ -182,26 +180,6 @@ def test_a_full_disk_is_a_typed_error_and_leaves_everything_as_it_was():
     torch.manual_seed(0)
     model = net("dropout")
     batch = ib.VirtualBatch(model, ib.losses.coupled(spread), micro_batch_size=4, park="always")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    inputs, targets = data()
-    random = torch.get_rng_state()
-    live = ib.memory.stats("cpu").live
-    try:
-        # In the first pass; then where the gradients are to wait beside the outputs.
-        for room in (2**12, 10 * 2**12):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-            with pytest.raises(ib.ParkingError):
-                batch.backward(inputs, targets)
-            assert ib.memory.stats("cpu").live == live
-            assert torch.equal(torch.get_rng_state(), random)
-            assert all(parameter.grad is None for parameter in model.parameters())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    batch.backward(inputs, targets)
-    found = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad(set_to_none=True)
-    torch.set_rng_state(random)
-    ib.VirtualBatch(model, ib.losses.coupled(spread), micro_batch_size=4).backward(inputs, targets)
-    assert all(map(torch.equal, found, (parameter.grad for parameter in model.parameters())))
+    plain = ib.VirtualBatch(model, ib.losses.coupled(spread), micro_batch_size=4)
+    # In the first pass; then where the gradients are to wait beside the outputs.
+    assert_a_full_disk_leaves_everything(model, batch, plain, *data())

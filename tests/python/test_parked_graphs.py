@@ -1,16 +1,12 @@
 """Graphs that are kept for a coupled loss wait away from the device, in place of second forwards."""
 
-import os
-import resource
-import signal
-import subprocess
-import sys
 import textwrap
 from ctypes import string_at
 
 import infinitybatch as ib
 import pytest
 import torch
+from fault_support import assert_a_full_disk_leaves_everything, assert_a_kill_leaves_nothing
 from support import Calls, gradient_error, native_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -363,28 +359,8 @@ def test_a_full_disk_is_a_typed_error_and_leaves_everything_as_it_was():
     model = model_of("dropout")
     options = {"micro_batch_size": SIZE, "retained_micro_batches": COUNT}
     batch = ib.VirtualBatch(model, ib.losses.coupled(spread), park="always", **options)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    inputs, targets = data()
-    random = torch.get_rng_state()
-    live = ib.memory.stats("cpu").live
-    try:
-        for room in (2**12, 10 * 2**12):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-            with pytest.raises(ib.ParkingError):
-                batch.backward(inputs, targets)
-            assert ib.memory.stats("cpu").live == live
-            assert torch.equal(torch.get_rng_state(), random)
-            assert all(parameter.grad is None for parameter in model.parameters())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    batch.backward(inputs, targets)
-    found = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad(set_to_none=True)
-    torch.set_rng_state(random)
-    ib.VirtualBatch(model, ib.losses.coupled(spread), **options).backward(inputs, targets)
-    assert all(map(torch.equal, found, (parameter.grad for parameter in model.parameters())))
+    plain = ib.VirtualBatch(model, ib.losses.coupled(spread), **options)
+    assert_a_full_disk_leaves_everything(model, batch, plain, *data())
 
 
 def test_nothing_is_left_behind_after_a_kill(tmp_path):
@@ -400,13 +376,4 @@ def test_nothing_is_left_behind_after_a_kill(tmp_path):
                                 park_directory=sys.argv[1])
         batch.backward(torch.randn(64, 32))
         """)
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert_a_kill_leaves_nothing(script, tmp_path)

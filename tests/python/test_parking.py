@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
-import subprocess
-import sys
 import textwrap
 
 import infinitybatch as ib
 import pytest
 import torch
+from fault_support import assert_a_kill_leaves_nothing
 from support import gradient_error, native_gradients
 from torch import nn
 
@@ -375,16 +373,7 @@ def test_nothing_is_left_behind_after_a_kill(tmp_path) -> None:
                                 on_micro_batch=lambda _: os.kill(os.getpid(), signal.SIGKILL))
         batch.backward(images, labels)
         """)
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert_a_kill_leaves_nothing(script, tmp_path)
 
 
 @pytest.mark.parametrize(

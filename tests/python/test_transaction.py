@@ -13,10 +13,9 @@ import infinitybatch as ib
 import numpy as np
 import pytest
 import torch
-from fault_support import LONG, MyError, State, after
+from fault_support import LONG, FailingOps, MyError, State, after
 from support import Calls, classification, mlp
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Fussy(nn.Module):
@@ -342,20 +341,6 @@ def test_a_failed_allocation_anywhere(with_grads):
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         del state, found
     assert failures == len(places)
-
-
-class FailingOps(TorchDispatchMode):
-    """Raises at the n-th op, whoever calls it: the model, the engine or the step itself."""
-
-    def __init__(self, n=None, error=None):
-        super().__init__()
-        self.n, self.error, self.names = n, error, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        if len(self.names) == self.n:
-            raise self.error
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("with_grads", [False, True])

@@ -6,10 +6,9 @@ import random
 import infinitybatch as ib
 import pytest
 import torch
-from fault_support import LONG, MyError, State, look_at_new_objects_only
+from fault_support import LONG, FailingOps, MyError, State, look_at_new_objects_only
 from support import classification
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["look_at_new_objects_only"]  # a fixture
 
@@ -32,20 +31,6 @@ class Fussy(nn.Module):
     def forward(self, x):
         self.steps += 1
         return self.net(x + 0.1 * random.random())
-
-
-class FailingOps(TorchDispatchMode):
-    """Raises at the n-th op, whoever calls it."""
-
-    def __init__(self, n=None, error=None):
-        super().__init__()
-        self.n, self.error, self.names = n, error, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        if len(self.names) == self.n:
-            raise self.error
-        return func(*args, **(kwargs or {}))
 
 
 def step(wrapped, inputs, targets):
