@@ -1,5 +1,6 @@
 #include <infinitybatch/coupled/watched_memory.hpp>
 
+#include <infinitybatch/core/extent.hpp>
 #include <infinitybatch/tape/op_facts.hpp>
 
 #include <c10/core/GradMode.h>
@@ -29,15 +30,6 @@ bool overwrites(std::string_view op) {
 const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
                                                   : nullptr;
-}
-
-/// The last element of a tensor with elements, counted from its first.
-int64_t extent_of(const at::Tensor& tensor) {
-  int64_t extent = 0;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    extent += (tensor.size(dim) - 1) * tensor.stride(dim);
-  }
-  return extent;
 }
 
 /// Strides with sizes, the smallest stride first: transposing changes nothing.
@@ -77,11 +69,9 @@ bool may_overlap(const at::Tensor& first, const at::Tensor& second) {
   if (first.layout() != at::kStrided || second.layout() != at::kStrided) return true;
   if (first.numel() == 0 || second.numel() == 0) return false;
   if (first.dtype() != second.dtype()) return true;
-  const int64_t begins = first.storage_offset();
-  const int64_t other_begins = second.storage_offset();
-  if (begins + extent_of(first) < other_begins || other_begins + extent_of(second) < begins) {
-    return false;
-  }
+  const auto [begin, end] = extent_of(first);
+  const auto [other_begin, other_end] = extent_of(second);
+  if (end <= other_begin || other_end <= begin) return false;
   return !are_other_slices(first, second);
 }
 

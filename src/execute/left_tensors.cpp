@@ -1,5 +1,7 @@
 #include <infinitybatch/execute/left_tensors.hpp>
 
+#include <infinitybatch/core/extent.hpp>
+
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
@@ -28,17 +30,6 @@ at::Tensor sample_of(const at::Tensor& tensor) {
   const int64_t step = std::max<int64_t>(1, values.numel() / kSampled);
   if (values.is_contiguous()) return values.view({-1}).slice(0, 0, values.numel(), step).clone();
   return values.numel() <= kSampled ? values.clone() : at::Tensor();
-}
-
-/// Of its storage: the bytes from its first to its last element.
-std::pair<int64_t, int64_t> extent_of(const at::Tensor& tensor) {
-  const int64_t size = static_cast<int64_t>(tensor.element_size());
-  const int64_t begin = tensor.storage_offset() * size;
-  int64_t end = begin + (tensor.numel() > 0 ? size : 0);
-  for (int64_t d = 0; d < tensor.dim() && tensor.numel() > 0; ++d) {
-    end += (tensor.size(d) - 1) * tensor.stride(d) * size;
-  }
-  return {begin, end};
 }
 
 // The comparison waits for the device, so that it is made when somebody asks.
