@@ -7,6 +7,8 @@
 // change (NEP 19). Whatever was drawn is put back at once.
 #include "numpy_random.hpp"
 
+#include <infinitybatch/core/recycled.hpp>
+
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -111,7 +113,7 @@ std::function<void()> save_numpy_random(const py::object& numpy_random) {
       restore_full(module, py::reinterpret_borrow<py::object>(state.handle()));
     };
   }
-  const auto before = std::make_shared<const Twister>(*twister);
+  const auto before = recycled(*twister);
   const py::handle draw = known.standard_normal.handle();
   const py::object number = draw();
   const bool was_cached = std::memcmp(twister, before.get(), sizeof(Twister)) == 0;

@@ -5,6 +5,8 @@
 // meanwhile because there is no GIL, getstate() is used. Putting back goes by setstate() always.
 #include "standard_random.hpp"
 
+#include <infinitybatch/core/recycled.hpp>
+
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -69,7 +71,7 @@ std::function<void()> save_standard_random(const py::object& random) {
   const auto generator = py::reinterpret_borrow<py::object>(PyMethod_GET_SELF(getstate.ptr()));
   const Twister* twister = find_twister(random, generator);
   if (twister == nullptr) return save_by_getstate(random);
-  const auto before = std::make_shared<const Twister>(*twister);
+  const auto before = recycled(*twister);
   const Held held(generator);
   // The second of two normal numbers, where it waits to be drawn.
   const Held gauss(generator.attr("gauss_next"));

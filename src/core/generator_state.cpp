@@ -1,5 +1,6 @@
 #include <infinitybatch/core/generator_state.hpp>
 
+#include <infinitybatch/core/recycled.hpp>
 #include <infinitybatch/core/rng.hpp>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -17,7 +18,7 @@ GeneratorState::GeneratorState(at::Generator generator) {
   }
   const std::lock_guard<std::mutex> lock(generator.mutex());
   auto* const impl = generator.get<at::CPUGeneratorImpl>();
-  engine_ = std::make_shared<const at::mt19937>(impl->engine());
+  engine_ = recycled(impl->engine());
   spare_double_ = impl->next_double_normal_sample();
   spare_float_ = impl->next_float_normal_sample();
 }

@@ -72,6 +72,7 @@ void admit_model(Job& job) {
     }
   }
   job.device = device_of(job);
+  job.training = job.model->is_training();
 }
 
 BatchSource targets_source(const Batch& targets, int64_t size) {
@@ -129,7 +130,7 @@ std::string signature_of(const Job& job) {
 
 std::string kind_of(const Job& job) {
   std::string signature = job.inputs->signature + "|" + job.targets->signature;
-  signature += job.model->is_training() ? "|train" : "|eval";
+  signature += job.training ? "|train" : "|eval";
   signature += "|" + std::to_string(at::get_num_threads());
   if (at::autocast::is_autocast_enabled(job.device.type())) {
     signature += "|autocast";

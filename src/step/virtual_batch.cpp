@@ -56,7 +56,6 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   job.loss = std::get_if<SeparableLoss>(&loss_);
   job.coupled = std::get_if<CoupledLoss>(&loss_);
   job.use_tapes = use_tapes_;
-  job.cut = cut_[model_.is_training()];
   job.inputs = &inputs;
   job.targets = &targets;
   job.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
@@ -65,11 +64,12 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   job.interrupt = options_.interrupt;
   if (options_.loss_scale) job.loss_scale = options_.loss_scale();
   admit(job);
+  job.cut = cut_[job.training];
   if (options_.static_graph) {
     job.cut = true;
     job.static_tapes = static_tapes(job);
   }
-  const bool checkpointed = checkpoints_.contains(signature_of(job));
+  const bool checkpointed = !checkpoints_.empty() && checkpoints_.contains(signature_of(job));
   if (!options_.static_graph && (options_.checkpoint_segments || checkpointed)) {
     job.alone = !job.cut;
     job.cut = true;
@@ -387,7 +387,7 @@ void VirtualBatch::State::check_inputs() const {
 }
 
 bool VirtualBatch::State::answer_by_cuts(Job& job) {
-  bool& cut = cut_[model_.is_training()];
+  bool& cut = cut_[job.training];
   if (!job.cut && job.exact_coupling && !uncut_ && !coupled_beyond_cuts_) {
     job.cut = cut = true;
     job.parks_graphs = false;

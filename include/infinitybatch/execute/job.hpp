@@ -41,6 +41,7 @@ struct Job {
   std::vector<NamedParameter> parameters;
   std::vector<BufferSlot> buffers;
   at::Device device = at::kCPU;
+  bool training = true;  ///< the model's mode
   bool exact_coupling = true;
   bool keep_outputs = false;
   bool cut = false;                        ///< tapes are cut where ops see the whole batch
