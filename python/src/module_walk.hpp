@@ -5,6 +5,7 @@
 #include <infinitybatch/core/model.hpp>
 #include <infinitybatch/execute/carried_state.hpp>
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -28,6 +29,11 @@ std::optional<Owned> walk_ordinary(py::handle model);
 PlainState plain_state(py::handle model);
 /// The tensors alone.
 std::vector<NamedParameter> plain_tensors(py::handle model);
+
+/// Another number where the modules of a tree are others, or set otherwise: the mode of each, its
+/// numbers, text, tuples of them and functions in plain attributes, its forward hooks. Settings
+/// inside of lists, dicts and other objects are not seen. The GIL is held.
+uint64_t configuration_of(py::handle model);
 
 /// A buffer of a Python module: an entry of its `_buffers`, so that a model that binds another
 /// tensor to the name is noticed. `get` and `set` take the GIL, during unwinding too.

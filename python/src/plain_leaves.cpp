@@ -1,6 +1,7 @@
 #include "plain_leaves.hpp"
 
 #include "held.hpp"
+#include "python_batch.hpp"
 
 #include <infinitybatch/core/plain_leaves.hpp>
 
@@ -39,10 +40,18 @@ std::string text(const std::any& value) {
   return text.size() <= kLongest ? text : text.substr(0, kLongest) + "...";
 }
 
+std::string identity(const std::any& value) {
+  const py::gil_scoped_acquire gil;
+  const py::handle object = held_in(value);
+  const std::string type = Py_TYPE(object.ptr())->tp_name;
+  if (is_plain_value(object)) return type + py::repr(object).cast<std::string>();
+  return type + std::to_string(reinterpret_cast<uintptr_t>(object.ptr()));
+}
+
 }  // namespace
 
 void register_plain_leaves() {
-  know_plain_leaves({&alike, &is_number, &text});
+  know_plain_leaves({&alike, &is_number, &text, &identity});
 }
 
 }  // namespace infinitybatch::python

@@ -143,6 +143,10 @@ Model model_of(const Held& view, const Held& forward, bool keep_outputs) {
     const py::gil_scoped_acquire gil;
     return view.handle().attr("is_training")().cast<bool>();
   };
+  model.configuration = [view] {
+    const py::gil_scoped_acquire gil;
+    return configuration_of(view.handle().attr("forward"));
+  };
   return model;
 }
 

@@ -28,12 +28,16 @@ BatchSource from_python(const PythonSource& python, const char* name) {
     BatchSource first = BatchSource::from(read_rows(python.rows, 0, 1, name), name);
     python.first_row->signature = std::move(first.signature);
     python.first_row->dims = std::move(first.dims);
+    python.first_row->arguments = std::move(first.arguments);
   }
   return {python.size,
           [rows = python.rows, name](int64_t begin, int64_t end) {
             return read_rows(rows, begin, end, name);
           },
-          python.first_row->signature, python.first_row->dims};
+          python.first_row->signature,
+          python.first_row->dims,
+          /*uniform=*/false,
+          python.first_row->arguments};
 }
 
 }  // namespace

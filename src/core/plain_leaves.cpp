@@ -65,6 +65,21 @@ void know_plain_leaves(const PlainLeaves& leaves) {
   of_binding() = leaves;
 }
 
+std::string identity_of_plain_leaves(const Batch& batch) {
+  std::string text;
+  for (const Leaf& leaf : batch.leaves()) {
+    if (leaf.tensor.defined()) continue;
+    const auto own = own_text(leaf.object);
+    text += '|';
+    if (own) {
+      text += *own;
+    } else if (leaf.object.has_value() && of_binding()) {
+      text += of_binding()->identity(leaf.object);
+    }
+  }
+  return text;
+}
+
 bool has_plain_numbers(const Batch& outputs) {
   return std::any_of(outputs.leaves().begin(), outputs.leaves().end(), [](const Leaf& leaf) {
     return !leaf.tensor.defined() && is_number(leaf.object);

@@ -4,6 +4,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/following_dims.hpp>
 #include <infinitybatch/core/join.hpp>
+#include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/core/transforms.hpp>
 
 #include <ATen/Functions.h>
@@ -176,7 +177,10 @@ BatchSource BatchSource::from(const Batch& batch, std::string_view name) {
   }
   return {batch_size(batch, name),
           [batch](int64_t begin, int64_t end) { return infinitybatch::rows(batch, begin, end); },
-          std::move(signature), dims_of(batch), /*uniform=*/true};
+          std::move(signature),
+          dims_of(batch),
+          /*uniform=*/true,
+          identity_of_plain_leaves(batch)};
 }
 
 }  // namespace infinitybatch

@@ -7,6 +7,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace infinitybatch {
 BufferRule::BufferRule(std::vector<BufferSlot> slots, bool exact) : exact_(exact) {
@@ -51,6 +52,12 @@ void BufferRule::end_micro_batch() {
   first_ = false;
 }
 
+void BufferRule::end_other_rows() {
+  const bool second_pass = std::exchange(second_pass_, false);
+  end_micro_batch();
+  second_pass_ = second_pass;
+}
+
 void BufferRule::note_write(const at::Tensor& buffer) {
   for (Entry& entry : entries_) {
     if (!entry.tensor.is_same(buffer) || entry.written) continue;
@@ -92,6 +99,11 @@ bool BufferRule::written() const noexcept {
                      [](const Entry& entry) { return entry.written; });
 }
 
+bool BufferRule::rebound() const noexcept {
+  return std::any_of(entries_.begin(), entries_.end(),
+                     [](const Entry& entry) { return entry.rebound; });
+}
+
 void BufferRule::commit() {
   const at::NoGradGuard no_grad;
   for (Entry& entry : entries_) {
@@ -103,9 +115,10 @@ void BufferRule::commit() {
       throw CouplingError(
           entry.slot.name,
           "buffer '" + entry.slot.name +
-              "' depends on the samples: micro-batches leave different values in it, so one pass "
-              "over the whole batch cannot be reproduced; put the module that owns it into eval "
-              "mode, or allow it with batch_coupling=\"per_micro_batch\", which lets each "
+              "' depends on the samples, or counts them: micro-batches leave different values in "
+              "it, so one pass over the whole batch cannot be reproduced; put the module that owns "
+              "it into eval mode, or allow it with batch_coupling=\"per_micro_batch\", which lets "
+              "each "
               "micro-batch be a batch of its own");
     }
   }

@@ -63,6 +63,7 @@ Executor::Executor(const Job& job)
       experiment_(job.examined,
                   job.examined != nullptr ? devices_of(job) : std::vector<at::Device>(),
                   job.batch_size()),
+      asks_(job.examined != nullptr && !*job.examined),
       total_(job.device) {
   if (job.cut) cut_pass_.emplace(job, sinks_, buffers_);
   watch_.know_parameters(job.parameters);
@@ -193,6 +194,8 @@ int64_t Executor::park(Rows rows, int64_t segment, bool back) {
 
 void Executor::load(Rows rows) {
   if (job_.interrupt) job_.interrupt();
+  if (first_.size() == 0) first_ = rows;
+  uneven_ = uneven_ || rows.size() != first_.size();
   inputs_ = load_rows(*job_.inputs, rows, job_.device);
   targets_ = load_rows(*job_.targets, rows, job_.device);
   if (job_.inputs->uniform && job_.targets->uniform) return;
@@ -483,6 +486,7 @@ void Executor::penalty() {
 }
 
 void Executor::hand_out() {
+  recount();
   commit();
   // Whatever can fail comes first: a hand-out cannot be taken back.
   examine();

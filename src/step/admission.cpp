@@ -105,7 +105,7 @@ std::vector<const void*> owned_by(const Job& job) {
 }
 
 std::string kind_of_draws(const Job& job) {
-  std::string kind = kind_of(job) + "|ones";
+  std::string kind = program_kind_of(job) + "|ones";
   for (const auto& leaf : lengths_of(job)) {
     for (const int64_t size : leaf) kind += size == 1 ? '1' : '.';
     kind += ',';
@@ -126,6 +126,10 @@ std::string signature_of(const Job& job) {
     for (const int64_t size : leaf) signature += 'x' + std::to_string(size);
   }
   return signature;
+}
+
+std::string program_kind_of(const Job& job) {
+  return kind_of(job) + "|program " + std::to_string(job.program);
 }
 
 std::string kind_of(const Job& job) {

@@ -44,10 +44,23 @@ bool refuses_one_sample(const std::exception_ptr& exception) {
 }  // namespace
 
 StaticTapes* VirtualBatch::State::static_tapes(const Job& job) const {
-  StaticTapes& tapes = static_tapes_[signature_of(job)];
+  StaticTapes& tapes = static_tapes_[signature_of(job) + program_kind_of(job)];
   std::vector<const void*> owned = owned_by(job);
   if (tapes.owned != owned) tapes = StaticTapes{{}, std::move(owned)};
   return &tapes;
+}
+
+std::string VirtualBatch::State::program_of(const Job& job) const {
+  return Programs::identity(model_, job.inputs->arguments);
+}
+
+void VirtualBatch::State::forget_programs() const {
+  programs_.clear();
+  static_tapes_.clear();
+  draw_laws_.clear();
+  output_laws_.clear();
+  examined_.clear();
+  checked_.clear();
 }
 
 Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targets) const {
@@ -65,6 +78,8 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   if (options_.loss_scale) job.loss_scale = options_.loss_scale();
   admit(job);
   job.cut = cut_[job.training];
+  if (programs_.full()) forget_programs();
+  job.program = programs_.number(program_of(job));
   if (options_.static_graph) {
     job.cut = true;
     job.static_tapes = static_tapes(job);
@@ -80,9 +95,9 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
                      ((job.cut || keeps_graphs(job)) && parked_.contains(signature_of(job)));
   if (waits && parks) job.store = store(job.device);
   job.parks_graphs = job.store != nullptr && keeps_graphs(job);
-  if (job.coupled != nullptr) job.output_law = &output_laws_[kind_of(job)];
-  if (job.cut) job.check_recordings = !checked_.contains(kind_of(job));
-  if (job.exact_coupling && job.use_tapes) job.examined = &examined_[kind_of(job)];
+  if (job.coupled != nullptr) job.output_law = &output_laws_[program_kind_of(job)];
+  if (job.cut) job.check_recordings = !checked_.contains(program_kind_of(job));
+  if (job.exact_coupling && job.use_tapes) job.examined = &examined_[program_kind_of(job)];
   job.renormed = &renormed_;
   job.match_native_rng = options_.match_native_rng;
   if (job.match_native_rng) job.draw_laws = &draw_laws_[kind_of_draws(job)];
@@ -120,6 +135,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
     if (budget && job.device.is_cpu()) limit.emplace(*budget);
     try {
       StepReport report = attempt(job, budget, hand_out);
+      programs_.left(program_of(job));
       report.peak_bytes = peak.peak();
       if (job.store != nullptr) tell_parking(job, report);
       report.memory_budget = budget;

@@ -8,6 +8,7 @@
 #include <infinitybatch/park/store.hpp>
 #include <infinitybatch/plan/checkpoint_planner.hpp>
 #include <infinitybatch/plan/planner.hpp>
+#include <infinitybatch/step/programs.hpp>
 #include <infinitybatch/step/virtual_batch.hpp>
 
 #include <array>
@@ -43,6 +44,8 @@ class VirtualBatch::State {
   Job job(const BatchSource& inputs, const BatchSource& targets) const;
   /// Those of this kind of batch; empty where parameters or buffers are other tensors now.
   StaticTapes* static_tapes(const Job& job) const;
+  std::string program_of(const Job& job) const;
+  void forget_programs() const;
   StepReport attempt(const Job& job, const std::optional<int64_t>& budget, bool hand_out);
   /// Records, and then follows the plan that the recordings ask for.
   void follow_cuts(Executor& executor, const Job& job, std::vector<int64_t> sizes, bool hand_out);
@@ -128,6 +131,7 @@ class VirtualBatch::State {
   std::array<bool, 2> cut_{};    // in eval, in training: ops of the model see the whole batch
   bool inputs_written_ = false;  // by forward, in the last attempt
   bool uncut_ = false;           // this model's tapes cannot be cut
+  mutable Programs programs_;    // what is known of them stands by kind of batch and program
   mutable std::map<std::string, StaticTapes> static_tapes_;  // by kind of batch
   /// Kinds of batches one sample of which does not fit.
   mutable std::map<std::string, CheckpointPlanner> checkpoints_;
@@ -138,7 +142,7 @@ class VirtualBatch::State {
   mutable std::map<std::string, OutputLaw> output_laws_;        // by kind of batch
   mutable coupled::RenormedMemory renormed_;      // addresses: at worst a copy too many
   mutable std::map<std::string, bool> examined_;  // kinds of batches: whether mixing is ruled out
-  std::set<std::string> checked_;                 // kinds of batches whose recordings were checked
+  mutable std::set<std::string> checked_;         // kinds of batches whose recordings were checked
   int64_t segments_ = 1;                          // of the cut tapes that were recorded last
   bool failed_in_loss_ = false;                   // the last attempt, in the loss of all outputs
   bool coupled_beyond_cuts_ = false;              // of the last attempt: no cut helps

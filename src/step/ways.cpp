@@ -76,7 +76,7 @@ void VirtualBatch::State::follow_cuts(Executor& executor, const Job& job,
   auto& instructions = piece.plan.instructions;
   instructions.erase(instructions.begin(), instructions.begin() + count);
   run(executor, prepare(std::move(piece), hand_out), 0, job.device);
-  checked_.insert(kind_of(job));
+  checked_.insert(program_kind_of(job));
 }
 
 void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
@@ -141,7 +141,7 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
     if (coupled) follow(plan_, loss, loss + 1, /*counts=*/false);
     if (coupled) follow(plan_, loss + 1, end);
   }
-  if (!job.alone) checked_.insert(kind_of(job));
+  if (!job.alone) checked_.insert(program_kind_of(job));
   planner.measured(most - baseline);
   plan_.baseline_bytes = baseline;
   plan_.budget_bytes = budget;
@@ -325,7 +325,7 @@ void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int
     report.predicted_peak_bytes = piece.plan.predicted_peak_bytes;
     plan_ = piece.plan;
     planner_.observe(piece, run_planned(executor, piece, 0, job.device));
-    if (job.cut) checked_.insert(kind_of(job));
+    if (job.cut) checked_.insert(program_kind_of(job));
     plan_ = planner_.plan();
     const auto choice = graph_choices_.find(signature_of(job));
     if (choice != graph_choices_.end()) plan_.reason += "; " + choice->second.reason;

@@ -6,6 +6,7 @@
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
+#include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/core/transforms.hpp>
 #include <infinitybatch/execute/outside_loss.hpp>
 #include <infinitybatch/step/admission.hpp>
@@ -13,6 +14,77 @@
 #include <utility>
 
 namespace infinitybatch {
+
+namespace {
+
+Batch run(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs, int64_t total) {
+  if (wrapped->options.memory_budget) return forward_under_budget(wrapped, std::move(job), inputs);
+  const int64_t size = *wrapped->options.micro_batch_size;
+  const bool one = total <= size;
+  if (one && !wrapped->options.agree) {
+    auto report = std::make_shared<WrapReport>();
+    report->micro_batch_sizes = {total};
+    report->strategy = "native";
+    Batch outputs = wrapped->model.forward(to_device(inputs, job.device));
+    publish(*wrapped, std::move(report));
+    return outputs;
+  }
+  bool coupled = false;
+  const auto attempt = [&](const auto& run) {
+    ForwardPass pass(wrapped, job, inputs);
+    try {
+      Batch outputs = run(pass);
+      pass.call()->report = report_of(*pass.call(), pass.sizes());
+      publish(*wrapped, pass.call()->report);
+      return outputs;
+    } catch (...) {
+      keep_foreign_exception(std::current_exception());
+      coupled = pass.saw_coupling();
+      pass.roll_back();
+      throw;
+    }
+  };
+  const auto stream = [&](ForwardPass& pass) {
+    return pass.run({split_by(total, size), /*retained=*/one ? 1 : 0}, total);
+  };
+  std::shared_ptr<park::Store> store;
+  const auto cut = [&](ForwardPass& pass) {
+    const StoreUse alone(*wrapped, store.get());
+    return pass.run_cuts(split_for_cuts(total, size), /*overlap=*/true);
+  };
+  const auto park = [&] {
+    if (wrapped->options.parking.when != Parking::When::always) return;
+    store = wrapped->store_on(job.device);
+    job.store = store.get();
+  };
+  std::atomic<bool>& sees_all = wrapped->sees_whole_batch();
+  if (one) return attempt(stream);
+  if (wrapped->options.static_graph) {
+    park();
+    return attempt(cut);
+  }
+  if (sees_all) {
+    park();
+    try {
+      return attempt(cut);
+    } catch (const NothingToCut&) {
+      sees_all = false;
+    }
+  }
+  const Rerunnable rerunnable(inputs);
+  try {
+    return attempt(stream);
+  } catch (const CouplingError&) {
+    if (!coupled) throw;  // a buffer that depends on the samples
+  }
+  rerunnable.check();
+  park();
+  Batch outputs = attempt(cut);
+  sees_all = true;
+  return outputs;
+}
+
+}  // namespace
 
 Wrap::Wrap(Model model, WrapOptions options) : wrapped_(std::make_shared<Wrapped>()) {
   if (options.micro_batch_size && *options.micro_batch_size < 1) {
@@ -42,70 +114,10 @@ Batch Wrap::forward(const Batch& inputs) const {
   job.model = &wrapped_->model;
   job.match_native_rng = wrapped_->options.match_native_rng;
   admit_model(job);
-  if (wrapped_->options.memory_budget)
-    return forward_under_budget(wrapped_, std::move(job), inputs);
-  const int64_t size = *wrapped_->options.micro_batch_size;
-  const bool one = total <= size;
-  if (one && !wrapped_->options.agree) {
-    auto report = std::make_shared<WrapReport>();
-    report->micro_batch_sizes = {total};
-    report->strategy = "native";
-    Batch outputs = wrapped_->model.forward(to_device(inputs, job.device));
-    publish(*wrapped_, std::move(report));
-    return outputs;
-  }
-  bool coupled = false;
-  const auto attempt = [&](const auto& run) {
-    ForwardPass pass(wrapped_, job, inputs);
-    try {
-      Batch outputs = run(pass);
-      pass.call()->report = report_of(*pass.call(), pass.sizes());
-      publish(*wrapped_, pass.call()->report);
-      return outputs;
-    } catch (...) {
-      keep_foreign_exception(std::current_exception());
-      coupled = pass.saw_coupling();
-      pass.roll_back();
-      throw;
-    }
-  };
-  const auto stream = [&](ForwardPass& pass) {
-    return pass.run({split_by(total, size), /*retained=*/one ? 1 : 0}, total);
-  };
-  std::shared_ptr<park::Store> store;
-  const auto cut = [&](ForwardPass& pass) {
-    const StoreUse alone(*wrapped_, store.get());
-    return pass.run_cuts(split_for_cuts(total, size), /*overlap=*/true);
-  };
-  const auto park = [&] {
-    if (wrapped_->options.parking.when != Parking::When::always) return;
-    store = wrapped_->store_on(job.device);
-    job.store = store.get();
-  };
-  std::atomic<bool>& sees_all = wrapped_->sees_whole_batch();
-  if (one) return attempt(stream);
-  if (wrapped_->options.static_graph) {
-    park();
-    return attempt(cut);
-  }
-  if (sees_all) {
-    park();
-    try {
-      return attempt(cut);
-    } catch (const NothingToCut&) {
-      sees_all = false;
-    }
-  }
-  const Rerunnable rerunnable(inputs);
-  try {
-    return attempt(stream);
-  } catch (const CouplingError&) {
-    if (!coupled) throw;  // a buffer that depends on the samples
-  }
-  rerunnable.check();
-  park();
-  Batch outputs = attempt(cut);
-  sees_all = true;
+  const std::string arguments = identity_of_plain_leaves(inputs);
+  job.program = wrapped_->begin_program(arguments);
+  Batch outputs = run(wrapped_, std::move(job), inputs, total);
+  wrapped_->end_program(arguments);
   return outputs;
 }
 

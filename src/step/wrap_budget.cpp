@@ -336,7 +336,7 @@ void BudgetedForward::rehearse() {
     rehearsed = wrapped_->static_forward_of(job, kind).tapes;
     job.static_tapes = &rehearsed;
   }
-  bool examined = wrapped_->is_examined(rows_);
+  bool examined = wrapped_->is_examined(rows_, job_);
   if (!examined) job.examined = &examined;
   std::optional<RehearsedLoss> loss;
   std::optional<Executor> executor;
@@ -354,7 +354,7 @@ void BudgetedForward::rehearse() {
       while (const std::optional<Piece> piece = planner().next()) {
         planner().observe(*piece, run_planned(*executor, *piece, row, job.device));
         executor->examine();
-        if (examined && job.examined != nullptr) wrapped_->note_examined(rows_);
+        if (examined && job.examined != nullptr) wrapped_->note_examined(rows_, job_);
         row += piece->plan.batch_size;
         if (!job.cut) continue;
         // Each piece stands for a whole batch.
@@ -372,7 +372,7 @@ void BudgetedForward::rehearse() {
     if (job.check_recordings) return;
     // Nor does the call itself: what a second recording takes is no part of the plan.
     const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-    wrapped_->checked.insert(kind_of(job_));
+    wrapped_->checked.insert(program_kind_of(job_));
   } catch (...) {
     keep_foreign_exception(std::current_exception());
     if (executor) executor->roll_back();

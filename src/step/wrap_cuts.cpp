@@ -39,7 +39,7 @@ WrapCuts::WrapCuts(const WrappedCall& call, const Job& job,
   }
   {
     const std::lock_guard<std::mutex> lock(call.wrapped->mutex);
-    job_.check_recordings = !call.wrapped->checked.contains(kind_of(job_));
+    job_.check_recordings = !call.wrapped->checked.contains(program_kind_of(job_));
     if (job_.store != nullptr) store_ = call.wrapped->store;
   }
   executor_.emplace(job_);
@@ -105,7 +105,7 @@ void WrapCuts::finish_forward() {
   executor_->finish_forward();
   call_.wrapped->keep_draw_laws(job_);
   const std::lock_guard<std::mutex> lock(call_.wrapped->mutex);
-  call_.wrapped->checked.insert(kind_of(job_));
+  call_.wrapped->checked.insert(program_kind_of(job_));
   model_.forward = nullptr;
 }
 

@@ -9,6 +9,7 @@
 #include <infinitybatch/coupled/one_of_many.hpp>
 #include <infinitybatch/coupled/whole_batch_op.hpp>
 #include <infinitybatch/memory/statistics.hpp>
+#include <infinitybatch/tape/counts.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 #include <infinitybatch/tape/sample_flow.hpp>
 
@@ -66,7 +67,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
   }
   before_ = RngSnapshot::capture(call_->devices);
   rows_ = BatchSource::from(call_->inputs, "inputs");
-  known_ = call_->examined = call_->wrapped->is_examined(rows_);
+  known_ = call_->examined = call_->wrapped->is_examined(rows_, job_);
   experiment_.emplace(&call_->examined, call_->devices, rows_.size);
   if (recording_) values_ = std::make_shared<BufferValues>(job.buffers);
   // Casts made before lead into graphs of others.
@@ -79,7 +80,7 @@ void ForwardPass::examine() {
 }
 
 void ForwardPass::note_examined() const {
-  if (!known_ && call_->examined) call_->wrapped->note_examined(rows_);
+  if (!known_ && call_->examined) call_->wrapped->note_examined(rows_, job_);
 }
 
 Batch ForwardPass::run(const Split& split, int64_t total) {
@@ -91,9 +92,9 @@ Batch ForwardPass::run(const Split& split, int64_t total) {
   for (size_t i = 0; i < sizes.size(); ++i) {
     run({row, row + sizes[i]}, total, i >= keep_from);
     row += sizes[i];
-    // A second size tells along which dimension outputs lie.
+    // A second size tells along which dimension outputs lie, and which buffers count samples.
     if (i == 0 && one_size && sizes[0] > 1 &&
-        is_ambiguous(outputs_[0], sizes[0], from_samples_, options_)) {
+        (is_ambiguous(outputs_[0], sizes[0], from_samples_, options_) || may_count())) {
       --sizes[1];
       sizes.insert(sizes.begin() + 2, 1);
       ++keep_from;  // as many rows as planned
@@ -294,6 +295,12 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   parameter_rule_->end_micro_batch();
   // What was restored under a graph could belong to what it has saved.
   if (keep && (buffer_rule_.written() || parameter_rule_->written())) call_->keep().graphs.clear();
+}
+
+bool ForwardPass::may_count() const {
+  const tape::Tape* tape = experiment_->tape();
+  if (known_ || !buffer_rule_.written()) return false;
+  return buffer_rule_.rebound() || (tape != nullptr && tape::may_count(*tape));
 }
 
 void ForwardPass::note_sources(const tape::Tape& tape) {

@@ -57,7 +57,7 @@ void Wrapped::keep_static_forward(const std::string& kind, StaticForward known) 
 
 std::string kind_of_forward(const Job& job, const std::vector<size_t>& wanted_inputs,
                             bool recording) {
-  std::string kind = signature_of(job) + "|wants ";
+  std::string kind = signature_of(job) + program_kind_of(job) + "|wants ";
   for (const size_t index : wanted_inputs) kind += std::to_string(index) + ",";
   for (const NamedParameter& each : job.parameters) kind += each.tensor.requires_grad() ? '1' : '0';
   if (!recording) kind += c10::InferenceMode::is_enabled() ? "|inference" : "|no graph";
@@ -66,21 +66,40 @@ std::string kind_of_forward(const Job& job, const std::vector<size_t>& wanted_in
 
 namespace {
 
-std::string kind_of(const Wrapped& wrapped, const BatchSource& rows) {
-  return rows.signature + (wrapped.model.is_training() ? "|train" : "|eval");
+std::string kind_of(const BatchSource& rows, const Job& job) {
+  return rows.signature + (job.training ? "|train" : "|eval") + std::to_string(job.program);
 }
 
 }  // namespace
 
-bool Wrapped::is_examined(const BatchSource& rows) {
+bool Wrapped::is_examined(const BatchSource& rows, const Job& job) {
   if (options.batch_coupling != BatchCoupling::exact || !use_tapes) return true;
   const std::lock_guard<std::mutex> lock(mutex);
-  return examined.contains(kind_of(*this, rows));
+  return examined.contains(kind_of(rows, job));
 }
 
-void Wrapped::note_examined(const BatchSource& rows) {
+void Wrapped::note_examined(const BatchSource& rows, const Job& job) {
   const std::lock_guard<std::mutex> lock(mutex);
-  examined.insert(kind_of(*this, rows));
+  examined.insert(kind_of(rows, job));
+}
+
+int64_t Wrapped::begin_program(const std::string& arguments) {
+  const std::string identity = Programs::identity(model, arguments);
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (programs.full()) {
+    programs.clear();
+    static_forwards.clear();
+    draw_laws.clear();
+    examined.clear();
+    checked.clear();
+  }
+  return programs.number(identity);
+}
+
+void Wrapped::end_program(const std::string& arguments) {
+  std::string identity = Programs::identity(model, arguments);
+  const std::lock_guard<std::mutex> lock(mutex);
+  programs.left(std::move(identity));
 }
 
 std::shared_ptr<park::Store> Wrapped::store_on(at::Device device) {

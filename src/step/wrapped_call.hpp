@@ -13,6 +13,7 @@
 #include <infinitybatch/memory/foreign_storage.hpp>
 #include <infinitybatch/memory/high_water.hpp>
 #include <infinitybatch/plan/planner.hpp>
+#include <infinitybatch/step/programs.hpp>
 #include <infinitybatch/step/wrap.hpp>
 #include <infinitybatch/tape/modes.hpp>
 #include <infinitybatch/tape/tape.hpp>
@@ -64,6 +65,7 @@ struct Wrapped {
   std::set<std::string> checked;       ///< kinds of batch whose recordings have been checked
   std::map<std::string, coupled::DrawLaws> draw_laws;  ///< with match_native_rng: of kinds of batch
   std::map<std::string, StaticForward> static_forwards;
+  Programs programs;
   std::set<std::string> parked;        ///< and of batch what waits of which does not fit
   std::shared_ptr<park::Store> store;  ///< where that goes; made when it is first needed
 
@@ -77,8 +79,12 @@ struct Wrapped {
 
   /// Whether it is known of batches like `rows` whether ordinary ops mix their samples, or nobody
   /// asks.
-  bool is_examined(const BatchSource& rows);
-  void note_examined(const BatchSource& rows);
+  bool is_examined(const BatchSource& rows, const Job& job);
+  void note_examined(const BatchSource& rows, const Job& job);
+  /// The number of the program that forward is set to run, and how forward has left the model.
+  /// \param arguments `BatchSource::arguments`
+  int64_t begin_program(const std::string& arguments);
+  void end_program(const std::string& arguments);
   /// The store for tensors of `device`.
   std::shared_ptr<park::Store> store_on(at::Device device);
   std::atomic<bool> copying = false;  ///< one thread at a time uses it

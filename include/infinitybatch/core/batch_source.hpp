@@ -26,12 +26,15 @@ struct BatchSource {
   /// What distinguishes this kind of batch from others for the planner: two sources with the same
   /// signature have leaves of the same types and ranks. Empty means that all sources of this object
   /// are alike.
-  std::string signature;
+  std::string signature = {};  // initialised, so that leaving it out is no warning
   /// Sizes of the dimensions that are not split, leaf by leaf: how long a sample is. Of the first
   /// row, where not all are alike.
-  Dims dims;
+  Dims dims = {};
   /// Whether every row has these sizes.
   bool uniform = false;
+  /// Leaves that are no tensors, as text that other ones would not have. Empty without any, and
+  /// where nobody knows.
+  std::string arguments = {};
 
   /// \throws BatchError as `batch_size(batch, name)`
   static BatchSource from(const Batch& batch, std::string_view name);

@@ -2,6 +2,7 @@
 
 #include <infinitybatch/core/batch.hpp>
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
@@ -42,6 +43,10 @@ struct Model {
   std::function<std::vector<BufferSlot>()> buffers;
   /// True in training mode: plans are kept apart for train and eval.
   std::function<bool()> is_training;
+  /// Another number where forward may run another program on tensors of the same shapes: where
+  /// modules are others, or in another mode or, from Python, have other settings or hooks. May be
+  /// empty: then nothing is known to change.
+  std::function<uint64_t()> configuration;
 };
 
 }  // namespace infinitybatch

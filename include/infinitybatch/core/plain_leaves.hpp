@@ -17,10 +17,15 @@ struct PlainLeaves {
   /// Whether it may hang on how many samples there are: a number, but no truth value.
   bool (*is_number)(const std::any& value);
   std::string (*text)(const std::any& value);
+  /// Text that another value would not have: all of it, or where it lies.
+  std::string (*identity)(const std::any& value);
 };
 
 /// Once, by the binding.
 void know_plain_leaves(const PlainLeaves& leaves);
+
+/// The leaves that are no tensors, as text that other ones would not have. Empty without any.
+std::string identity_of_plain_leaves(const Batch& batch);
 
 /// Whether `outputs` holds numbers that are no tensors, so that a forward on another number of
 /// samples tells more.

@@ -19,6 +19,10 @@ class BufferRule {
   /// Call it when a micro-batch is done and its graph is gone.
   void end_micro_batch();
 
+  /// The same for rows that ran beside the step's, in the second pass too: what they leave has to
+  /// be what micro-batches left.
+  void end_other_rows();
+
   /// A tape has this buffer written, perhaps without a new version and with the values that it had.
   void note_write(const at::Tensor& buffer);
 
@@ -31,6 +35,9 @@ class BufferRule {
 
   /// Whether any micro-batch has written a buffer.
   bool written() const noexcept;
+
+  /// Whether any micro-batch has put another tensor into a buffer's place.
+  bool rebound() const noexcept;
 
   /// Writes what all micro-batches agreed on.
   /// \throws CouplingError naming the buffer on which they did not agree

@@ -118,6 +118,9 @@ class Executor {
   void hand_out();
   void finish();
   void check_coupling(Rows rows) const;
+  /// Runs forward on another number of rows, in the first step of a kind of batch, where a buffer
+  /// may count samples: micro-batches of one length leave equal counts.
+  void recount();
   void commit();
   /// Runs the loss. \throws CouplingError where it draws random numbers for these rows alone, with
   /// `Job::match_native_rng`
@@ -142,6 +145,9 @@ class Executor {
   std::optional<ParameterRule> parameters_;  // once the watch knows them
   CarriedState state_;
   MixingExperiment experiment_;
+  Rows first_;                               // of the first micro-batch
+  bool uneven_ = false;                      // another one was of another length
+  const bool asks_;                          // nobody has looked at this kind of batch
   bool apart_ = false;                       // what forwards left did not agree
   std::optional<Denominator> denominator_;   // of a separable loss
   std::optional<std::string> foreign_draw_;  // with `Job::match_native_rng`: who gave numbers

@@ -42,6 +42,7 @@ struct Job {
   std::vector<BufferSlot> buffers;
   at::Device device = at::kCPU;
   bool training = true;  ///< the model's mode
+  int64_t program = 0;   ///< which one forward is set to run; see `Programs`
   bool exact_coupling = true;
   bool keep_outputs = false;
   bool cut = false;                        ///< tapes are cut where ops see the whole batch

@@ -44,6 +44,8 @@ class MixingExperiment {
   ///             them, and is left for later
   /// \throws CouplingError naming the op that mixes samples
   void run(const std::function<Batch(Rows)>& load, bool sure = true);
+  /// The recording that waits for `run`; null without one.
+  const tape::Tape* tape() const noexcept { return pending_ ? &pending_->tape : nullptr; }
   /// Whether it has found samples mixed.
   bool found() const noexcept { return found_; }
 

@@ -29,6 +29,8 @@ std::vector<const void*> owned_by(const Job& job);
 std::string signature_of(const Job& job);
 /// The same without shapes: what samples that differ in length alone have in common.
 std::string kind_of(const Job& job);
+/// The same, and the program: what was learned by looking at forward holds for one.
+std::string program_kind_of(const Job& job);
 /// Those shapes: of inputs, then of targets.
 Dims lengths_of(const Job& job);
 /// The same, and where samples have a single element, which does not tell how it lies beside the

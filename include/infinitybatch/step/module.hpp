@@ -3,12 +3,15 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/model.hpp>
 
+#include <c10/util/hash.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/pimpl.h>
 
 #include <concepts>
+#include <cstdint>
 #include <memory>
+#include <string>
 #include <tuple>
 #include <utility>
 
@@ -92,6 +95,14 @@ Model describe_module(Root root) {
     return slots;
   };
   model.is_training = [root] { return root->is_training(); };
+  model.configuration = [root] {
+    uint64_t number = root->is_training() ? 1 : 0;
+    for (const auto& module : root->modules(/*include_self=*/false)) {
+      number = c10::hash_combine(number, reinterpret_cast<uintptr_t>(module.get()));
+      number = c10::hash_combine(number, module->is_training() ? 1 : 0);
+    }
+    return number;
+  };
   return model;
 }
 

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <infinitybatch/core/model.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+
+namespace infinitybatch {
+
+/// Numbers the programs that one model's forward may run on tensors of the same shapes: a flag
+/// among its arguments, or on the model, may lead it another way. What was learned of one program
+/// (whether it mixes samples, how outputs follow them, recordings) says nothing of another.
+class Programs {
+ public:
+  /// What a program is known by: `Model::configuration` and arguments that are no tensors.
+  static std::string identity(const Model& model, const std::string& arguments);
+
+  /// The number of the program that is to run now.
+  int64_t number(const std::string& identity);
+  /// Forward itself has left the model so: a counter that it raises is no other program.
+  void left(std::string identity) { left_ = std::move(identity); }
+
+  /// So many are known that more seem to come in every step (a schedule): time to forget them, and
+  /// what was learned of them.
+  bool full() const noexcept { return numbers_.size() >= kMost; }
+  void clear() { numbers_.clear(); }
+
+ private:
+  static constexpr size_t kMost = 64;
+  std::map<std::string, int64_t> numbers_;
+  std::string left_;
+  int64_t last_ = 0;  // numbers are never given twice
+  int64_t next_ = 0;
+};
+
+}  // namespace infinitybatch

@@ -1,0 +1,19 @@
+#include <infinitybatch/step/programs.hpp>
+
+namespace infinitybatch {
+
+std::string Programs::identity(const Model& model, const std::string& arguments) {
+  const uint64_t configuration = model.configuration ? model.configuration() : 0;
+  return std::to_string(configuration) + arguments;
+}
+
+int64_t Programs::number(const std::string& identity) {
+  if (identity != left_) {
+    const auto [known, anew] = numbers_.try_emplace(identity, next_);
+    if (anew) ++next_;
+    last_ = known->second;
+  }
+  return last_;
+}
+
+}  // namespace infinitybatch

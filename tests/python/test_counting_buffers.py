@@ -1,0 +1,154 @@
+"""Buffers that count samples: micro-batches of one length leave them equal, the whole batch not."""
+
+import copy
+from collections.abc import Callable
+
+import infinitybatch as ib
+import pytest
+import torch
+from support import classification
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+from wrap_support import close, contrastive, grads
+
+
+class Writer(nn.Module):
+    """Writes its buffer as it is told to."""
+
+    def __init__(self, write: Callable[[nn.Module, torch.Tensor], object]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+        self.register_buffer("seen", torch.ones((), dtype=torch.float64))
+        self.write = write
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.write(self, x)
+        return self.net(x)
+
+
+def add_rows(self: nn.Module, x: torch.Tensor) -> None:
+    self.seen += len(x)
+
+
+def bind_elements(self: nn.Module, x: torch.Tensor) -> None:
+    self.seen = self.seen + x.numel()
+
+
+def decay_by_rows(self: nn.Module, x: torch.Tensor) -> None:
+    self.seen.mul_(0.9 ** len(x))
+
+
+def average_rows(self: nn.Module, x: torch.Tensor) -> None:
+    self.seen.lerp_(torch.full_like(self.seen, len(x)), 0.1)
+
+
+def add_tensor(self: nn.Module, x: torch.Tensor) -> None:
+    self.seen += torch.tensor(len(x))
+
+
+COUNTS = [add_rows, bind_elements, decay_by_rows, average_rows, add_tensor]
+WAYS = ["streaming", "coupled", "wrap"]
+
+
+def run(model: nn.Module, way: str, size: int, n: int = 6, **options: object) -> None:
+    inputs, targets = classification(n)
+    if way == "wrap":
+        contrastive(ib.wrap(model, micro_batch_size=size, **options)(inputs)).backward()
+    elif way == "coupled":
+        loss = ib.losses.coupled(lambda outputs: contrastive(outputs))
+        ib.VirtualBatch(model, loss, micro_batch_size=size, **options).backward(inputs)
+    else:
+        loss = nn.CrossEntropyLoss()
+        ib.VirtualBatch(model, loss, micro_batch_size=size, **options).backward(inputs, targets)
+
+
+# `wrap` does not look at micro-batches of one sample.
+PLACES = [(way, size) for way in WAYS for size in (3, 2, 1) if (way, size) != ("wrap", 1)]
+
+
+@pytest.mark.parametrize(("way", "size"), PLACES)
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_count_is_named(count: Callable[..., None], way: str, size: int) -> None:
+    model = Writer(count)
+    with pytest.raises(ib.CouplingError, match=r"seen' depends on the samples, or counts them"):
+        run(model, way, size)
+    assert model.seen == 1
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_micro_batch_may_be_a_batch_of_its_own(way: str) -> None:
+    model = Writer(add_rows)
+    run(model, way, 3, batch_coupling="per_micro_batch")
+    assert model.seen == 7
+
+
+def test_a_budget_answers_with_the_whole_batch() -> None:
+    model = Writer(add_rows)
+    twin = copy.deepcopy(model)
+    inputs, targets = classification(6)
+    loss = nn.CrossEntropyLoss()
+    ib.VirtualBatch(model, loss, memory_budget="64MiB").backward(inputs, targets)
+    loss(twin(inputs), targets).backward()
+    assert model.seen == twin.seen == 7
+    close(grads(model), grads(twin), 1e-12)
+
+
+def add_one(self: nn.Module, x: torch.Tensor) -> None:
+    self.seen += 1
+
+
+def halve(self: nn.Module, x: torch.Tensor) -> None:
+    self.seen.mul_(0.5)
+
+
+@pytest.mark.parametrize("size", [3, 1])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("write", [add_one, halve])
+def test_what_counts_no_samples_is_written_once(
+    write: Callable[..., None], way: str, size: int
+) -> None:
+    model = Writer(write)
+    twin = copy.deepcopy(model)
+    write(twin, torch.empty(0))
+    run(model, way, size)
+    assert model.seen == twin.seen
+    model.calls, model.seen = 0, torch.ones_like(model.seen)
+    torch.manual_seed(3)
+    run(model, way, size)
+    if (write, size) == (add_one, 3):
+        assert model.calls == 2, "nothing had to be found out"
+
+
+def test_it_is_asked_once_for_each_kind_of_batch() -> None:
+    model = Writer(halve)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=3)
+    calls = []
+    for _ in range(3):
+        model.calls = 0
+        batch.backward(*classification(6))
+        calls.append(model.calls)
+    assert calls == [3, 2, 2]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_spectral_norm_counts_nothing(way: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 5)).double()
+    run(model, way, 3)
+
+
+def test_random_numbers_are_left_as_they_were() -> None:
+    def draw(self: nn.Module, x: torch.Tensor) -> None:
+        self.seen.mul_(0.5)
+        torch.rand(())
+
+    states = []
+    for write in (draw, lambda self, x: (self.seen.mul_(1), torch.rand(()))):
+        torch.manual_seed(7)
+        run(Writer(write), "streaming", 3)
+        states.append(torch.rand(()))
+    assert states[0] == states[1]
