@@ -1,6 +1,7 @@
 #include <infinitybatch/autograd/engine.hpp>
 
 #include <infinitybatch/core/foreign_exception.hpp>
+#include <infinitybatch/core/unwatched.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
@@ -60,6 +61,7 @@ auto run_or_drain(const Run& run) {
     return run();
   } catch (...) {
     keep_foreign_exception(std::current_exception());
+    const Unwatched unwatched;
     execute({Edge(compat::make_node<DrainNode>(), 0)}, {no_gradient()});
     throw;
   }

@@ -4,6 +4,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
+#include <infinitybatch/core/unwatched.hpp>
 
 #include <ATen/Functions.h>
 
@@ -300,7 +301,7 @@ void GradientSinks::hand_out() {
     }
   } catch (...) {
     keep_foreign_exception(std::current_exception());
-    at::NoGradGuard no_grad;
+    const Unwatched unwatched;
     for (const GradBackup& backup : backups) {
       if (backup.values.defined()) backup.grad.copy_(backup.values);
       backup.variable.mutable_grad() = backup.grad;

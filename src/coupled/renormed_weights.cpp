@@ -2,6 +2,7 @@
 
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
+#include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/original_weights.hpp>
 #include <infinitybatch/tape/op_facts.hpp>
 
@@ -34,6 +35,8 @@ c10::ArrayRef<const c10::IValue> arguments_of(const at::RecordFunction& op, size
 
 /// A copy that no limit on tensors counts.
 at::Tensor copy_in_plain_memory(const at::Tensor& tensor) {
+  keep_foreign_exception(std::current_exception());
+  const Unwatched unwatched;
   auto bytes =
       std::make_shared<std::vector<char>>(static_cast<size_t>(tensor.numel()) * tensor.itemsize());
   at::Tensor copy = at::from_blob(

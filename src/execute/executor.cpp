@@ -3,6 +3,7 @@
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/plain_leaves.hpp>
+#include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/foreign_draws.hpp>
 #include <infinitybatch/coupled/one_of_many.hpp>
 #include <infinitybatch/execute/outside_loss.hpp>
@@ -471,6 +472,7 @@ void Executor::release() {
   share_.reset();
   seeds_.clear();
   if (cut_pass_) cut_pass_->free();
+  outputs_ = Batch();  // where what was to read them has failed
   inputs_ = Batch();
   targets_ = Batch();
   at::autocast::clear_cache();
@@ -534,6 +536,7 @@ void Executor::begin_backward(bool keep) {
 }
 
 void Executor::roll_back() {
+  const Unwatched unwatched;
   sinks_.uninstall();
   buffers_.roll_back();
   parameters_->roll_back();

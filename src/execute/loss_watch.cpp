@@ -1,5 +1,6 @@
 #include <infinitybatch/execute/loss_watch.hpp>
 
+#include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/tape/op_facts.hpp>
 
 #include <ATen/core/ivalue.h>
@@ -77,6 +78,7 @@ void LossWatch::meet_read(const at::Tensor& tensor) {
     read_(tensor);
   } catch (...) {
     failed_ = std::current_exception();
+    keep_foreign_exception(failed_);  // the op is yet to run
   }
 }
 
@@ -90,6 +92,7 @@ void LossWatch::meet_write(const at::Tensor& tensor) {
   try {
     for (const size_t index : written) write_(index);
   } catch (...) {
+    keep_foreign_exception(std::current_exception());
     if (!failed_) failed_ = std::current_exception();
   }
 }

@@ -7,6 +7,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
+#include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/coupling_watch.hpp>
 #include <infinitybatch/tape/draws.hpp>
 
@@ -25,47 +26,58 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-/// Puts the state back that user code must not see changed: buffers, and which parameters require
-/// grad (freezing them after forward does not matter natively).
-class Restoring {
- public:
-  explicit Restoring(const WrappedCall& call) : buffers_(call.buffers) {
-    for (const auto& [tensor, flag] : call.requires_grad) {
-      if (tensor.requires_grad() == flag) continue;
-      at::Tensor(tensor).set_requires_grad(flag);
-      turned_.push_back(tensor);
-    }
+/// Calls `run`, then `put_back`, whether `run` throws or not. No destructor does so: putting back
+/// runs ops and Python, which has to be rid of its exception first, and may throw.
+template <typename Run, typename PutBack>
+auto run_and_put_back(const Run& run, const PutBack& put_back) {
+  try {
+    auto result = run();
+    put_back();
+    return result;
+  } catch (...) {
+    keep_foreign_exception(std::current_exception());
+    const Unwatched unwatched;
+    put_back();
+    throw;
   }
-  ~Restoring() {
-    buffers_.restore();
-    for (const at::Tensor& tensor : turned_) tensor.set_requires_grad(!tensor.requires_grad());
+}
+
+/// Runs backward with the parameters that required grad in forward, and puts the state back that
+/// user code must not see changed: buffers, and which parameters require grad (freezing them after
+/// forward does not matter natively).
+template <typename Run>
+auto with_state_put_back(const WrappedCall& call, const Run& run) {
+  const BufferValues buffers(call.buffers);
+  std::vector<std::pair<at::Tensor, bool>> turned;
+  for (const auto& [tensor, flag] : call.requires_grad) {
+    if (tensor.requires_grad() != flag) turned.emplace_back(tensor, !flag);
   }
-  Restoring(const Restoring&) = delete;
-  Restoring& operator=(const Restoring&) = delete;
+  return run_and_put_back(
+      [&] {
+        for (const auto& [tensor, flag] : turned) tensor.set_requires_grad(!flag);
+        return run();
+      },
+      [&] {
+        buffers.restore();
+        for (const auto& [tensor, flag] : turned) tensor.set_requires_grad(flag);
+      });
+}
 
- private:
-  BufferValues buffers_;
-  std::vector<at::Tensor> turned_;
-};
-
-/// Random numbers, and the modes of forward, for running user code again.
-class AsInForward {
- public:
-  AsInForward(const WrappedCall& call, const WrappedCall::Part& part)
-      : random_(RngSnapshot::capture(call.devices)), generators_(part.tape) {
-    part.random.restore();
-    tape::set_states(part.tape.initial);
-    call.modes.apply();
-  }
-  ~AsInForward() { random_.restore(); }
-  AsInForward(const AsInForward&) = delete;
-  AsInForward& operator=(const AsInForward&) = delete;
-
- private:
-  tape::ModesGuard modes_;
-  RngSnapshot random_;
-  tape::GeneratorsGuard generators_;  // the user's own too
-};
+/// Runs user code again, under the random numbers and the modes of forward.
+template <typename Run>
+auto as_in_forward(const WrappedCall& call, const WrappedCall::Part& part, const Run& run) {
+  const tape::ModesGuard modes;
+  const RngSnapshot random = RngSnapshot::capture(call.devices);
+  const tape::GeneratorsGuard generators(part.tape);  // the user's own too
+  return run_and_put_back(
+      [&] {
+        part.random.restore();
+        tape::set_states(part.tape.initial);
+        call.modes.apply();
+        return run();
+      },
+      [&] { random.restore(); });
+}
 
 /// One backward pass over all micro-batches, last to first. Nothing leaves it before `gradients`.
 class BackwardPass {
@@ -167,14 +179,15 @@ Batch BackwardPass::outputs_of(const WrappedCall::Part& part, const Batch& micro
     return tape::replay(part.tape, micro);
   }
   for (const Version& version : call_.parameter_versions) version.check();
-  const AsInForward as_in_forward(call_, part);
-  if (!call_.renormed) return call_.wrapped->model.forward(micro);
-  // Rows that forward has scaled are not scaled again.
-  coupled::CouplingWatch watch(call_.renormed);
-  const coupled::CouplingWatch::Scope watching(watch);
-  Batch outputs = call_.wrapped->model.forward(micro);
-  call_.renormed->rethrow();
-  return outputs;
+  return as_in_forward(call_, part, [&] {
+    if (!call_.renormed) return call_.wrapped->model.forward(micro);
+    // Rows that forward has scaled are not scaled again.
+    coupled::CouplingWatch watch(call_.renormed);
+    const coupled::CouplingWatch::Scope watching(watch);
+    Batch outputs = call_.wrapped->model.forward(micro);
+    call_.renormed->rethrow();
+    return outputs;
+  });
 }
 
 std::vector<at::Tensor> run_once(const WrappedCall& call, const std::vector<at::Tensor>& gradients,
@@ -255,9 +268,10 @@ std::vector<at::Tensor> backward(WrappedCall& call, const std::vector<at::Tensor
         "the inner model for this batch, or give a micro_batch_size as large as the batch");
   }
   for (const Version& version : call.input_versions) version.check();
-  const Restoring restoring(call);
-  if (!call.budget) return run(call, gradients);
-  return backward_under_budget(call, [&] { return run(call, gradients); });
+  return with_state_put_back(call, [&] {
+    if (!call.budget) return run(call, gradients);
+    return backward_under_budget(call, [&] { return run(call, gradients); });
+  });
 }
 
 void attach_node(const std::shared_ptr<WrappedCall>& call, const Batch& inputs,

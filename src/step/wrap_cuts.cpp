@@ -128,13 +128,14 @@ std::vector<at::Tensor> WrapCuts::backward(const std::vector<at::Tensor>& gradie
     for (const Version& version : call_.parameter_versions) version.check();
   }
   const StoreUse alone(*call_.wrapped, store_.get());
-  used_up_ = !keep;
-  seam_.emplace(call_, gradients);
-  buffers_->restore();
   try {
+    seam_.emplace(call_, gradients);
+    buffers_->restore();
+    used_up_ = !keep;
     executor_->begin_backward(keep);
     std::vector<at::Tensor> sums = run_backward();
     seam_.reset();
+    if (keep) forget_gradients();
     tell_parked();
     return sums;
   } catch (...) {
@@ -143,10 +144,19 @@ std::vector<at::Tensor> WrapCuts::backward(const std::vector<at::Tensor>& gradie
     executor_->run({Operation::free}, {});
     executor_->sinks().take();
     seam_.reset();
-    // What waits is of no use any more.
-    if (used_up_) executor_.reset();
+    if (keep) {
+      forget_gradients();
+    } else if (used_up_) {
+      executor_.reset();  // what waits is of no use any more
+    }
     throw;
   }
+}
+
+void WrapCuts::forget_gradients() {
+  // As in front of another backward.
+  executor_->begin_backward(/*keep=*/true);
+  executor_->sinks().uninstall();
 }
 
 std::vector<at::Tensor> WrapCuts::run_backward() {

@@ -71,6 +71,8 @@ class WrapCuts final : public OutsideLoss {
  private:
   void run(size_t from, size_t to);
   std::vector<at::Tensor> run_backward();
+  /// Those on their way from segment to segment, where what waits is kept.
+  void forget_gradients();
   void tell_parked() const;
 
   const WrappedCall& call_;

@@ -5,6 +5,7 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/foreign_draws.hpp>
 #include <infinitybatch/coupled/one_of_many.hpp>
 #include <infinitybatch/coupled/whole_batch_op.hpp>
@@ -164,6 +165,7 @@ bool ForwardPass::saw_coupling() const {
 }
 
 void ForwardPass::roll_back() {
+  const Unwatched unwatched;
   if (call_->cuts) call_->cuts->roll_back();
   buffer_rule_.roll_back();
   parameter_rule_->roll_back();

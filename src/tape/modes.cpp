@@ -6,6 +6,7 @@
 #include <c10/core/AutogradState.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <array>
 #include <optional>
@@ -123,6 +124,11 @@ void Modes::apply() const {
   c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   keys.included_ = included;
   keys.excluded_ = excluded;
+  // A dispatch mode that has ended since, around forward alone, is nobody whom ops could be sent
+  // to.
+  if (!c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+    keys.included_ = keys.included_ - c10::python_ks;
+  }
   c10::impl::_force_tls_local_dispatch_key_set(keys);
   c10::AutogradState state = c10::AutogradState::get_tls_state();
   state.set_grad_mode(grad_mode);

@@ -22,15 +22,17 @@ class MyError(Exception):
 
 
 class FailingOps(TorchDispatchMode):
-    """Raises at the n-th op, whoever calls it: the model, the engine or the step itself."""
+    """Raises at the n-th op, whoever calls it: the model, the engine or the step itself; with
+    `stays` at all that follow, too, so that nothing can be put back by ops that it sees."""
 
-    def __init__(self, n=None, error=None):
+    def __init__(self, n=None, error=None, stays=False):
         super().__init__()
-        self.n, self.error, self.names = n, error, []
+        self.n, self.error, self.stays, self.names = n, error, stays, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(str(func))
-        if len(self.names) == self.n:
+        here = len(self.names)
+        if self.n is not None and (here == self.n or (self.stays and here > self.n)):
             raise self.error
         return func(*args, **(kwargs or {}))
 

@@ -343,10 +343,12 @@ def test_a_failed_allocation_anywhere(with_grads):
     assert failures == len(places)
 
 
+@pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("with_grads", [False, True])
-def test_an_exception_at_any_op(with_grads):
+@pytest.mark.parametrize("coupled", [False, True])
+def test_an_exception_at_any_op(coupled, with_grads, stays):
     model, inputs, targets = set_up(with_grads)
-    loss = nn.CrossEntropyLoss()
+    loss = ib.losses.coupled(nn.functional.cross_entropy) if coupled else nn.CrossEntropyLoss()
     batch = past_the_first_step(model, loss, inputs, targets)
     twin = copy.deepcopy(model)  # without .grad
     for parameter, original in zip(twin.parameters(), model.parameters(), strict=True):
@@ -362,13 +364,13 @@ def test_an_exception_at_any_op(with_grads):
     assert names[-parameters:] == ["aten.add_.Tensor" if with_grads else "aten.detach.default"] * 4
     places = range(1, last + 1)
     if not LONG:
-        places = sorted(random.Random(1).sample(places, 40)) + [last]
+        places = sorted(random.Random(1).sample(places, 10 if stays or coupled else 40)) + [last]
     wanted = step_bits(model, loss, inputs, targets)
     for place in places:
         state = State(model)
         live = ib.memory.stats().live
         error = MyError(place)
-        with pytest.raises(MyError) as raised, FailingOps(place, error):
+        with pytest.raises(MyError) as raised, FailingOps(place, error, stays):
             batch.backward(inputs, targets)
         assert raised.value is error
         where = f"op {place} of {len(names)}: {names[place - 1]}"

@@ -60,10 +60,12 @@ def count_ops(model, options, inputs, targets):
     return forward, counter.names
 
 
-@pytest.mark.parametrize("kind", [MyError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("kind", "stays"), [(MyError, False), (KeyboardInterrupt, False), (MyError, True)]
+)
 @pytest.mark.parametrize("with_grads", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_an_exception_at_any_op_of_forward(way, with_grads, kind):
+def test_an_exception_at_any_op_of_forward(way, with_grads, kind, stays):
     options = WAYS[way]
     model = Fussy()
     inputs, targets = classification(12)
@@ -86,7 +88,7 @@ def test_an_exception_at_any_op_of_forward(way, with_grads, kind):
         state = State(model)
         live = ib.memory.stats().live
         error = kind(place)
-        with pytest.raises(kind) as raised, FailingOps(place, error):
+        with pytest.raises(kind) as raised, FailingOps(place, error, stays):
             wrapped(inputs)
         where = f"op {place} of {len(names)}: {names[place - 1]}"
         assert raised.value is error, where
