@@ -14,6 +14,7 @@ def wrap(
     model: nn.Module,
     *,
     micro_batch_size: int | None = None,
+    retained_micro_batches: int = 0,
     memory_budget: int | float | str | None = None,
     batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
     match_native_rng: bool = False,
@@ -68,6 +69,9 @@ def wrap(
         model: a torch.nn.Module.
         micro_batch_size: samples that are computed at once; the last micro-batch may be smaller.
             Given alone it is all that is kept to, and a batch of one micro-batch runs natively.
+        retained_micro_batches: with a given `micro_batch_size`, how many micro-batches, the last
+            ones, keep their graph until backward and need no second forward: none where layers see
+            the whole batch. A plan for a `memory_budget` keeps as many as fit.
         memory_budget: what tensors may occupy on the model's device, in bytes or as "512MiB", 0.8
             (of the device) or "auto". What is allocated between forward and backward, by the loss
             above all, counts as what is there. A size given beside it is kept to, or BudgetExceeded
@@ -86,9 +90,12 @@ def wrap(
             numbers run no more. A forward that is another program raises Unsupported, as far as it
             runs at all. Batches of one micro-batch run natively, where nothing but a size was given.
         park: what waits for BatchNorm and its like, and for backward, leaves the device "needed"
-            (where no size fits the budget otherwise), "always" or "never" (BudgetExceeded). It is
-            copied while others compute where nothing but a size was given, or where the budget has
-            room; else in turn. Parked, one thread at a time may use the module.
+            (where no size fits the budget otherwise), "always" or "never" (BudgetExceeded). Of other
+            models the graphs of `retained_micro_batches` do; with "always" a plan for a
+            `memory_budget` keeps all graphs away from the device, in place of second forwards, as
+            long as there is room for them. Copies run while others compute where nothing but a size
+            was given, or where the budget has room; else in turn. Parked, one thread at a time may
+            use the module.
         host_budget: what parked tensors of all calls may take of the host's memory, as
             `memory_budget`; beyond it they go to disk. By default half of what is available, and on
             the CPU, where the host is the device, nothing.
@@ -136,6 +143,9 @@ def wrap(
         {
             "micro_batch_size": _options.optional_whole_number(
                 "micro_batch_size", micro_batch_size, "samples"
+            ),
+            "retained_micro_batches": _options.whole_number(
+                "retained_micro_batches", retained_micro_batches, "micro-batches"
             ),
             "memory_budget": memory_budget,
             "exact_coupling": batch_coupling == "exact",

@@ -1,4 +1,5 @@
 #include "bind.hpp"
+#include "bind_parked.hpp"
 
 #include <infinitybatch/execute/plan.hpp>
 
@@ -31,10 +32,11 @@ void bind_plan(py::module_& module) {
                ", peak_bytes=" + std::to_string(self.peak_bytes) +
                ", feasible=" + (self.feasible ? "True" : "False") + ")";
       });
-  py::class_<Plan>(module, "Plan", R"(How a logical batch is computed, as data.
+  py::class_<Plan> plan(module, "Plan", R"(How a logical batch is computed, as data.
 
-The executor runs the instructions, the predicted peak is read off the same ones.)")
-      .def_readonly("strategy", &Plan::strategy, "\"stream\" or \"replay\".")
+The executor runs the instructions, the predicted peak is read off the same ones.)");
+  bind_graph_bytes(plan, "step");
+  plan.def_readonly("strategy", &Plan::strategy, "\"stream\" or \"replay\".")
       .def_readonly("batch_size", &Plan::batch_size, "Samples of the logical batch.")
       .def_readonly("micro_batch_sizes", &Plan::micro_batch_sizes, "In the order they run.")
       .def_property_readonly("micro_batch_size", &Plan::micro_batch_size, "The largest one.")
@@ -46,12 +48,6 @@ The executor runs the instructions, the predicted peak is read off the same ones
       .def_readonly("retained", &Plan::retained, "Micro-batches that keep their graph.")
       .def_property_readonly("parked_graphs", &Plan::parked_graphs,
                              "Of these, whose graph is kept away from the device.")
-      .def_property_readonly(
-          "parked_graph_bytes", [](const Plan& self) { return self.graph_bytes.parked; },
-          "What of graphs left the device in the last step.")
-      .def_property_readonly(
-          "stayed_graph_bytes", [](const Plan& self) { return self.graph_bytes.stayed; },
-          "What of parked graphs did not: Python holds it as well, or it is foreign.")
       .def_readonly("parks", &Plan::parks, "Whether what waits at cuts leaves the device.")
       .def_readonly("overlaps", &Plan::overlaps,
                     "Whether it is copied while other micro-batches, or segments, compute.")

@@ -55,10 +55,11 @@ class PyWrap {
          const std::optional<std::string>& reduce, std::optional<int64_t> output_batch_dim,
          const py::object& agree, const std::string& park, const py::object& host_budget,
          bool park_on_disk, const std::string& park_directory, double host_bandwidth,
-         bool match_native_rng, bool static_graph) {
+         bool match_native_rng, bool static_graph, int64_t retained_micro_batches) {
     WrapOptions options;
     if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
     options.micro_batch_size = micro_batch_size;
+    options.retained_micro_batches = retained_micro_batches;
     options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
     options.parking = to_parking(park, host_budget, park_on_disk, park_directory, host_bandwidth);
     options.match_native_rng = match_native_rng;
@@ -139,6 +140,7 @@ class PyWrap {
 void bind_report(py::module_& module) {
   py::class_<WrapReport> type(module, "WrapReport", "What the last call of a wrapped module did.");
   bind_parked(type);
+  bind_graph_bytes(type, "call");
   type.def_readonly("micro_batch_sizes", &WrapReport::micro_batch_sizes, "In the order they ran.")
       .def_readonly("retained", &WrapReport::retained,
                     "Micro-batches that keep their graph and need no second forward.")
@@ -147,7 +149,8 @@ void bind_report(py::module_& module) {
                     "\"cut\" (ops of the model see the whole batch), \"forward\" (no gradient "
                     "wanted) or \"native\".")
       .def_readonly("strategy_reason", &WrapReport::strategy_reason,
-                    "Why forwards run twice; empty where they do not.")
+                    "Why forwards run twice; under a plan with park=\"always\" else why graphs are "
+                    "parked or not; empty where there is nothing to say.")
       .def_readonly("left_on_module", &WrapReport::left_on_module,
                     "Attributes in which each micro-batch left another tensor with a graph that is "
                     "no output: whoever reads one sees the last micro-batch's alone.")
@@ -179,12 +182,12 @@ void bind_wrap(py::module_& module) {
       .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,
                     bool, const std::optional<std::string>&, std::optional<int64_t>,
                     const py::object&, const std::string&, const py::object&, bool,
-                    const std::string&, double, bool, bool>(),
+                    const std::string&, double, bool, bool, int64_t>(),
            py::kw_only(), py::arg("model"), py::arg("forward"), py::arg("memory_budget"),
            py::arg("micro_batch_size"), py::arg("exact_coupling"), py::arg("reduce"),
            py::arg("output_batch_dim"), py::arg("agree"), py::arg("park"), py::arg("host_budget"),
            py::arg("park_on_disk"), py::arg("park_directory"), py::arg("host_bandwidth"),
-           py::arg("match_native_rng"), py::arg("static_graph"))
+           py::arg("match_native_rng"), py::arg("static_graph"), py::arg("retained_micro_batches"))
       .def("forward", &PyWrap::forward, py::arg("arguments"), py::arg("keywords"))
       .def("last_report", &PyWrap::last_report);
 }

@@ -2,6 +2,9 @@
 
 #include <infinitybatch/core/torch_compat.hpp>
 
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
 #include <utility>
 
 namespace infinitybatch {
@@ -38,7 +41,7 @@ class GraphMemory::Watching {
 
 thread_local GraphMemory* GraphMemory::Watching::innermost_ = nullptr;
 
-Batch GraphMemory::watch(const Batch& inputs, const std::function<Batch()>& forward) {
+void GraphMemory::know(const Batch& inputs) {
   for (const Leaf& leaf : inputs.leaves()) {
     const at::Tensor& tensor = leaf.tensor;
     if (!tensor.defined() || !tensor.has_storage()) continue;
@@ -49,6 +52,9 @@ Batch GraphMemory::watch(const Batch& inputs, const std::function<Batch()>& forw
                       compat::python_references(*impl.pyobj_slot()) == 0;
     meet(tensor, ours && tensor.storage().use_count() == 1);
   }
+}
+
+Batch GraphMemory::watch(const std::function<Batch()>& forward) {
   const Watching watching(*this);
   return forward();
 }
@@ -165,6 +171,29 @@ GraphBytes GraphMemory::bytes() const {
     }
   }
   return bytes;
+}
+
+GraphMemory::Storages memory_of(const Batch& tensors) {
+  GraphMemory::Storages memory;
+  for (const Leaf& leaf : tensors.leaves()) {
+    if (!leaf.tensor.defined() || !leaf.tensor.has_storage()) continue;
+    memory.insert(leaf.tensor.storage().unsafeGetStorageImpl());
+  }
+  return memory;
+}
+
+int64_t park_graph(GraphMemory& memory, park::Store& store, Batch& graph, Batch& seen) {
+  for (Leaf& leaf : graph.leaves()) {
+    if (leaf.tensor.defined() && !leaf.tensor.requires_grad()) leaf.tensor.reset();
+  }
+  const int64_t unseen = memory.park(store, memory_of(seen));
+  const at::NoGradGuard no_grad;
+  for (Leaf& leaf : seen.leaves()) {
+    at::Tensor& tensor = leaf.tensor;
+    if (!tensor.defined() || !tensor.has_storage() || tensor.use_count() > 1) continue;
+    if (tensor.storage().use_count() > 1) tensor = tensor.clone();
+  }
+  return unseen + memory.park(store, memory_of(seen));
 }
 
 }  // namespace infinitybatch

@@ -93,7 +93,7 @@ class CopyClock {
       default:
         break;
     }
-    now_ += seconds_of(operation, instruction.segment) * static_cast<double>(samples);
+    now_ += seconds_of(told_by(instruction), instruction.segment) * static_cast<double>(samples);
     if (operation == fetch || operation == fetch_back) wait_for(back_, who);
     if (operation == record || operation == whole_loss) wait_for(away_, who);
   }
@@ -106,6 +106,17 @@ class CopyClock {
   double copy(double seconds) {
     copied_ += seconds;
     return free_ = std::max(free_, now_) + seconds;
+  }
+
+  /// A graph that is kept on the device is never rehearsed: its forward takes what a recording
+  /// does, and is not replayed.
+  Operation told_by(const Instruction& instruction) const {
+    using enum Operation;
+    const auto first = static_cast<int64_t>(plan_.micro_batch_sizes.size()) - plan_.retained;
+    const bool kept = !plan_.parks_graphs && instruction.micro_batch >= first;
+    if (kept && instruction.operation == retain) return record;
+    // Takes nothing that was measured.
+    return kept && instruction.operation == replay ? retain : instruction.operation;
   }
 
   /// Who copied what `leave` would: in turn `park` does.

@@ -22,10 +22,9 @@ TwoPass::TwoPass(const Job& job, autograd::GradientSinks& sinks)
 const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain,
                             const std::function<Batch()>& forward) {
   Part& part = parts_[rows.begin];
-  const auto run = [&] {
-    if (!retain || !job_.parks_graphs) return forward();
-    return part.memory.emplace().watch(inputs, forward);
-  };
+  part.memory.reset();
+  if (retain && job_.parks_graphs) part.memory.emplace().know(inputs);
+  const auto run = [&] { return part.memory ? part.memory->watch(forward) : forward(); };
   part.rows = rows;
   part.random = RngSnapshot::capture(devices_);
   if (!job_.exact_coupling) {
@@ -36,7 +35,7 @@ const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain,
   if (!job_.use_tapes) {
     part.tape.opaque = "an earlier replay gave other outputs than its recording";
     outputs = run();
-  } else if (retain && job_.buffers.empty() && !job_.learns_output_law(rows) &&
+  } else if (retain && !job_.tapes_stay && job_.buffers.empty() && !job_.learns_output_law(rows) &&
              !job_.examines(rows)) {
     outputs = run();
   } else {
@@ -66,7 +65,7 @@ void TwoPass::drop_graph(Rows rows) {
 int64_t TwoPass::leave(Rows rows) {
   Part& part = parts_.at(rows.begin);
   if (!part.memory) return outputs_.leave(rows);
-  return part.memory->start_leaving(*job_.store, outputs_.memory_of(rows));
+  return part.memory->start_leaving(*job_.store, memory_of(outputs_.of(rows)));
 }
 
 int64_t TwoPass::park(Rows rows) {
@@ -74,18 +73,16 @@ int64_t TwoPass::park(Rows rows) {
   return (part.memory ? park_graph(part) : 0) + outputs_.park(rows);
 }
 
-/// First what the loss does not see, so that there is room to make of what it sees another.
 int64_t TwoPass::park_graph(Part& part) {
-  part.tape = tape::Tape();  // no other forward follows
-  part.random = RngSnapshot();
-  part.buffers.clear();
-  for (Leaf& leaf : part.graph->leaves()) {
-    if (leaf.tensor.defined() && !leaf.tensor.requires_grad()) leaf.tensor.reset();
+  if (!job_.tapes_stay) {
+    part.tape = tape::Tape();  // no other forward follows
+    part.random = RngSnapshot();
+    part.buffers.clear();
   }
   GraphMemory& memory = *part.memory;
-  int64_t bytes = memory.park(*job_.store, outputs_.memory_of(part.rows));
-  outputs_.separate(part.rows);
-  bytes += memory.park(*job_.store, outputs_.memory_of(part.rows));
+  const int64_t bytes =
+      infinitybatch::park_graph(memory, *job_.store, *part.graph, outputs_.of(part.rows));
+  outputs_.compare_none(part.rows);
   graph_bytes_.parked += memory.bytes().parked;
   graph_bytes_.stayed += memory.bytes().stayed;
   return bytes;

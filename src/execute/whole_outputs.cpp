@@ -13,6 +13,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <set>
 #include <utility>
 
 namespace infinitybatch {
@@ -167,26 +168,6 @@ int64_t WholeOutputs::fetch(Rows rows, bool ahead) {
     all.insert(gradient(i));
   }
   return part.waiting.fetch(all, ahead);
-}
-
-std::set<const c10::StorageImpl*> WholeOutputs::memory_of(Rows rows) const {
-  std::set<const c10::StorageImpl*> memory;
-  for (const Leaf& leaf : parts_.at(rows.begin).outputs.leaves()) {
-    if (!leaf.tensor.defined() || !leaf.tensor.has_storage()) continue;
-    memory.insert(leaf.tensor.storage().unsafeGetStorageImpl());
-  }
-  return memory;
-}
-
-void WholeOutputs::separate(Rows rows) {
-  const at::NoGradGuard no_grad;
-  Part& part = parts_.at(rows.begin);
-  part.compared = false;
-  for (Leaf& leaf : part.outputs.leaves()) {
-    at::Tensor& tensor = leaf.tensor;
-    if (!tensor.defined() || !tensor.has_storage() || tensor.use_count() > 1) continue;
-    if (tensor.storage().use_count() > 1) tensor = tensor.clone();
-  }
 }
 
 void WholeOutputs::forget(Rows rows) {

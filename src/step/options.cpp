@@ -1,3 +1,4 @@
+#include "retained.hpp"
 #include "virtual_batch_state.hpp"
 
 #include <utility>
@@ -10,17 +11,7 @@ VirtualBatch::State::State(Model model, Loss loss, Options options)
     throw InvalidArgument("micro_batch_size is " + std::to_string(*options_.micro_batch_size) +
                           "; it is a number of samples, 1 or more");
   }
-  if (options_.retained_micro_batches < 0) {
-    throw InvalidArgument("retained_micro_batches is " +
-                          std::to_string(options_.retained_micro_batches) +
-                          "; it is a number of micro-batches, 0 or more");
-  }
-  if (options_.retained_micro_batches > 0 && !options_.micro_batch_size) {
-    throw InvalidArgument("retained_micro_batches is " +
-                          std::to_string(options_.retained_micro_batches) +
-                          " without micro_batch_size; a plan for a memory_budget keeps as many "
-                          "graphs as fit");
-  }
+  check_retained(options_.retained_micro_batches, options_.micro_batch_size.has_value());
   check_checkpoint_options();
   if (!options_.micro_batch_size && !options_.memory_budget) options_.memory_budget = "auto";
   use_tapes_ = options_.use_tapes;

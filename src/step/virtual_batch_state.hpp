@@ -1,5 +1,7 @@
 #pragma once
 
+#include "graph_choice.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/coupled/random_draw.hpp>
 #include <infinitybatch/execute/executor.hpp>
@@ -34,12 +36,6 @@ class VirtualBatch::State {
   Plan plan() const { return plan_; }
 
  private:
-  /// What was found out about parking graphs.
-  struct GraphChoice {
-    bool parks = false;
-    std::string reason;
-  };
-
   void check_checkpoint_options() const;
   Job job(const BatchSource& inputs, const BatchSource& targets) const;
   /// Those of this kind of batch; empty where parameters or buffers are other tensors now.
@@ -60,16 +56,6 @@ class VirtualBatch::State {
   void choose_graphs(const Job& job, int64_t budget);
   /// From now on second forwards instead; false where no graph was parked by choice.
   bool give_up_graphs(const Job& job);
-  /// Nothing where that is not known yet.
-  std::optional<GraphChoice> compare_graphs(const Job& job, int64_t budget);
-  /// How a plan's story ends in time, as far as it is rehearsed.
-  struct TimedPlan {
-    Plan plan;
-    PassTimes times;
-    double seconds = 0;
-    double waited = 0;  // of these, for copies
-  };
-  TimedPlan timed_plan(const Job& job, int64_t budget);
   /// With a fixed size: whether micro-batches keep their graph for a coupled loss.
   bool keeps_graphs(const Job& job) const;
   Request request(const Job& job, int64_t budget) const;
@@ -124,9 +110,7 @@ class VirtualBatch::State {
   PassTimes times_;                      // of the last step, where it parked
   GraphBytes graph_bytes_;               // the same
   park::StoreStatistics parked_before_;  // when it began
-  /// By kind of batch, and whether graphs were parked: of rehearsals, by micro-batch size.
-  std::map<std::string, std::map<int64_t, PassTimes>> rehearsed_;
-  std::map<std::string, GraphChoice> graph_choices_;  // by kind of batch
+  GraphChoices graph_choices_;
   bool use_tapes_ = true;
   std::array<bool, 2> cut_{};    // in eval, in training: ops of the model see the whole batch
   bool inputs_written_ = false;  // by forward, in the last attempt

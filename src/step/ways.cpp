@@ -2,7 +2,6 @@
 #include "meter.hpp"
 #include "virtual_batch_state.hpp"
 
-#include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
@@ -200,8 +199,7 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
       while (const std::optional<Piece> piece = planner_.next()) {
         planner_.observe(*piece, run_planned(*executor, *piece, row, job.device));
         if (quiet.waits) {
-          rehearsed_[request(job, budget).signature][piece->plan.micro_batch_size()].add(
-              executor->take_times());
+          graph_choices_.add(request(job, budget), piece->plan, executor->take_times());
         }
         executor->examine();
         row += piece->plan.batch_size;
@@ -235,84 +233,23 @@ bool VirtualBatch::State::keeps_graphs(const Job& job) const {
 }
 
 bool VirtualBatch::State::parks_graphs(const Job& job) const {
-  if (graph_choices_.empty()) return false;
-  const auto choice = graph_choices_.find(signature_of(job));
-  return choice != graph_choices_.end() && choice->second.parks;
+  return !graph_choices_.empty() && graph_choices_.parks(signature_of(job));
 }
 
 void VirtualBatch::State::choose_graphs(const Job& job, int64_t budget) {
   const bool possible = job.coupled != nullptr && !job.cut && job.store != nullptr;
-  if (!possible || graph_choices_.contains(signature_of(job)) || !planner_.settled()) return;
-  std::optional<GraphChoice> choice;
-  try {
-    choice = compare_graphs(job, budget);
-  } catch (const BudgetExceeded&) {
-    choice = {false, "graphs are not parked: one does not fit beside what else is there"};
-  } catch (const ParkingError& error) {
-    choice = {false, std::string("graphs are not parked: ") + error.what_without_backtrace()};
-  } catch (...) {
-    if (!is_out_of_memory(std::current_exception())) throw;
-    choice = {false, "graphs are not parked: memory ran out"};
-  }
-  if (choice) graph_choices_[signature_of(job)] = std::move(*choice);
-}
-
-VirtualBatch::State::TimedPlan VirtualBatch::State::timed_plan(const Job& job, int64_t budget) {
-  TimedPlan timed;
-  timed.plan = planner_.plan();
-  timed.times = rehearsed_[request(job, budget).signature][timed.plan.micro_batch_size()];
-  const park::StoreStatistics link = job.store->statistics();
-  timed.times.set_link(link.moved_out, link.seconds_out, link.moved_back, link.seconds_back);
-  timed.seconds = simulate_seconds(timed.plan, timed.times);
-  timed.waited = simulate_copies(timed.plan, timed.times).waited;
-  return timed;
-}
-
-auto VirtualBatch::State::compare_graphs(const Job& job, int64_t budget)
-    -> std::optional<GraphChoice> {
-  const TimedPlan again = timed_plan(job, budget);
+  if (!possible || !planner_.settled()) return;
+  const std::string kind = signature_of(job);
+  if (graph_choices_.find(kind) != nullptr) return;
   Job parking = job;
   parking.parks_graphs = true;
-  std::optional<TimedPlan> parked;
-  bool best_in_turn = false;
-  const auto begin = [&](bool in_turn) {
-    planner_.begin(request(parking, budget));
-    planner_.copy_in_turn(in_turn);
-  };
-  for (const bool in_turn : {false, true}) {
-    try {
-      begin(in_turn);
-      rehearse(parking, budget);
-    } catch (const BudgetExceeded&) {
-      if (in_turn && !parked) throw;
-      continue;  // no size leaves that much room
-    }
-    if (!planner_.settled()) return std::nullopt;
-    TimedPlan timed = timed_plan(parking, budget);
-    if (parked && parked->seconds <= timed.seconds) continue;
-    parked = std::move(timed);
-    best_in_turn = in_turn;
-  }
-  begin(best_in_turn);
-  const auto all = static_cast<int64_t>(parked->times.bytes_per_sample(Operation::park) *
-                                        static_cast<double>(job.batch_size()));
-  if (!job.store->options().disk && all > job.store->options().host_bytes) {
-    return GraphChoice{false, "graphs are not parked: there is no room for " + format_bytes(all)};
-  }
-  const double forwards = again.seconds - again.waited - (parked->seconds - parked->waited);
-  GraphChoice choice;
-  choice.parks = parked->seconds < again.seconds;
-  choice.reason = std::string("graphs are ") + (choice.parks ? "" : "not ") +
-                  "parked: of their copies " + format_seconds(parked->waited) +
-                  " would not be hidden, second forwards take " +
-                  format_seconds(std::max(0.0, forwards)) + " more";
-  return choice;
+  graph_choices_.choose(
+      kind, planner_, *job.store, planner_.plan(), request(job, budget),
+      {[&] { return request(parking, budget); }, [&] { rehearse(parking, budget); }});
 }
 
 bool VirtualBatch::State::give_up_graphs(const Job& job) {
-  if (!parks_graphs(job)) return false;
-  graph_choices_[signature_of(job)] = {false, "graphs are not parked: there was no room for them"};
-  return true;
+  return parks_graphs(job) && graph_choices_.give_up(signature_of(job));
 }
 
 void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int64_t budget,
@@ -327,8 +264,10 @@ void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int
     planner_.observe(piece, run_planned(executor, piece, 0, job.device));
     if (job.cut) checked_.insert(program_kind_of(job));
     plan_ = planner_.plan();
-    const auto choice = graph_choices_.find(signature_of(job));
-    if (choice != graph_choices_.end()) plan_.reason += "; " + choice->second.reason;
+    if (!graph_choices_.empty()) {
+      const GraphChoice* choice = graph_choices_.find(signature_of(job));
+      if (choice != nullptr) plan_.reason += "; " + choice->reason;
+    }
     return;
   }
   int64_t row = 0;

@@ -1,5 +1,6 @@
 #include <infinitybatch/step/wrap.hpp>
 
+#include "retained.hpp"
 #include "wrap_budget.hpp"
 #include "wrap_forward.hpp"
 #include "wrap_report.hpp"
@@ -44,10 +45,12 @@ Batch run(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs,
       throw;
     }
   };
-  const auto stream = [&](ForwardPass& pass) {
-    return pass.run({split_by(total, size), /*retained=*/one ? 1 : 0}, total);
-  };
   std::shared_ptr<park::Store> store;
+  const int64_t retained = wrapped->options.retained_micro_batches;
+  const auto stream = [&](ForwardPass& pass) {
+    const StoreUse alone(*wrapped, store.get());
+    return pass.run({split_by(total, size), one ? 1 : retained, /*overlaps=*/true}, total);
+  };
   const auto cut = [&](ForwardPass& pass) {
     const StoreUse alone(*wrapped, store.get());
     return pass.run_cuts(split_for_cuts(total, size), /*overlap=*/true);
@@ -57,8 +60,15 @@ Batch run(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs,
     store = wrapped->store_on(job.device);
     job.store = store.get();
   };
+  const auto park_graphs = [&] {
+    if (retained > 0) park();
+    job.parks_graphs = retained > 0 && store != nullptr;
+  };
   std::atomic<bool>& sees_all = wrapped->sees_whole_batch();
-  if (one) return attempt(stream);
+  if (one) {
+    park_graphs();
+    return attempt(stream);
+  }
   if (wrapped->options.static_graph) {
     park();
     return attempt(cut);
@@ -72,12 +82,14 @@ Batch run(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs,
     }
   }
   const Rerunnable rerunnable(inputs);
+  park_graphs();
   try {
     return attempt(stream);
   } catch (const CouplingError&) {
     if (!coupled) throw;  // a buffer that depends on the samples
   }
   rerunnable.check();
+  job.parks_graphs = false;
   park();
   Batch outputs = attempt(cut);
   sees_all = true;
@@ -91,6 +103,7 @@ Wrap::Wrap(Model model, WrapOptions options) : wrapped_(std::make_shared<Wrapped
     throw InvalidArgument("micro_batch_size is " + std::to_string(*options.micro_batch_size) +
                           "; it is a number of samples, 1 or more");
   }
+  check_retained(options.retained_micro_batches, options.micro_batch_size.has_value());
   if (options.match_native_rng && options.batch_coupling != BatchCoupling::exact) {
     throw InvalidArgument("match_native_rng cuts tapes: no batch_coupling=\"per_micro_batch\"");
   }

@@ -105,6 +105,7 @@ class BackwardPass {
       if (kept_ && kept != kept_->graphs.end()) {
         Graph graph = std::move(kept->second);
         kept_->graphs.erase(kept);
+        fetch(graph);
         differentiate(call_.parts[i], graph.inputs, std::move(graph.outputs));
       } else {
         run(call_.parts[i]);
@@ -125,6 +126,7 @@ class BackwardPass {
   using Graph = WrappedCall::Kept::Graph;
 
   void run(const WrappedCall::Part& part);
+  void fetch(Graph& graph);
   void differentiate(const WrappedCall::Part& part, const Batch& micro, Batch outputs);
   Batch outputs_of(const WrappedCall::Part& part, const Batch& micro);
 
@@ -143,6 +145,16 @@ void BackwardPass::run(const WrappedCall::Part& part) {
   Batch outputs = outputs_of(part, micro);
   seam_.compare(part.rows, part.numbers, outputs);
   differentiate(part, micro, std::move(outputs));
+}
+
+/// What it keeps is there again, and what the next one keeps begins to come.
+void BackwardPass::fetch(Graph& graph) {
+  if (!graph.memory) return;
+  graph.memory->fetch(/*ahead=*/false);
+  graph.memory.reset();
+  if (!call_.overlaps || kept_->graphs.empty()) return;
+  std::optional<GraphMemory>& next = kept_->graphs.rbegin()->second.memory;
+  if (next) next->fetch(/*ahead=*/true);
 }
 
 void BackwardPass::differentiate(const WrappedCall::Part& part, const Batch& micro, Batch outputs) {
@@ -244,11 +256,30 @@ class WrapNode : public Node {
   std::shared_ptr<WrappedCall> call_;
 };
 
+/// Tells the call what was copied while it lives.
+class Copying {
+ public:
+  explicit Copying(WrappedCall& call) : call_(call) {
+    if (call.store) before_ = call.store->statistics();
+  }
+  ~Copying() {
+    if (call_.store) call_.add_parked(ParkedMeanwhile(before_, call_.store->statistics()));
+  }
+  Copying(const Copying&) = delete;
+  Copying& operator=(const Copying&) = delete;
+
+ private:
+  WrappedCall& call_;
+  park::StoreStatistics before_;
+};
+
 std::vector<at::Tensor> run(WrappedCall& call, const std::vector<at::Tensor>& gradients) {
   if (call.cuts) {
     return call.cuts->backward(gradients, torch::autograd::get_current_graph_task_keep_graph());
   }
   bool differs = false;
+  const StoreUse alone(*call.wrapped, call.store.get());
+  const Copying copying(call);
   std::unique_ptr<WrappedCall::Kept> kept = call.take_kept();
   if (call.wrapped->use_tapes) {
     std::vector<at::Tensor> sums =

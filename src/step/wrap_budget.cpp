@@ -5,7 +5,6 @@
 #include "wrap_forward.hpp"
 #include "wrap_report.hpp"
 
-#include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
@@ -25,24 +24,6 @@ namespace {
 
 int64_t live(at::Device device) {
   return memory::stats(device).live;
-}
-
-/// Calls whose graph still lives, without those that are gone.
-std::vector<std::shared_ptr<WrappedCall>> calls_of(Wrapped& wrapped) {
-  std::vector<std::shared_ptr<WrappedCall>> calls;
-  const std::lock_guard<std::mutex> lock(wrapped.mutex);
-  std::erase_if(wrapped.calls, [&](const std::weak_ptr<WrappedCall>& weak) {
-    if (auto call = weak.lock()) calls.push_back(std::move(call));
-    return weak.expired();
-  });
-  return calls;
-}
-
-/// Lets go of every graph that any call keeps. False where there was none.
-bool drop_graphs(Wrapped& wrapped) {
-  bool any = false;
-  for (const auto& call : calls_of(wrapped)) any = (call->take_kept() != nullptr) || any;
-  return any;
 }
 
 /// Stands for the caller's loss while sizes are measured: outputs wait for it.
@@ -66,23 +47,6 @@ const CoupledLoss& no_loss() {
   });
   return loss;
 }
-
-/// One thread at a time: planners learn from what they see.
-class Planning {
- public:
-  explicit Planning(Wrapped& wrapped)
-      : wrapped_(wrapped), mine_(!wrapped.planning.exchange(true)) {}
-  ~Planning() {
-    if (mine_) wrapped_.planning = false;
-  }
-  Planning(const Planning&) = delete;
-  Planning& operator=(const Planning&) = delete;
-  bool allowed() const noexcept { return mine_; }
-
- private:
-  Wrapped& wrapped_;
-  const bool mine_;
-};
 
 class BudgetedForward {
  public:
@@ -133,10 +97,19 @@ class BudgetedForward {
   Batch attempt();
   void choose_store();
   bool begin_parking();
+  /// Under a plan: whether graphs that wait away from the device are an alternative.
+  bool may_park_graphs() const {
+    return job_.store != nullptr && !job_.cut && !options_.micro_batch_size;
+  }
+  void choose_graphs();
+  bool give_up_graphs();
   void answer_coupling();
   void answer_other_segments(int64_t segments);
   void rehearse();
   Split choose();
+  Split split() const {
+    return {piece_.plan.micro_batch_sizes, piece_.plan.retained, piece_.plan.overlaps};
+  }
   Batch without_gradients(ForwardPass& pass);
   void answer_out_of_memory(const memory::Limit* limit, bool finishing);
 
@@ -178,12 +151,14 @@ Request BudgetedForward::request() const {
   request.budget_bytes = budget_;
   request.two_pass = with_gradients_ || job_.cut;
   request.copies_one = true;
+  request.parked = job_.cut ? job_.store != nullptr : job_.parks_graphs;
+  request.parks_graphs = job_.parks_graphs;
+  if (request.parks_graphs) request.signature += "|graphs are parked";
   if (!job_.cut) return request;
   request.signature += "|cut into " + std::to_string(wrapped_->segments);
   request.segments = wrapped_->segments;
   // Backward takes what waits apart as it goes, so that it could not begin again without graphs.
   request.keeps_graphs = false;
-  request.parked = job_.store != nullptr;
   if (request.parked) request.signature += "|parked";
   return request;
 }
@@ -210,9 +185,11 @@ Batch BudgetedForward::run() {
     } catch (const CouplingError&) {
       answer_coupling();
     } catch (const BudgetExceeded&) {
-      if (drop_graphs(*wrapped_) || begin_parking()) continue;
+      if (drop_graphs(*wrapped_) || begin_parking() || give_up_graphs()) continue;
       if (coupling_) std::rethrow_exception(coupling_);
       throw;
+    } catch (const ParkingError&) {
+      if (!give_up_graphs()) throw;
     } catch (...) {
       if (!is_out_of_memory(std::current_exception())) throw;
       // The user's own error says nothing of our sizes.
@@ -222,31 +199,66 @@ Batch BudgetedForward::run() {
       try {
         answer_out_of_memory(limit ? &*limit : nullptr, finishing_);
       } catch (const BudgetExceeded&) {
-        if (!begin_parking()) throw;
+        if (!begin_parking() && !give_up_graphs()) throw;
       }
     }
   }
 }
 
-/// Where what waits at the cuts goes; none where it stays on the device.
+/// Where what waits at the cuts goes, or graphs that are kept; none where it stays on the device.
 void BudgetedForward::choose_store() {
-  bool parks = options_.parking.when == Parking::When::always;
-  if (!parks && job_.cut) {
+  const bool always = options_.parking.when == Parking::When::always;
+  const bool fixed = options_.micro_batch_size.has_value();
+  const bool keeps = with_gradients_ && (options_.retained_micro_batches > 0 || !fixed);
+  bool parks = always && (job_.cut || keeps);
+  if (!parks && (job_.cut || (keeps && fixed))) {
     const std::lock_guard<std::mutex> lock(wrapped_->mutex);
     parks = wrapped_->parked.contains(signature_of(job_));
   }
-  store_ = parks && job_.cut ? wrapped_->store_on(job_.device) : nullptr;
+  store_ = parks ? wrapped_->store_on(job_.device) : nullptr;
   job_.store = store_.get();
+  job_.parks_graphs =
+      parks && !job_.cut && (fixed || wrapped_->graph_choices[planner_].parks(signature_of(job_)));
+}
+
+/// Under a plan, once it is known what the loss needs: whether graphs are parked, or run again as
+/// far as they do not fit.
+void BudgetedForward::choose_graphs() {
+  if (!may_park_graphs() || !planner().settled()) return;
+  GraphChoices& choices = wrapped_->graph_choices[planner_];
+  const std::string kind = signature_of(job_);
+  if (choices.find(kind) != nullptr) return;
+  const Request again = request();
+  planner().begin(again);
+  const Plan plan = planner().two_pass().plan;
+  if (!planner().foresees_whole_loss(plan)) return;
+  const auto parked = [&] {
+    job_.parks_graphs = true;
+    return request();
+  };
+  const auto rehearse_parked = [&] {
+    job_.parks_graphs = true;
+    rehearse();
+  };
+  choices.choose(kind, planner(), *store_, plan, again, {parked, rehearse_parked});
+  job_.parks_graphs = choices.parks(kind);
 }
 
 /// From now on what waits of batches of this kind leaves the device; false where it cannot.
 bool BudgetedForward::begin_parking() {
-  const bool possible = job_.cut && options_.parking.when != Parking::When::never &&
-                        (options_.micro_batch_size || planner().smallest_failed());
+  const bool possible = options_.parking.when != Parking::When::never &&
+                        (options_.micro_batch_size ? job_.cut || options_.retained_micro_batches > 0
+                                                   : job_.cut && planner().smallest_failed());
   if (!possible || job_.store != nullptr) return false;
   const std::lock_guard<std::mutex> lock(wrapped_->mutex);
   wrapped_->parked.insert(signature_of(job_));
   return true;
+}
+
+/// Second forwards instead, where a plan found no room for graphs, on the device or beyond it.
+bool BudgetedForward::give_up_graphs() {
+  return !options_.micro_batch_size &&
+         wrapped_->graph_choices[planner_].give_up(signature_of(job_));
 }
 
 /// Called with a CouplingError at work.
@@ -323,6 +335,7 @@ void BudgetedForward::rehearse() {
   };
   Job job = job_;
   job.inputs = &wanting;
+  job.waits = may_park_graphs();  // ways with and without parking are compared
   // What is recorded here nobody has looked at for leaves that get a gradient: later calls must not
   // use it.
   StaticTapes rehearsed;
@@ -353,6 +366,9 @@ void BudgetedForward::rehearse() {
       int64_t row = 0;
       while (const std::optional<Piece> piece = planner().next()) {
         planner().observe(*piece, run_planned(*executor, *piece, row, job.device));
+        if (job.waits) {
+          wrapped_->graph_choices[planner_].add(request(), piece->plan, executor->take_times());
+        }
         executor->examine();
         if (examined && job.examined != nullptr) wrapped_->note_examined(rows_, job_);
         row += piece->plan.batch_size;
@@ -397,7 +413,7 @@ Split BudgetedForward::choose() {
       try {
         planner().begin(wanted);
         piece_ = planner().two_pass();
-        return {piece_.plan.micro_batch_sizes, piece_.plan.retained};
+        return split();
       } catch (const BudgetExceeded&) {
         // Not even the smallest micro-batches fit beside so much.
       }
@@ -405,14 +421,17 @@ Split BudgetedForward::choose() {
     planner().begin(request());
     piece_ = planner().two_pass();
   }
-  return {piece_.plan.micro_batch_sizes, piece_.plan.retained};
+  return split();
 }
 
 Batch BudgetedForward::attempt() {
   choose_store();
   const StoreUse alone(*wrapped_, store_.get());
   const bool rehearsed = with_gradients_ || job_.cut;
-  if (rehearsed && !options_.micro_batch_size) rehearse();
+  if (rehearsed && !options_.micro_batch_size) {
+    rehearse();
+    choose_graphs();
+  }
   // From here on: what a rehearsal needs is no part of the plan.
   auto high_water = std::make_unique<memory::HighWater>(job_.device);
   ForwardPass pass(wrapped_, job_, inputs_);
@@ -423,10 +442,11 @@ Batch BudgetedForward::attempt() {
     if (options_.micro_batch_size) {
       piece_ = Piece();
       const int64_t size = *options_.micro_batch_size;
-      outputs = job_.cut && size < rows_.size
-                    // Nothing is predicted, and backward could not begin again.
-                    ? pass.run_cuts(split_for_cuts(rows_.size, size), /*overlap=*/false)
-                    : pass.run({split_by(rows_.size, size), 0}, rows_.size);
+      outputs =
+          job_.cut && size < rows_.size
+              // Nothing is predicted, and backward could not begin again.
+              ? pass.run_cuts(split_for_cuts(rows_.size, size), /*overlap=*/false)
+              : pass.run({split_by(rows_.size, size), options_.retained_micro_batches}, rows_.size);
     } else if (job_.cut) {
       const std::vector<int64_t> sizes = choose().sizes;
       outputs = pass.run_cuts(sizes, piece_.plan.overlaps, piece_.plan.segments);
@@ -438,6 +458,10 @@ Batch BudgetedForward::attempt() {
     if (job_.cut) wrapped_->sees_whole_batch() = true;
     call->report = report_of(*call, pass.sizes());
     call->report->memory_budget = budget_;
+    if (may_park_graphs() && call->report->strategy_reason.empty()) {
+      const GraphChoice* choice = wrapped_->graph_choices[planner_].find(signature_of(job_));
+      if (choice != nullptr) call->report->strategy_reason = choice->reason;
+    }
     call->report->predicted_peak_bytes = piece_.plan.predicted_peak_bytes;
     call->report->peak_bytes = high_water_.peak();
     call->report->restarts = restarts_;
@@ -479,106 +503,10 @@ Batch BudgetedForward::without_gradients(ForwardPass& pass) {
   return pass.finish();
 }
 
-/// What a backward pass tells the planner of its call.
-class Afterwards {
- public:
-  explicit Afterwards(WrappedCall& call) : call_(call) {
-    first_ = !call.differentiated.exchange(true) && call.during_loss != nullptr;
-    if (!first_) return;
-    const int64_t now = live(call.device);
-    int64_t of_inputs = 0;  // gradients of whole inputs, which backward makes
-    for (const size_t index : call.wanted_inputs) {
-      of_inputs += static_cast<int64_t>(call.inputs.leaves()[index].tensor.nbytes());
-    }
-    during_loss_ = call.during_loss->peak();
-    effect_.net = now - call.live_before_loss + of_inputs;
-    effect_.rise = std::max(during_loss_ - call.live_before_loss, effect_.net);
-    call.during_loss.reset();
-    tell([&](Planner& planner) { planner.saw_whole_loss(call_.piece.plan, effect_); });
-  }
-
-  /// The most that was live between the passes; 0 where it was told before.
-  int64_t during_loss() const noexcept { return during_loss_; }
-
-  void peak(int64_t bytes) {
-    if (!first_) return;
-    Measurement measured;
-    measured.peak_bytes = bytes;
-    tell([&](Planner& planner) { planner.observe(call_.piece, measured); });
-  }
-
- private:
-  /// Unless the planner has been asked something else meanwhile.
-  template <typename Tell>
-  void tell(Tell&& tell) {
-    if (call_.piece.plan.micro_batch_sizes.empty()) return;  // the size was given
-    Wrapped& wrapped = *call_.wrapped;
-    const Planning planning(wrapped);
-    if (!planning.allowed() || wrapped.begun[call_.planner] != call_.begun) return;
-    tell(wrapped.planners[call_.planner]);
-  }
-
-  WrappedCall& call_;
-  bool first_ = false;
-  int64_t during_loss_ = 0;
-  MicroBatchProfile::Effect effect_;
-};
-
-/// Keeps the peak of the call in its report, whatever becomes of backward.
-void note(WrappedCall& call, int64_t restarts) {
-  if (!call.high_water) return;
-  const std::lock_guard<std::mutex> lock(call.wrapped->mutex);
-  call.report->peak_bytes = std::max(call.report->peak_bytes, call.high_water->peak());
-  call.report->restarts += restarts;
-}
-
-/// A given size cannot become smaller; what waits can leave.
-void park_next_time(const WrappedCall& call) {
-  if (call.cuts && call.wrapped->options.micro_batch_size) call.cuts->park_next_time();
-}
-
 }  // namespace
 
 Batch forward_under_budget(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs) {
   return BudgetedForward(wrapped, std::move(job), inputs).run();
-}
-
-std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
-                                              const std::function<std::vector<at::Tensor>()>& run) {
-  const int64_t budget = *call.budget;
-  const int64_t before = live(call.device);
-  Afterwards afterwards(call);
-  if (afterwards.during_loss() > budget && call.report->retained == 0) {
-    note(call, 0);
-    park_next_time(call);
-    throw BudgetExceeded(afterwards.during_loss(), budget, std::nullopt,
-                         "what comes between forward and backward (the outputs of all samples, the "
-                         "loss on them, its gradient)");
-  }
-  for (int64_t restarts = 0;; ++restarts) {
-    std::optional<memory::Limit> limit;
-    if (call.device.is_cpu()) limit.emplace(budget);
-    try {
-      std::vector<at::Tensor> sums = run();
-      note(call, restarts);
-      if (call.high_water) afterwards.peak(call.high_water->peak());
-      return sums;
-    } catch (...) {
-      note(call, 0);
-      if (!is_out_of_memory(std::current_exception())) throw;
-      if (limit && !limit->allocation_failed()) throw;
-      // `run` has consumed what this call kept.
-      const bool kept = restarts == 0 && call.report->retained > 0;
-      if (!call.cuts && (drop_graphs(*call.wrapped) || kept)) continue;
-      const int64_t refused = limit ? limit->refused() : budget + 1;
-      if (refused == 0) throw;  // by the system
-      afterwards.peak(refused);
-      park_next_time(call);
-      throw BudgetExceeded(std::max(refused, budget + 1), budget, std::nullopt,
-                           "backward, beside the " + format_bytes(before) +
-                               " that were live when it began (outputs, what the loss holds),");
-    }
-  }
 }
 
 }  // namespace infinitybatch

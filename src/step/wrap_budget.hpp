@@ -3,9 +3,32 @@
 #include "wrapped_call.hpp"
 
 #include <functional>
+#include <memory>
 #include <vector>
 
 namespace infinitybatch {
+
+/// One thread at a time: planners learn from what they see.
+class Planning {
+ public:
+  explicit Planning(Wrapped& wrapped)
+      : wrapped_(wrapped), mine_(!wrapped.planning.exchange(true)) {}
+  ~Planning() {
+    if (mine_) wrapped_.planning = false;
+  }
+  Planning(const Planning&) = delete;
+  Planning& operator=(const Planning&) = delete;
+  bool allowed() const noexcept { return mine_; }
+
+ private:
+  Wrapped& wrapped_;
+  const bool mine_;
+};
+
+/// Calls whose graph still lives, without those that are gone.
+std::vector<std::shared_ptr<WrappedCall>> calls_of(Wrapped& wrapped);
+/// Lets go of every graph that any call keeps on the device. False where there was none.
+bool drop_graphs(Wrapped& wrapped);
 
 /// Forward of a wrapped model that has a memory budget.
 Batch forward_under_budget(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs);

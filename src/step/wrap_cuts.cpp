@@ -9,9 +9,8 @@
 
 namespace infinitybatch {
 
-WrapCuts::WrapCuts(const WrappedCall& call, const Job& job,
-                   std::shared_ptr<const BufferValues> buffers, bool recording,
-                   std::function<Batch(const Batch&)> forward)
+WrapCuts::WrapCuts(WrappedCall& call, const Job& job, std::shared_ptr<const BufferValues> buffers,
+                   bool recording, std::function<Batch(const Batch&)> forward)
     : call_(call),
       buffers_(std::move(buffers)),
       inputs_(BatchSource::from(call.inputs, "inputs")),
@@ -79,20 +78,13 @@ void WrapCuts::run(size_t from, size_t to) {
     }
     executor_->run(instruction, rows);
   }
-  if (store_) parked_ += ParkedMeanwhile(before, store_->statistics());
+  if (store_) call_.add_parked(ParkedMeanwhile(before, store_->statistics()));
 }
 
 void WrapCuts::park_next_time() const {
   if (store_ || call_.wrapped->options.parking.when == Parking::When::never) return;
   const std::lock_guard<std::mutex> lock(call_.wrapped->mutex);
   call_.wrapped->parked.insert(signature_of(job_));
-}
-
-void WrapCuts::tell_parked() const {
-  if (!store_ || !call_.report) return;
-  const std::lock_guard<std::mutex> lock(call_.wrapped->mutex);
-  call_.report->parked_bytes = parked_.bytes;
-  call_.report->parked_seconds = parked_.seconds;
 }
 
 std::vector<Batch> WrapCuts::take_outputs() {
@@ -136,7 +128,6 @@ std::vector<at::Tensor> WrapCuts::backward(const std::vector<at::Tensor>& gradie
     std::vector<at::Tensor> sums = run_backward();
     seam_.reset();
     if (keep) forget_gradients();
-    tell_parked();
     return sums;
   } catch (...) {
     keep_foreign_exception(std::current_exception());

@@ -22,7 +22,7 @@ class WrapCuts final : public OutsideLoss {
   /// \param job     of the wrapped model
   /// \param recording whether outputs are to have a graph
   /// \param forward   runs it, while this pass records
-  WrapCuts(const WrappedCall& call, const Job& job, std::shared_ptr<const BufferValues> buffers,
+  WrapCuts(WrappedCall& call, const Job& job, std::shared_ptr<const BufferValues> buffers,
            bool recording, std::function<Batch(const Batch&)> forward);
   ~WrapCuts() override;
   WrapCuts(const WrapCuts&) = delete;
@@ -44,8 +44,6 @@ class WrapCuts final : public OutsideLoss {
 
   /// What waits is parked next time, where that is allowed and this call's was not.
   void park_next_time() const;
-  /// What was parked so far.
-  const ParkedMeanwhile& parked() const noexcept { return parked_; }
 
   /// Runs the instructions of a `cut_plan`, parked where the job has a store, after the recordings,
   /// up to the outputs of all.
@@ -73,9 +71,8 @@ class WrapCuts final : public OutsideLoss {
   std::vector<at::Tensor> run_backward();
   /// Those on their way from segment to segment, where what waits is kept.
   void forget_gradients();
-  void tell_parked() const;
 
-  const WrappedCall& call_;
+  WrappedCall& call_;
   const std::shared_ptr<const BufferValues> buffers_;  // as forward found them
   BatchSource inputs_;
   BatchSource targets_;
@@ -85,8 +82,7 @@ class WrapCuts final : public OutsideLoss {
   StaticForward known_;
   std::string kind_;                    // of forward, with static_graph
   std::shared_ptr<park::Store> store_;  // the job's
-  ParkedMeanwhile parked_;
-  std::optional<Executor> executor_;  // none after a backward that used it up
+  std::optional<Executor> executor_;    // none after a backward that used it up
   Plan plan_;
   size_t loss_at_ = 0;  // the instruction in whose place the caller's loss stands
   struct Part {

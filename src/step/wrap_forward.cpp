@@ -56,6 +56,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
   call_->devices = devices_of(job);
   call_->buffers = job.buffers;
   call_->modes = tape::Modes::current();
+  if (job.parks_graphs) call_->store = call_->wrapped->store_on(job.device);
   read(inputs);
   for (const NamedParameter& parameter : job.parameters) read(parameter);
   parameters_ = call_->leaves.size();
@@ -86,6 +87,9 @@ void ForwardPass::note_examined() const {
 
 Batch ForwardPass::run(const Split& split, int64_t total) {
   std::vector<int64_t> sizes = split.sizes;
+  park::StoreStatistics before;
+  if (call_->store) before = call_->store->statistics();
+  call_->overlaps = split.overlaps;
   const bool one_size = sizes.size() > 1 && sizes.front() == sizes.back();
   const size_t kept = std::min(static_cast<size_t>(split.retained), sizes.size());
   size_t keep_from = sizes.size() - kept;
@@ -101,7 +105,12 @@ Batch ForwardPass::run(const Split& split, int64_t total) {
       ++keep_from;  // as many rows as planned
     }
   }
-  return finish();
+  Batch outputs = finish();
+  if (call_->store) {
+    call_->add_parked(ParkedMeanwhile(before, call_->store->statistics()));
+    call_->add_graphs();
+  }
+  return outputs;
 }
 
 Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
@@ -201,18 +210,19 @@ void ForwardPass::read(const NamedParameter& parameter) {
   if (tensor.requires_grad()) call_->leaves.push_back(parameter);
 }
 
-Batch ForwardPass::call_model(const Batch& micro) {
+Batch ForwardPass::call_model(const Batch& micro, GraphMemory* memory) {
   // Layers that refuse a single sample would not refuse the batch.
   const coupled::OneOfMany one(exact_ && one_of_many_);
   const coupled::CouplingWatch::Scope watching(watch_);
   const CarriedState::Scope stateful(exact_ ? &*state_ : nullptr, part_);
-  Batch outputs = call_->wrapped->model.forward(micro);
+  const auto forward = [&] { return call_->wrapped->model.forward(micro); };
+  Batch outputs = memory != nullptr ? memory->watch(forward) : forward();
   watch_.renormed()->rethrow();
   if (recording_) call_->left_on_module = state_->left().with_graph(outputs);
   return outputs;
 }
 
-Batch ForwardPass::call_model_and_keep(const Batch& micro) {
+Batch ForwardPass::call_model_and_keep(const Batch& micro, GraphMemory* memory) {
   WrappedCall::Kept& kept = call_->keep();
   if (kept.sinks) {
     kept.sinks->install();
@@ -224,12 +234,36 @@ Batch ForwardPass::call_model_and_keep(const Batch& micro) {
     autograd::GradientSinks& sinks;
     ~Uninstall() { sinks.uninstall(); }
   } const uninstall{*kept.sinks};
-  return call_model(micro);
+  return call_model(micro, memory);
+}
+
+void ForwardPass::leave(size_t part) {
+  settle();
+  WrappedCall::Kept& kept = call_->keep();
+  const auto graph = kept.graphs.find(part);
+  if (graph == kept.graphs.end()) return;
+  leaving_ = part;
+  if (!call_->overlaps) return settle();
+  graph->second.memory->start_leaving(*job_.store, memory_of(outputs_[part]));
+}
+
+void ForwardPass::settle() {
+  if (!leaving_) return;
+  const size_t index = *std::exchange(leaving_, std::nullopt);
+  WrappedCall::Kept& kept = call_->keep();
+  const auto found = kept.graphs.find(index);
+  if (found == kept.graphs.end()) return;
+  WrappedCall::Kept::Graph& graph = found->second;
+  WrappedCall::Part& part = call_->parts[index];
+  part.numbers = Batch();  // outputs, too
+  park_graph(*graph.memory, *job_.store, graph.outputs, outputs_[index]);
+  part.numbers = numbers_of(outputs_[index]);
 }
 
 void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   if (options_.interrupt) options_.interrupt();
   keep = keep && recording_;
+  const bool parks = keep && job_.parks_graphs;
   one_of_many_ = rows.size() == 1 && total > 1;
   part_ = rows.size() < total;
   const Batch micro = call_->micro_batch(rows);
@@ -240,9 +274,12 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
     part.random = RngSnapshot::capture(call_->devices);
     part.buffers = exact_ ? values_ : std::make_shared<BufferValues>(call_->buffers);
   }
+  std::optional<GraphMemory> memory;
+  if (parks) memory.emplace().know(micro);
   const auto call = [&] {
+    GraphMemory* const notes = memory ? &*memory : nullptr;
     const coupled::ForeignDraws foreign(options_.match_native_rng && part_);
-    Batch given = keep ? call_model_and_keep(micro) : call_model(micro);
+    Batch given = keep ? call_model_and_keep(micro, notes) : call_model(micro, notes);
     if (exact_) watch_.check(rows.size(), total);
     if (!options_.match_native_rng || !part_) return given;
     const auto drew = watch_.drew() ? watch_.drew() : foreign.drew();
@@ -287,7 +324,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
     // A leaf that the sinks do not know has its own accumulator in this graph.
     WrappedCall::Kept& kept = call_->keep();
     if (kept.leaves == call_->leaves.size()) {
-      kept.graphs[call_->parts.size() - 1] = {std::move(outputs), micro};
+      kept.graphs[call_->parts.size() - 1] = {std::move(outputs), micro, std::move(memory)};
     } else {
       kept.graphs.clear();
     }
@@ -297,6 +334,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   parameter_rule_->end_micro_batch();
   // What was restored under a graph could belong to what it has saved.
   if (keep && (buffer_rule_.written() || parameter_rule_->written())) call_->keep().graphs.clear();
+  if (parks) leave(call_->parts.size() - 1);
 }
 
 bool ForwardPass::may_count() const {
@@ -349,6 +387,7 @@ void ForwardPass::note_graph(const Batch& outputs, const Batch& micro, uint64_t 
 }
 
 Batch ForwardPass::finish() {
+  settle();
   std::exception_ptr mixed;
   try {
     examine();

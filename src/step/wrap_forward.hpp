@@ -17,7 +17,8 @@ namespace infinitybatch {
 /// How one forward pass is split.
 struct Split {
   std::vector<int64_t> sizes;
-  int64_t retained = 0;  ///< of the last micro-batches: keep their graph, beside the tape
+  int64_t retained = 0;   ///< of the last micro-batches: keep their graph, beside the tape
+  bool overlaps = false;  ///< where graphs are parked: copied while other micro-batches compute
 };
 
 /// Inputs that a forward may have to run on again.
@@ -70,10 +71,14 @@ class ForwardPass {
   /// Whether ordinary ops of the model mix samples. \throws CouplingError
   void examine();
   void note_examined() const;
-  Batch call_model(const Batch& micro);
+  /// \param memory where its graph will be parked: notes what it keeps; else null
+  Batch call_model(const Batch& micro, GraphMemory* memory);
   void learn_from_recording(const Batch& outputs, const Batch& micro, uint64_t first_node);
   /// The same, in a graph that ends in sinks of its own.
-  Batch call_model_and_keep(const Batch& micro);
+  Batch call_model_and_keep(const Batch& micro, GraphMemory* memory);
+  /// With `Job::parks_graphs`: the graph of this part begins to leave, what left before it is away.
+  void leave(size_t part);
+  void settle();
   void note_graph(const Batch& outputs, const Batch& micro, uint64_t first_node);
   /// Which outputs come from the samples, as far as this recording tells.
   void note_sources(const tape::Tape& tape);
@@ -105,6 +110,7 @@ class ForwardPass {
   std::vector<int64_t> row_counts_;
   std::vector<bool> wants_gradient_;  // of each leaf of the outputs
   std::vector<bool> from_samples_;    // the same; empty where nothing was recorded
+  std::optional<size_t> leaving_;     // the part whose graph is on its way
   // What the node's edges need; the call itself holds inputs without their graph.
   Batch inputs_;
   bool one_of_many_ = false;  // a single sample is at work

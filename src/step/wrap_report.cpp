@@ -1,7 +1,5 @@
 #include "wrap_report.hpp"
 
-#include "wrap_cuts.hpp"
-
 #include <utility>
 
 namespace infinitybatch {
@@ -10,10 +8,9 @@ std::shared_ptr<WrapReport> report_of(const WrappedCall& call, const std::vector
   auto report = std::make_shared<WrapReport>();
   report->micro_batch_sizes = sizes;
   report->retained = call.kept_count();
-  if (call.cuts) {
-    report->parked_bytes = call.cuts->parked().bytes;
-    report->parked_seconds = call.cuts->parked().seconds;
-  }
+  report->parked_bytes = call.parked.bytes;
+  report->parked_seconds = call.parked.seconds;
+  report->graph_bytes = call.graph_bytes;
   report->strategy = call.cuts ? "cut" : call.parts.empty() ? "forward" : "replay";
   for (const WrappedCall::Part& part : call.parts) {
     if (!part.tape.opaque) continue;

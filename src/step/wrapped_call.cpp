@@ -142,6 +142,22 @@ int64_t WrappedCall::kept_count() const {
   return kept_ ? static_cast<int64_t>(kept_->graphs.size()) : 0;
 }
 
+void WrappedCall::add_graphs() {
+  for (const auto& [part, graph] : keep().graphs) {
+    const GraphBytes bytes = graph.memory ? graph.memory->bytes() : GraphBytes();
+    graph_bytes.parked += bytes.parked;
+    graph_bytes.stayed += bytes.stayed;
+  }
+}
+
+void WrappedCall::add_parked(const ParkedMeanwhile& copies) {
+  parked += copies;
+  if (!report) return;
+  const std::lock_guard<std::mutex> lock(wrapped->mutex);
+  report->parked_bytes = parked.bytes;
+  report->parked_seconds = parked.seconds;
+}
+
 Batch WrappedCall::micro_batch(Rows part) const {
   Batch micro = to_device(rows(inputs, part.begin, part.end), device);
   for (Leaf& leaf : micro.leaves()) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "graph_choice.hpp"
 #include "parking.hpp"
 #include "wrap_outputs.hpp"
 
@@ -8,6 +9,7 @@
 #include <infinitybatch/coupled/random_draw.hpp>
 #include <infinitybatch/coupled/renormed_weights.hpp>
 #include <infinitybatch/execute/buffer_values.hpp>
+#include <infinitybatch/execute/graph_memory.hpp>
 #include <infinitybatch/execute/recorded.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
 #include <infinitybatch/memory/foreign_storage.hpp>
@@ -55,6 +57,7 @@ struct Wrapped {
   static constexpr size_t kCalls = 4;
   std::array<Planner, kCalls> planners;
   std::array<uint64_t, kCalls> begun{};  ///< counts what each planner was asked
+  std::array<GraphChoices, kCalls> graph_choices;
   Planner without_gradients;
   int64_t segments = 1;  ///< of the cut tapes that were recorded last
 
@@ -138,7 +141,8 @@ struct WrappedCall {
   struct Kept {
     struct Graph {
       Batch outputs;
-      Batch inputs;  ///< leaves of the graph, where they want a gradient
+      Batch inputs;                       ///< leaves of the graph, where they want a gradient
+      std::optional<GraphMemory> memory;  ///< where it is parked
     };
     std::unique_ptr<autograd::GradientSinks> sinks;  ///< where all of them end
     size_t leaves = 0;                               ///< of the call, that the sinks know
@@ -164,6 +168,11 @@ struct WrappedCall {
   std::vector<Version> output_versions;  ///< for each leaf of `outputs`
   std::vector<int> gradient_of_output;   ///< which of the node's inputs a leaf is; -1 for none
 
+  std::shared_ptr<park::Store> store;  ///< where kept graphs wait; null where they do not leave
+  bool overlaps = false;               ///< they are copied while other micro-batches compute
+  ParkedMeanwhile parked;              ///< so far
+  GraphBytes graph_bytes;
+
   // With a memory budget:
   std::optional<int64_t> budget;  ///< in bytes
   Piece piece;                    ///< what was planned
@@ -184,6 +193,10 @@ struct WrappedCall {
   /// For backward, and for whoever needs the memory: null where nothing is kept (any more).
   std::unique_ptr<Kept> take_kept();
   int64_t kept_count() const;
+  /// How much of what is kept is away, and how much is not, goes to `graph_bytes`.
+  void add_graphs();
+  /// The copies of a stretch of the call are over: its report tells of them.
+  void add_parked(const ParkedMeanwhile& copies);
 
   /// Where ops of the model see the whole batch. The last member: it refers to the others.
   std::unique_ptr<WrapCuts> cuts;

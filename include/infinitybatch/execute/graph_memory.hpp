@@ -36,9 +36,11 @@ class GraphMemory {
  public:
   using Storages = std::set<const c10::StorageImpl*>;
 
+  /// Rows that the forward will run on: those that were made for it, which nobody else holds yet,
+  /// belong to what it makes.
+  void know(const Batch& inputs);
   /// Runs `forward` in this thread and notes what memory its ops make.
-  /// \param inputs that it runs on; those that were made for it belong to what it makes
-  Batch watch(const Batch& inputs, const std::function<Batch()>& forward);
+  Batch watch(const std::function<Batch()>& forward);
 
   /// What lives of it begins to leave; with `park` it has left. Call it when nobody uses the
   /// outputs' graph.
@@ -82,5 +84,17 @@ class GraphMemory {
   std::vector<park::Parked> parked_;
   bool failed_ = false;  // no memory for these notes: nothing is known
 };
+
+/// The memory that these tensors lie in.
+GraphMemory::Storages memory_of(const Batch& tensors);
+
+/// Parks what the graph of these outputs keeps. Others see the outputs detached, as `seen`, and go
+/// on using them: first what they do not see leaves, so that there is room to make copies of what
+/// they do, then the graph's own outputs. Call it when nobody uses the graph.
+/// \param graph outputs that want no gradient are let go of
+/// \param seen  in the same memory as `graph`, unless somebody else holds a leaf as well
+/// \returns bytes that left
+/// \throws ParkingError where there is no room
+int64_t park_graph(GraphMemory& memory, park::Store& store, Batch& graph, Batch& seen);
 
 }  // namespace infinitybatch

@@ -9,7 +9,6 @@
 
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -61,11 +60,10 @@ class WholeOutputs {
   int64_t leave(Rows rows);
   int64_t park(Rows rows);
   int64_t fetch(Rows rows, bool ahead);
-  /// The memory of these rows' outputs, until they wait.
-  std::set<const c10::StorageImpl*> memory_of(Rows rows) const;
-  /// Until they wait: what others use as well (a graph) becomes another, unless a callback has kept
-  /// it. No second forward of these rows will be compared with them.
-  void separate(Rows rows);
+  /// The outputs of these rows, until they wait.
+  Batch& of(Rows rows) { return parts_.at(rows.begin).outputs; }
+  /// No second forward of these rows will be compared with them.
+  void compare_none(Rows rows) { parts_.at(rows.begin).compared = false; }
   void forget(Rows rows);
 
   /// The gradient of one output leaf of these rows, on `device`; undefined where the loss ignores
@@ -101,7 +99,10 @@ class WholeOutputs {
   static at::Tensor handed(const at::Tensor& output, std::vector<at::Tensor>& leaves);
   at::Tensor computed(const Batch& outputs, const Batch& targets, const LossWatch& watch);
   at::Device device() const;
-  bool parks() const { return job_.store != nullptr && device() == job_.device; }
+  /// Those of a wrapped model, whose tapes stay, are its caller's.
+  bool parks() const {
+    return job_.store != nullptr && !job_.tapes_stay && device() == job_.device;
+  }
   /// Where a leaf of a micro-batch waits.
   static tape::Crossing output(size_t leaf) { return {static_cast<tape::ValueId>(leaf), 0}; }
   static tape::Crossing gradient(size_t leaf) { return {static_cast<tape::ValueId>(leaf), 1}; }

@@ -27,6 +27,9 @@ struct WrapOptions {
   /// Samples that are computed at once; the last micro-batch may be smaller. Given alone it is all
   /// that is kept to.
   std::optional<int64_t> micro_batch_size;
+  /// With a given size: how many micro-batches, the last ones, keep their graph from forward to
+  /// backward and need no second forward. Where ops of the model see the whole batch none does.
+  int64_t retained_micro_batches = 0;
   /// Bytes that tensors may occupy on the device during forward and during backward; see
   /// `memory::Budget`. What is allocated in between, by the loss above all, counts as what is
   /// there. A size given beside it is kept to, or BudgetExceeded is thrown.
@@ -41,9 +44,12 @@ struct WrapOptions {
   /// code, hooks on modules and Python's random numbers run no more once a second micro-batch has
   /// been the same program. Recordings in front of a backward, and without one, are others.
   bool static_graph = false;
-  /// Where ops of the model see the whole batch: where what waits for them, and for backward, goes
-  /// when the device is full. `never` makes BudgetExceeded of it; without a budget only `always`
-  /// does anything. All calls of one Wrap share one store, one thread at a time.
+  /// Where what waits goes when the device is full: with ops that see the whole batch what waits
+  /// for them, and for backward; else the graphs of `retained_micro_batches`. `never` makes
+  /// BudgetExceeded of it; without a budget only `always` does anything. Under a budget without a
+  /// size `always` keeps the graphs of all micro-batches away from the device, in place of second
+  /// forwards, as long as there is room for them. All calls of one Wrap share one store, one thread
+  /// at a time.
   Parking parking;
   Reduce reduce = Reduce::none;
   /// The dimension of outputs along which samples lie, where more than one could be it. Without it
@@ -67,7 +73,8 @@ struct WrapReport {
   int64_t retained = 0;  ///< micro-batches that keep their graph and need no second forward
   /// "replay" (each forward of the user's ran once), "rerun" (backward runs some of them again,
   /// `strategy_reason` says why), "cut" (ops of the model see the whole batch: from cut to cut),
-  /// "forward" (no gradient is wanted) or "native" (no budget, and one micro-batch).
+  /// "forward" (no gradient is wanted) or "native" (no budget, and one micro-batch). With `always`
+  /// and a plan the reason says of "replay" why graphs are parked or not.
   std::string strategy;
   std::string strategy_reason;
   /// Attributes of modules in which each micro-batch left another tensor with a graph that is none
@@ -76,6 +83,7 @@ struct WrapReport {
   std::vector<std::string> left_on_module;
   int64_t parked_bytes = 0;    ///< that left the device for host or disk, each time counted
   CopySeconds parked_seconds;  ///< of their copies, out and back
+  GraphBytes graph_bytes;      ///< of the graphs that wait away from the device
   // With a memory budget:
   std::optional<int64_t> memory_budget;         ///< in bytes
   std::optional<int64_t> predicted_peak_bytes;  ///< once it is known what comes in between
@@ -115,8 +123,8 @@ struct WrapReport {
 /// forward read and that were changed in place since throw StateError.
 class Wrap {
  public:
-  /// \throws InvalidArgument for a micro_batch_size below 1, and for options that contradict each
-  ///               other
+  /// \throws InvalidArgument for a micro_batch_size below 1, retained_micro_batches below 0, and
+  ///               for options that contradict each other
   Wrap(Model model, WrapOptions options);
 
   /// \param inputs leaves that require grad get their gradient; those on the host are brought to

@@ -47,7 +47,7 @@ TEST(GraphMemory, LeavesAndComesBackBitForBit) {
   park::Store store = host();
   for (const bool beside : {false, true}) {
     GraphMemory memory;
-    Batch outputs = memory.watch(Batch(x), [&] { return forward(x); });
+    Batch outputs = memory.watch([&] { return forward(x); });
     forward.outside.reset();
     const auto version = outputs.leaves()[0].tensor._version();
     const int64_t before = memory::stats(at::kCPU).live;
@@ -73,11 +73,27 @@ TEST(GraphMemory, WhatOthersUseStays) {
   Forward forward;
   park::Store store = host();
   GraphMemory memory;
-  Batch outputs = memory.watch(Batch(x), [&] { return forward(x); });
+  Batch outputs = memory.watch([&] { return forward(x); });
   memory.park(store, {forward.outside.storage().unsafeGetStorageImpl()});
   EXPECT_EQ(memory.bytes().parked, 3 * kBytes);
   EXPECT_EQ(memory.bytes().stayed, kBytes);
   EXPECT_TRUE(forward.outside.abs().sum().item<float>() > 0);
+}
+
+TEST(GraphMemory, OutputsThatOthersSeeBecomeCopies) {
+  const at::Tensor x = random({8, 16});
+  Forward forward;
+  const at::Tensor wanted = gradient(forward, forward(x));
+  park::Store store = host();
+  GraphMemory memory;
+  Batch graph = memory.watch([&] { return forward(x); });
+  forward.outside.reset();
+  Batch seen(graph.leaves()[0].tensor.detach());
+  const at::Tensor values = seen.leaves()[0].tensor.clone();
+  EXPECT_EQ(park_graph(memory, store, graph, seen), 4 * kBytes);
+  EXPECT_TRUE(at::equal(seen.leaves()[0].tensor, values));
+  memory.fetch(/*ahead=*/false);
+  EXPECT_TRUE(at::equal(gradient(forward, graph), wanted));
 }
 
 TEST(GraphMemory, InputsThatWereMadeForItBelongToIt) {
@@ -87,8 +103,8 @@ TEST(GraphMemory, InputsThatWereMadeForItBelongToIt) {
     GraphMemory memory;
     Batch inputs(random({8, 16}));
     const at::Tensor whole = shared ? inputs.leaves()[0].tensor.detach() : at::Tensor();
-    Batch outputs =
-        memory.watch(inputs, [&] { return forward(at::Tensor(inputs.leaves()[0].tensor)); });
+    memory.know(inputs);
+    Batch outputs = memory.watch([&] { return forward(at::Tensor(inputs.leaves()[0].tensor)); });
     forward.outside.reset();
     inputs = Batch();
     memory.park(store, {});
@@ -104,7 +120,7 @@ TEST(GraphMemory, AnythingLetGoOfWhileItIsAwayIsGone) {
   const int64_t before = memory::stats(at::kCPU).live;
   {
     GraphMemory memory;
-    Batch outputs = memory.watch(Batch(x), [&] { return forward(x); });
+    Batch outputs = memory.watch([&] { return forward(x); });
     forward.outside.reset();
     memory.park(store, {});
     outputs = Batch();

@@ -192,6 +192,18 @@ TEST(ParkedPlan, OverlappedWhatIsLongerThanComputeIsWaitedFor) {
   EXPECT_GE(seconds.hidden, 10);
 }
 
+TEST(ParkedPlan, AGraphThatStaysOnTheDeviceIsToldByRecordings) {
+  PassTimes times;
+  for (const auto& [operation, seconds] :
+       {std::pair(Operation::record, 1.0), {Operation::replay, 2.0}, {Operation::backward, 3.0}}) {
+    times.add({operation, 0}, /*samples=*/4, 4 * seconds, /*bytes=*/0);
+  }
+  for (const int64_t retained : {0, 1, 3}) {
+    const Plan plan = two_pass_plan({2, 2, 2}, retained);
+    EXPECT_NEAR(simulate_seconds(plan, times), 6 * (1 + 3) + 2 * (3 - retained) * 2, 1e-9);
+  }
+}
+
 TEST(ParkedPlan, ARehearsalInTurnTellsOfCopiesBesideCompute) {
   const Plan plan = two_pass_plan({4, 4, 4}, /*retained=*/3, /*parks_graphs=*/true);
   const auto add = [](PassTimes& times, Operation operation, double seconds, int64_t bytes) {

@@ -13,10 +13,15 @@ namespace {
 using namespace testing;
 
 struct Parked {
-  Parked() {
+  /// \param whole_batch whether the model has layers that see all of it
+  explicit Parked(bool whole_batch = true) {
     torch::manual_seed(4);
-    net = nn::Sequential(nn::Linear(6, 8), nn::BatchNorm1d(8), nn::Tanh(), nn::Linear(8, 8),
-                         nn::BatchNorm1d(8), nn::Tanh(), nn::Linear(8, 2));
+    net = nn::Sequential(nn::Linear(6, 8));
+    for (int layer = 0; layer < 2; ++layer) {
+      if (whole_batch) net->push_back(nn::BatchNorm1d(8));
+      net->push_back(nn::Tanh());
+      net->push_back(layer == 0 ? nn::Linear(8, 8) : nn::Linear(8, 2));
+    }
     net->to(at::kDouble);
     inputs = at::randn({20, 6}, at::kDouble);
     targets = at::randn({20, 2}, at::kDouble);
@@ -79,13 +84,15 @@ void step(const Wrap& wrapped, const Parked& task) {
   at::mse_loss(outputs, task.targets).backward();
 }
 
-TEST(Parking, AFailingDiskInEitherPassOfAWrappedModel) {
+/// \param whole_batch what waits for layers that see all of it is parked; else graphs
+void fail_in_either_pass(bool whole_batch) {
   WrapOptions options;
   options.micro_batch_size = 4;
+  options.retained_micro_batches = whole_batch ? 0 : 5;
   options.parking.when = Parking::When::always;
   int64_t transfers = 0;
   {
-    Parked counted;
+    Parked counted(whole_batch);
     const Wrap wrapped(counted.net, options);
     step(wrapped, counted);  // the first call meets the layers without parking
     for (const at::Tensor& parameter : counted.net->parameters()) parameter.mutable_grad().reset();
@@ -93,22 +100,34 @@ TEST(Parking, AFailingDiskInEitherPassOfAWrappedModel) {
     step(wrapped, counted);
     transfers = counting.seen();
   }
-  ASSERT_GT(transfers, 30);
-  Parked task;
+  ASSERT_GT(transfers, 18);
+  Parked task(whole_batch);
   const Wrap wrapped(task.net, options);
   step(wrapped, task);
   for (const at::Tensor& parameter : task.net->parameters()) parameter.mutable_grad().reset();
+  Parked twin(whole_batch);
+  const at::Tensor loss = at::mse_loss(twin.net->forward(twin.inputs), twin.targets);
+  const auto expected = torch::autograd::grad({loss}, twin.net->parameters());
+  const auto check_gradients = [&](int64_t n) {
+    const auto parameters = task.net->parameters();
+    for (size_t i = 0; i < expected.size(); ++i) {
+      at::Tensor& found = parameters[i].mutable_grad();
+      EXPECT_LE((found - expected[i]).abs().max().item<double>(), 1e-12) << n << ", " << i;
+      found.reset();
+    }
+  };
   const int64_t live = memory::stats(at::kCPU).live;
   int64_t in_forward = 0;
   int64_t in_backward = 0;
-  for (int64_t n = 1; n <= transfers; n += 3) {
+  for (int64_t n = 1; n <= transfers; n += whole_batch ? 3 : 1) {
     const std::vector<at::Tensor> before = task.state();
     const park::FailDisk failure(n, n % 2 == 0 ? ENOSPC : EIO);
     bool forward = true;
+    at::Tensor mean;
     try {
-      const at::Tensor outputs = wrapped.forward(task.inputs).tensor();
+      mean = at::mse_loss(wrapped.forward(task.inputs).tensor(), task.targets);
       forward = false;
-      at::mse_loss(outputs, task.targets).backward();
+      mean.backward({}, /*retain_graph=*/!whole_batch);
       ADD_FAILURE() << n;
     } catch (const ParkingError&) {
       ++(forward ? in_forward : in_backward);
@@ -120,18 +139,23 @@ TEST(Parking, AFailingDiskInEitherPassOfAWrappedModel) {
     for (const at::Tensor& parameter : task.net->parameters()) {
       EXPECT_FALSE(parameter.grad().defined()) << n;
     }
+    if (whole_batch || forward) continue;
+    mean.backward();  // its graphs are lost, its tapes are not
+    check_gradients(n);
   }
   EXPECT_EQ(memory::stats(at::kCPU).live, live);
   EXPECT_GT(in_forward, 5);
   EXPECT_GT(in_backward, 5);
-  Parked twin;
-  const at::Tensor loss = at::mse_loss(twin.net->forward(twin.inputs), twin.targets);
-  const auto expected = torch::autograd::grad({loss}, twin.net->parameters());
   step(wrapped, task);
-  const auto parameters = task.net->parameters();
-  for (size_t i = 0; i < expected.size(); ++i) {
-    EXPECT_LE((parameters[i].grad() - expected[i]).abs().max().item<double>(), 1e-12) << i;
-  }
+  check_gradients(0);
+}
+
+TEST(Parking, AFailingDiskInEitherPassOfAWrappedModel) {
+  fail_in_either_pass(/*whole_batch=*/true);
+}
+
+TEST(Parking, AFailingDiskInEitherPassOfAWrappedModelThatKeepsGraphs) {
+  fail_in_either_pass(/*whole_batch=*/false);
 }
 
 }  // namespace

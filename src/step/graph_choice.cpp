@@ -1,0 +1,105 @@
+#include "graph_choice.hpp"
+
+#include <infinitybatch/core/bytes.hpp>
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/out_of_memory.hpp>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+namespace infinitybatch {
+
+void GraphChoices::add(const Request& request, const Plan& piece, const PassTimes& taken) {
+  rehearsed_[request.signature][piece.micro_batch_size()].add(taken);
+}
+
+const GraphChoice* GraphChoices::find(const std::string& kind) const {
+  const auto found = chosen_.find(kind);
+  return found != chosen_.end() ? &found->second : nullptr;
+}
+
+bool GraphChoices::parks(const std::string& kind) const {
+  const GraphChoice* choice = find(kind);
+  return choice != nullptr && choice->parks;
+}
+
+bool GraphChoices::give_up(const std::string& kind) {
+  if (!parks(kind)) return false;
+  chosen_[kind] = {false, "graphs are not parked: there was no room for them"};
+  return true;
+}
+
+void GraphChoices::choose(const std::string& kind, Planner& planner, const park::Store& store,
+                          const Plan& again, const Request& asked, const ParkedWay& parked_way) {
+  std::optional<GraphChoice> choice;
+  try {
+    choice = compare(planner, store, again, asked, parked_way);
+  } catch (const BudgetExceeded&) {
+    choice = {false, "graphs are not parked: one does not fit beside what else is there"};
+  } catch (const ParkingError& error) {
+    choice = {false, std::string("graphs are not parked: ") + error.what_without_backtrace()};
+  } catch (...) {
+    if (!is_out_of_memory(std::current_exception())) throw;
+    choice = {false, "graphs are not parked: memory ran out"};
+  }
+  if (choice) chosen_[kind] = std::move(*choice);
+}
+
+GraphChoices::Timed GraphChoices::timed(const Plan& plan, const Request& request,
+                                        const park::Store& store) const {
+  Timed timed;
+  timed.plan = plan;
+  const auto asked = rehearsed_.find(request.signature);
+  if (asked != rehearsed_.end()) {
+    const auto size = asked->second.find(plan.micro_batch_size());
+    if (size != asked->second.end()) timed.times = size->second;
+  }
+  const park::StoreStatistics link = store.statistics();
+  timed.times.set_link(link.moved_out, link.seconds_out, link.moved_back, link.seconds_back);
+  timed.seconds = simulate_seconds(timed.plan, timed.times);
+  timed.waited = simulate_copies(timed.plan, timed.times).waited;
+  return timed;
+}
+
+std::optional<GraphChoice> GraphChoices::compare(Planner& planner, const park::Store& store,
+                                                 const Plan& again, const Request& asked,
+                                                 const ParkedWay& parked_way) const {
+  const Timed forwards = timed(again, asked, store);
+  std::optional<Timed> parked;
+  bool best_in_turn = false;
+  const auto begin = [&](bool in_turn) {
+    planner.begin(parked_way.request());
+    planner.copy_in_turn(in_turn);
+  };
+  for (const bool in_turn : {false, true}) {
+    try {
+      begin(in_turn);
+      parked_way.rehearse();
+    } catch (const BudgetExceeded&) {
+      if (in_turn && !parked) throw;
+      continue;  // no size leaves that much room
+    }
+    if (!planner.settled()) return std::nullopt;
+    Timed found = timed(planner.plan(), parked_way.request(), store);
+    if (parked && parked->seconds <= found.seconds) continue;
+    parked = std::move(found);
+    best_in_turn = in_turn;
+  }
+  begin(best_in_turn);
+  const auto all = static_cast<int64_t>(parked->times.bytes_per_sample(Operation::park) *
+                                        static_cast<double>(asked.batch_size));
+  if (!store.options().disk && all > store.options().host_bytes) {
+    return GraphChoice{false, "graphs are not parked: there is no room for " + format_bytes(all)};
+  }
+  const double more = forwards.seconds - forwards.waited - (parked->seconds - parked->waited);
+  GraphChoice choice;
+  choice.parks = parked->seconds < forwards.seconds;
+  choice.reason = std::string("graphs are ") + (choice.parks ? "" : "not ") +
+                  "parked: of their copies " + format_seconds(parked->waited) +
+                  " would not be hidden, second forwards take " +
+                  format_seconds(std::max(0.0, more)) + " more";
+  return choice;
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,133 @@
+#include "wrap_budget.hpp"
+#include "wrap_cuts.hpp"
+
+#include <infinitybatch/core/bytes.hpp>
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/out_of_memory.hpp>
+#include <infinitybatch/memory/limit.hpp>
+#include <infinitybatch/memory/statistics.hpp>
+
+#include <algorithm>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+/// What a backward pass tells the planner of its call.
+class Afterwards {
+ public:
+  explicit Afterwards(WrappedCall& call) : call_(call) {
+    first_ = !call.differentiated.exchange(true) && call.during_loss != nullptr;
+    if (!first_) return;
+    const int64_t now = memory::stats(call.device).live;
+    int64_t of_inputs = 0;  // gradients of whole inputs, which backward makes
+    for (const size_t index : call.wanted_inputs) {
+      of_inputs += static_cast<int64_t>(call.inputs.leaves()[index].tensor.nbytes());
+    }
+    during_loss_ = call.during_loss->peak();
+    effect_.net = now - call.live_before_loss + of_inputs;
+    effect_.rise = std::max(during_loss_ - call.live_before_loss, effect_.net);
+    call.during_loss.reset();
+    tell([&](Planner& planner) { planner.saw_whole_loss(call_.piece.plan, effect_); });
+  }
+
+  /// The most that was live between the passes; 0 where it was told before.
+  int64_t during_loss() const noexcept { return during_loss_; }
+
+  void peak(int64_t bytes) {
+    if (!first_) return;
+    Measurement measured;
+    measured.peak_bytes = bytes;
+    tell([&](Planner& planner) { planner.observe(call_.piece, measured); });
+  }
+
+ private:
+  /// Unless the planner has been asked something else meanwhile.
+  template <typename Tell>
+  void tell(Tell&& tell) {
+    if (call_.piece.plan.micro_batch_sizes.empty()) return;  // the size was given
+    Wrapped& wrapped = *call_.wrapped;
+    const Planning planning(wrapped);
+    if (!planning.allowed() || wrapped.begun[call_.planner] != call_.begun) return;
+    tell(wrapped.planners[call_.planner]);
+  }
+
+  WrappedCall& call_;
+  bool first_ = false;
+  int64_t during_loss_ = 0;
+  MicroBatchProfile::Effect effect_;
+};
+
+/// Keeps the peak of the call in its report, whatever becomes of backward.
+void note(WrappedCall& call, int64_t restarts) {
+  if (!call.high_water) return;
+  const std::lock_guard<std::mutex> lock(call.wrapped->mutex);
+  call.report->peak_bytes = std::max(call.report->peak_bytes, call.high_water->peak());
+  call.report->restarts += restarts;
+}
+
+/// A given size cannot become smaller; what waits can leave.
+void park_next_time(const WrappedCall& call) {
+  if (call.cuts && call.wrapped->options.micro_batch_size) call.cuts->park_next_time();
+}
+
+}  // namespace
+
+std::vector<std::shared_ptr<WrappedCall>> calls_of(Wrapped& wrapped) {
+  std::vector<std::shared_ptr<WrappedCall>> calls;
+  const std::lock_guard<std::mutex> lock(wrapped.mutex);
+  std::erase_if(wrapped.calls, [&](const std::weak_ptr<WrappedCall>& weak) {
+    if (auto call = weak.lock()) calls.push_back(std::move(call));
+    return weak.expired();
+  });
+  return calls;
+}
+
+bool drop_graphs(Wrapped& wrapped) {
+  bool any = false;
+  for (const auto& call : calls_of(wrapped)) {
+    if (call->store == nullptr) any = (call->take_kept() != nullptr) || any;
+  }
+  return any;
+}
+
+std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
+                                              const std::function<std::vector<at::Tensor>()>& run) {
+  const int64_t budget = *call.budget;
+  const int64_t before = memory::stats(call.device).live;
+  Afterwards afterwards(call);
+  const bool can_drop = call.report->retained > 0 && call.store == nullptr;
+  if (afterwards.during_loss() > budget && !can_drop) {
+    note(call, 0);
+    park_next_time(call);
+    throw BudgetExceeded(afterwards.during_loss(), budget, std::nullopt,
+                         "what comes between forward and backward (the outputs of all samples, the "
+                         "loss on them, its gradient)");
+  }
+  for (int64_t restarts = 0;; ++restarts) {
+    std::optional<memory::Limit> limit;
+    if (call.device.is_cpu()) limit.emplace(budget);
+    try {
+      std::vector<at::Tensor> sums = run();
+      note(call, restarts);
+      if (call.high_water) afterwards.peak(call.high_water->peak());
+      return sums;
+    } catch (...) {
+      note(call, 0);
+      if (!is_out_of_memory(std::current_exception())) throw;
+      if (limit && !limit->allocation_failed()) throw;
+      // `run` has consumed what this call kept.
+      const bool kept = restarts == 0 && call.report->retained > 0;
+      if (!call.cuts && (drop_graphs(*call.wrapped) || kept)) continue;
+      const int64_t refused = limit ? limit->refused() : budget + 1;
+      if (refused == 0) throw;  // by the system
+      afterwards.peak(refused);
+      park_next_time(call);
+      throw BudgetExceeded(std::max(refused, budget + 1), budget, std::nullopt,
+                           "backward, beside the " + format_bytes(before) +
+                               " that were live when it began (outputs, what the loss holds),");
+    }
+  }
+}
+
+}  // namespace infinitybatch
