@@ -157,6 +157,25 @@ def test_between_the_passes_no_kept_graph_is_on_the_device():
     assert above["never", 64] > 5 * above["never", 4] > 100_000
 
 
+def test_copies_run_while_other_micro_batches_compute():
+    wrapped = ib.wrap(
+        wide(8, 192),
+        micro_batch_size=64,
+        retained_micro_batches=6,
+        park="always",
+        host_bandwidth=1e9,
+        **HOST,
+    )
+    outputs = wrapped(torch.randn(6 * 64, 192).double())
+    forward = wrapped.last_report.parked_seconds_hidden
+    assert forward > 5e-4
+    outputs.std(0).sum().backward()
+    report = wrapped.last_report
+    assert report.parked_seconds_hidden - forward > 5e-4
+    seconds = report.parked_seconds_hidden + report.parked_seconds_waited
+    assert seconds >= 2 * report.parked_bytes / 1e9
+
+
 @pytest.mark.parametrize("how", ["attribute", "hook", "numpy"])
 def test_what_others_hold_stays_where_it_is(how):
     kept = []
