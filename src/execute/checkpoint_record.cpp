@@ -40,6 +40,10 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
     // Until a coupled loss is known the other micro-batches need the room.
     recorder.keep(guide, /*tail=*/job_.coupled == nullptr,
                   [&](const tape::Frontiers& so_far, int32_t cut) {
+                    if (cut < 0) {
+                      kept = WaitingRoom();
+                      return;
+                    }
                     // What waited before is read no more, as a rule: it can leave while forward
                     // goes on.
                     if (job_.store != nullptr) kept.finish_leaving(*job_.store);
@@ -59,14 +63,15 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
   if (recorded->tape.refusal) cannot_cut(*recorded->tape.refusal);
   if (recorded->tape.opaque) cannot_tell(*recorded->tape.opaque);
   std::vector<tape::Cut> cuts;
+  job_.checkpoints->guessed = frontiers.guessed;
   for (const uint32_t op : job_.checkpoints->choose(recorded->tape)) cuts.push_back({op});
   recorded->segments = tape::cut(recorded->tape, cuts);
   recorded->note_users();
   Part& part = parts_[rows.begin];
   share_found(recorded->tape);
   begin(part, recorded);
-  const tape::FrontierGuide followed =
-      std::exchange(guide, tape::guide_of(recorded->tape, recorded->segments));
+  const tape::FrontierGuide followed = std::exchange(
+      guide, tape::guide_of(recorded->tape, recorded->segments, std::move(frontiers.program)));
   const bool known = followed == guide && !guide.places.empty();
   if (known && frontiers.complete(recorded->segments)) {
     if (frontiers.tail) part.retained[segments(rows) - 1] = tail_of(*recorded, frontiers, outputs);
@@ -78,6 +83,8 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
     return outputs;
   }
   frontiers = tape::Frontiers();
+  kept = WaitingRoom();
+  if (job_.checkpoints->guessed) guide = tape::FrontierGuide();
   // Segments that nobody has replayed yet: the outputs have to come out bit for bit.
   if (job_.coupled == nullptr) to_compare_.insert_or_assign(rows.begin, detached(outputs));
   if (!job_.checkpoints->forget && !job_.checkpoints->again) {
@@ -91,6 +98,7 @@ CutPass::Work CutPass::tail_of(const Recorded& recorded, tape::Frontiers& fronti
                                const Batch& outputs) {
   Work work;
   work.leaves = std::move(frontiers.starts);
+  work.histories = std::move(frontiers.histories);
   work.values.resize(recorded.tape.value_count);
   for (size_t i = 0; i < outputs.leaves().size(); ++i) {
     const tape::ValueId value = recorded.tape.result_values[i];

@@ -12,8 +12,12 @@
 namespace infinitybatch {
 namespace {
 
-// Places that are weighed against each other; the work grows with their square.
+// Places that are weighed against each other; the work grows with their square. Where what lies
+// between two of so many is too much, all ops are places, each with those behind it that make as
+// many pairs.
 constexpr size_t kPlaces = 384;
+// Ops that keep less than this share of an average op's bytes are no place by themselves.
+constexpr size_t kFinest = 4;
 // Bounds on the graph of a segment that are tried, from the whole graph down.
 constexpr int kBounds = 40;
 // Between the least bound that was kept and the largest that was not.
@@ -60,8 +64,18 @@ class CheckpointPlanner::Search {
               places.positions().begin() + static_cast<std::ptrdiff_t>(end) + 1),
         beside_(beside) {}
 
-  /// Without cuts.
+  /// Without cuts; more than any budget where no segment may be as long.
   int64_t whole() const { return peak({}, /*overlapped=*/false); }
+  /// A bound that tells no segment from any other.
+  int64_t loosest() const {
+    const size_t end = ends_.size() - 1;
+    if (end <= places_.reach()) return whole();
+    int64_t most = 0;
+    for (size_t i = 0; i < end; ++i) {
+      most = std::max(most, at_work(i, std::min(end, i + places_.reach())));
+    }
+    return most;
+  }
   /// Of the gradients' sums and what is elsewhere, which no choice can do without.
   int64_t sums() const { return places_.gradients(ends_[0]) + beside_.elsewhere; }
 
@@ -164,23 +178,33 @@ bool CheckpointPlanner::Known::is_program_of(const Known& other) const {
 
 std::vector<uint32_t> CheckpointPlanner::choose(const tape::Tape& tape,
                                                 const std::vector<uint32_t>& ops) {
-  chosen_ = true;
+  const bool first = !std::exchange(chosen_, true);
   Known here = Known::of(tape);
   auto known = std::find_if(known_.begin(), known_.end(),
                             [&](const Known& each) { return each.is_program_of(here); });
   if (known == known_.end()) {
-    here.costs = tape.costs;
-    here.stale = true;
     if (known_.size() == kPrograms) known_.pop_front();
     known = known_.insert(known_.end(), std::move(here));
+    known->guessed = true;
+    known->stale = true;
   }
+  if (known->guessed) {
+    if (!guessed || known->costs.ops.empty()) known->costs = tape.costs;
+    known->stale = known->stale || !guessed;
+    known->guessed = guessed;
+  }
+  guessed = known->guessed;
   if (std::exchange(known->stale, false)) search(tape, ops, *known);
   smallest_ = known->smallest;
   // With a coupled loss the next micro-batch begins where this one ends: its frontier is fetched in
   // turn.
   overlaps_ = may_overlap() && known->overlapped <= situation_.available;
-  estimate_ = overlaps_ ? known->overlapped : known->estimate;
-  sums_ = known->sums;
+  // Micro-batches of other programs may have needed more.
+  const int64_t estimate = overlaps_ ? known->overlapped : known->estimate;
+  if (first || estimate > estimate_) {
+    estimate_ = estimate;
+    sums_ = known->sums;
+  }
   segments_ = static_cast<int64_t>(known->cuts.size() + ops.size()) + 1;
   return known->cuts;
 }
@@ -188,7 +212,18 @@ std::vector<uint32_t> CheckpointPlanner::choose(const tape::Tape& tape,
 void CheckpointPlanner::search(const tape::Tape& tape, const std::vector<uint32_t>& ops,
                                Known& known) const {
   const bool summed = situation_.micro_batches > 1;
-  const plan::NarrowPlaces places(tape, known.costs, kPlaces, summed, ops);
+  const size_t count = tape.ops.size();
+  search(tape, ops, plan::NarrowPlaces(tape, known.costs, kPlaces, summed, ops), known);
+  if (situation_.fixed || !known.smallest || count <= kPlaces) return;
+  const size_t reach = std::max<size_t>(2, kPlaces * kPlaces / count);
+  Known finer = known;
+  search(tape, ops, plan::NarrowPlaces(tape, known.costs, kFinest * count, summed, ops, reach),
+         finer);
+  if (finer.estimate < known.estimate) known = std::move(finer);
+}
+
+void CheckpointPlanner::search(const tape::Tape& tape, const std::vector<uint32_t>& ops,
+                               const plan::NarrowPlaces& places, Known& known) const {
   const std::vector<uint32_t>& positions = places.positions();
   Search::Beside beside{parked()};
   const int64_t others = situation_.micro_batches - 1;
@@ -202,6 +237,7 @@ void CheckpointPlanner::search(const tape::Tape& tape, const std::vector<uint32_
   size_t begin = 0;
   known.cuts.clear();
   known.estimate = 0;
+  known.smallest = false;
   for (size_t stretch = 0; stretch <= ops.size(); ++stretch) {
     const uint32_t last = stretch < ops.size() ? ops[stretch] : positions.back();
     size_t end = begin;
@@ -224,8 +260,9 @@ void CheckpointPlanner::search(const Search& search, Known& known) const {
   // What no choice can do without is known exactly; the estimate is of the rest.
   const auto sums = static_cast<double>(search.sums());
   const double whole = static_cast<double>(search.whole()) - sums;
+  const double loosest = static_cast<double>(search.loosest()) - sums;
   const double room = (static_cast<double>(situation_.available) - sums) / correction_;
-  const double narrowest = std::min(static_cast<double>(search.smallest_step()), whole);
+  const double narrowest = std::min(static_cast<double>(search.smallest_step()), loosest);
   const std::optional<int64_t>& fixed = situation_.fixed;
   Choice best{{}, search.whole(), search.whole()};
   bool smallest = whole > 0 && (fixed || whole > room);
@@ -242,12 +279,12 @@ void CheckpointPlanner::search(const Search& search, Known& known) const {
   };
   if (!fixed && room > 0 && smallest) weigh(room);
   if (smallest) {
-    double above = whole;
+    double above = loosest;
     double too_small = 0;
     bool going_on = true;
     for (int step = 0; step < kBounds && going_on; ++step) {
       const double next =
-          whole * std::pow(narrowest / whole, static_cast<double>(step) / (kBounds - 1));
+          loosest * std::pow(narrowest / loosest, static_cast<double>(step) / (kBounds - 1));
       going_on = weigh(next);
       if (going_on) above = next;
       if (!going_on && smallest) too_small = next;

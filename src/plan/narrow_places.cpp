@@ -45,7 +45,7 @@ std::vector<ValueLife> value_lives(const tape::Tape& tape) {
 }  // namespace
 
 NarrowPlaces::NarrowPlaces(const tape::Tape& tape, const tape::Costs& costs, size_t most,
-                           bool summed, const std::vector<uint32_t>& always) {
+                           bool summed, const std::vector<uint32_t>& always, size_t reach) {
   kept_.assign(1, 0);
   for (size_t i = 0; i < tape.ops.size(); ++i) {
     const tape::OpCost cost = i < costs.ops.size() ? costs.ops[i] : tape::OpCost();
@@ -58,6 +58,7 @@ NarrowPlaces::NarrowPlaces(const tape::Tape& tape, const tape::Costs& costs, siz
   find_flights(tape);
   forbid(tape);
   pick(most, always);
+  reach_ = std::min(reach, positions_.size() - 1);
   play(summed, always);
 }
 
@@ -165,25 +166,25 @@ void NarrowPlaces::pick(size_t most, const std::vector<uint32_t>& always) {
   const auto count = static_cast<uint32_t>(own_.size());
   positions_.push_back(0);
   const int64_t stretch = std::max<int64_t>(1, kept_[count] / static_cast<int64_t>(most));
-  std::optional<uint32_t> narrowest;
+  uint32_t narrowest = kNever;
   int64_t end = stretch;
   for (uint32_t p = 1; p < count; ++p) {
     if (std::binary_search(always.begin(), always.end(), p)) {
-      if (narrowest) positions_.push_back(*narrowest);
+      if (narrowest != kNever) positions_.push_back(narrowest);
       positions_.push_back(p);
-      narrowest.reset();
+      narrowest = kNever;
       end = kept_[p] + stretch;
       continue;
     }
-    if (kept_[p] > end && narrowest) {
-      positions_.push_back(*narrowest);
-      narrowest.reset();
+    if (kept_[p] > end && narrowest != kNever) {
+      positions_.push_back(narrowest);
+      narrowest = kNever;
       end = kept_[p] + stretch;
     }
     if (forbidden_[p]) continue;
-    if (!narrowest || waits_[p] <= waits_[*narrowest]) narrowest = p;
+    if (narrowest == kNever || waits_[p] <= waits_[narrowest]) narrowest = p;
   }
-  if (narrowest) positions_.push_back(*narrowest);
+  if (narrowest != kNever) positions_.push_back(narrowest);
   positions_.push_back(count);
 }
 
@@ -230,7 +231,7 @@ void NarrowPlaces::play(bool summed, const std::vector<uint32_t>& always) {
   const uint32_t count = positions_.back();
   std::sort(lives_.begin(), lives_.end(),
             [](const Life& a, const Life& b) { return a.from < b.from; });
-  at_work_.assign(places * places, 0);
+  at_work_.assign(places * (reach_ + 1), 0);
   std::vector<int64_t> there(count + 2, 0);  // what each op adds to what is alive behind it
   std::vector<int64_t> kept(count + 1, 0);   // and to what backward needs
   for (size_t b = 0; b + 1 < places; ++b) {
@@ -252,14 +253,14 @@ void NarrowPlaces::play(bool summed, const std::vector<uint32_t>& always) {
     int64_t forward = 0;
     int64_t backward = 0;
     size_t e = b + 1;
-    for (uint32_t op = begin; op < count; ++op) {
+    for (uint32_t op = begin; op < count && e - b <= reach_; ++op) {
       alive += own_[op] + there[op];
       saved += own_[op] + kept[op];
       forward = std::max(forward, alive + workspace_[op]);
       backward = std::max(backward, saved + flights_[op] + gradients_[summed ? first : op]);
       if (op + 1 != positions_[e]) continue;
       const int64_t handed = op + 1 < count ? crossing_[op] : 0;
-      at_work_[b * places + e] =
+      at_work_[b * (reach_ + 1) + (e - b)] =
           std::max(forward + handed + gradients_[summed ? first : op + 1], backward);
       if (e++ == b + 1) smallest_step_ = std::max(smallest_step_, saved);
     }

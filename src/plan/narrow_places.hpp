@@ -15,8 +15,12 @@ class NarrowPlaces {
   /// \param summed the sums of all gradients are there from the beginning
   /// \param always ops in front of which it is cut anyway, rising: of these stretches each begins
   ///               when all that is behind it is done
+  /// \param reach  how many places further a segment may end
   NarrowPlaces(const tape::Tape& tape, const tape::Costs& costs, size_t most, bool summed,
-               const std::vector<uint32_t>& always);
+               const std::vector<uint32_t>& always, size_t reach = kAnywhere);
+  static constexpr size_t kAnywhere = SIZE_MAX;
+  /// Of segments that are longer than that.
+  static constexpr int64_t kTooFar = INT64_MAX >> 20;
 
   /// In front of these ops; the first is 0, the last behind the last op.
   const std::vector<uint32_t>& positions() const noexcept { return positions_; }
@@ -24,8 +28,9 @@ class NarrowPlaces {
   /// and while their backward runs: what they keep and what a later op still reads, the gradients
   /// on their way, and the sums of the parameters' gradients. What waits in front is left out.
   int64_t at_work(size_t begin, size_t end) const {
-    return at_work_[begin * positions_.size() + end];
+    return end - begin > reach_ ? kTooFar : at_work_[begin * (reach_ + 1) + (end - begin)];
   }
+  size_t reach() const noexcept { return reach_; }
   /// Bytes that wait in front of an op and are not needed for most of the tape anyway.
   int64_t short_waits(uint32_t op) const { return waits_[op]; }
   /// For each cut, bytes that wait there and at no cut before.
@@ -54,7 +59,8 @@ class NarrowPlaces {
   std::vector<Life> lives_;       // of each memory that an op made and a later one uses
   std::vector<int64_t> kept_;     // by all ops in front of one, results that nothing needs included
   std::vector<int64_t> own_;      // what each op keeps for backward beside arguments and results
-  std::vector<int64_t> at_work_;  // for each pair of places
+  std::vector<int64_t> at_work_;  // from each place to those in reach
+  size_t reach_ = 0;
   int64_t smallest_step_ = 1;
   std::vector<int64_t> workspace_;  // of each op
   std::vector<int64_t> flights_;    // the most that an op's backward has beside what is kept

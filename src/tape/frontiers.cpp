@@ -3,6 +3,7 @@
 #include <infinitybatch/tape/arguments.hpp>
 
 #include <algorithm>
+#include <utility>
 
 namespace infinitybatch::tape {
 namespace {
@@ -30,9 +31,11 @@ std::vector<int64_t> last_writes(const Tape& tape) {
 
 }  // namespace
 
-FrontierGuide guide_of(const Tape& tape, const std::vector<Segment>& segments) {
+FrontierGuide guide_of(const Tape& tape, const std::vector<Segment>& segments,
+                       Fingerprints program) {
   const std::vector<int64_t> writes = last_writes(tape);
   FrontierGuide guide;
+  guide.program = std::move(program);
   for (size_t s = 0; s + 1 < segments.size(); ++s) {
     const uint32_t end = segments[s].ops.end;
     FrontierGuide::Place place{tape.origins[end], {}, segments[s + 1].draws};

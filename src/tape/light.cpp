@@ -8,22 +8,27 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace infinitybatch::tape {
 namespace {
 
-/// Lets go of what the graph nodes that were made since `first` have saved.
-void release_saved(const at::Tensor& tensor, uint64_t first) {
+using Nodes = ska::flat_hash_set<const torch::autograd::Node*>;
+
+/// Lets go of what the graph nodes behind `tensor` that were made since `first` have saved.
+/// \param seen nodes that have been there already
+void release_saved(const at::Tensor& tensor, uint64_t first, Nodes& seen) {
   std::vector<torch::autograd::Node*> open;
   const auto visit = [&](torch::autograd::Node* node) {
     // Accumulators are no op's.
     if (node == nullptr || node->sequence_nr() < first) return;
     if (dynamic_cast<torch::autograd::AccumulateGrad*>(node) != nullptr) return;
-    open.push_back(node);
+    if (seen.insert(node).second) open.push_back(node);
   };
   visit(tensor.grad_fn().get());
   while (!open.empty()) {
@@ -32,6 +37,74 @@ void release_saved(const at::Tensor& tensor, uint64_t first) {
     node->release_variables();
     for (const torch::autograd::Edge& edge : node->next_edges()) visit(edge.function.get());
   }
+}
+
+/// Tensors that stand at a leaf for a while. It may be the graph of somebody else's that they lead
+/// into afterwards: what user code keeps of a forward must look as it does natively.
+class Histories {
+ public:
+  Histories() = default;
+  Histories(const Histories&) = delete;
+  Histories& operator=(const Histories&) = delete;
+  ~Histories() {
+    for (const Entry& entry : entries_) {
+      const at::Tensor tensor(entry.impl.lock());
+      if (tensor.defined() && stands(tensor, entry)) {
+        torch::autograd::impl::set_gradient_edge(tensor, entry.before);
+      }
+    }
+  }
+
+  void begin(const at::Tensor& tensor, const at::Tensor& start) {
+    Entry entry{c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
+                torch::autograd::impl::gradient_edge(tensor), nullptr};
+    {
+      // Not at the leaf's own accumulator: that would hide hooks which are set from here on.
+      const at::AutoGradMode grad_mode(true);
+      compat::begin_history(tensor, at::alias(start));
+    }
+    entry.given = tensor.grad_fn();
+    entries_.push_back(std::move(entry));
+  }
+
+ private:
+  struct Entry {
+    c10::weak_intrusive_ptr<c10::TensorImpl> impl;
+    torch::autograd::Edge before;
+    compat::NodePtr given;
+  };
+
+  /// Whether nobody has written it since, which would give it another history. (The node of a view
+  /// whose base was written is made anew by whoever asks for it, which may be an error.)
+  static bool stands(const at::Tensor& tensor, const Entry& entry) {
+    const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+    if (meta == nullptr || meta->grad_fn_ != entry.given) return false;
+    const auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
+    return view == nullptr || !view->has_bw_view() || view->get_attr_version() == tensor._version();
+  }
+
+  std::vector<Entry> entries_;
+};
+
+uint64_t mix(uint64_t hash, uint64_t value) {
+  hash = (hash ^ value) * 0x9E3779B97F4A7C15u;
+  return hash ^ (hash >> 32u);
+}
+
+uint64_t mix(uint64_t hash, const Tape& tape, const Op& op) {
+  hash = mix(hash, reinterpret_cast<uintptr_t>(op.facts));
+  for (uint32_t s = op.slots.begin; s < op.slots.end; ++s) {
+    const Slot& slot = tape.slots[s];
+    hash = mix(hash, static_cast<uint64_t>(slot.argument) << 8u | static_cast<uint64_t>(slot.kind));
+    if (slot.kind == Slot::Kind::tensor) {
+      hash = mix(hash, slot.first);
+      continue;
+    }
+    hash = mix(hash, slot.count);
+    for (uint32_t e = 0; e < slot.count; ++e) hash = mix(hash, tape.elements[slot.first + e]);
+  }
+  for (uint32_t o = op.outputs.begin; o < op.outputs.end; ++o) hash = mix(hash, tape.outputs[o]);
+  return hash;
 }
 
 }  // namespace
@@ -51,10 +124,16 @@ void Program::end_cost(c10::ArrayRef<c10::IValue> outputs) {
   costs.ops.resize(tape_.ops.size());  // restores cost nothing
   cost.saves.begin = cost.saves.end = static_cast<uint32_t>(costs.saves.size());
   costs.ops.push_back(cost);
-  if (frontiers.tail) return;
   const std::vector<Holders> before = holders();
+  if (frontiers.tail) {
+    // It may save any of them.
+    for (const Holders& each : before) costs.saves.push_back(each.value);
+    costs.ops.back().saves.end = static_cast<uint32_t>(costs.saves.size());
+    return;
+  }
+  Nodes seen;
   const auto release = [&](const at::Tensor& tensor) {
-    if (tensor.defined() && tensor.requires_grad()) release_saved(tensor, first_node_);
+    if (tensor.defined() && tensor.requires_grad()) release_saved(tensor, first_node_, seen);
   };
   for (const c10::IValue& output : outputs) {
     if (output.isTensor()) release(output.toTensor());
@@ -84,6 +163,50 @@ std::vector<Program::Holders> Program::holders() const {
     if (tape_.outputs[o] != kNoValue) count(tape_.outputs[o]);
   }
   return all;
+}
+
+/// Takes down which ops went by.
+void Program::note_program() {
+  Fingerprints& program = frontiers.program;
+  if (program.empty()) program.push_back(0);
+  while (program.size() <= tape_.ops.size()) {
+    program.push_back(mix(program.back(), tape_, tape_.ops[program.size() - 1]));
+  }
+}
+
+/// In front of each op. A guide is believed no further than the programs are the same: its numbers
+/// of values are anybody's in another one.
+void Program::follow_guide() {
+  note_program();
+  if (astray_ || guide.places.empty()) return;
+  const size_t here = tape_.ops.size();
+  if (here + 1 >= guide.program.size() || guide.program[here] != frontiers.program[here]) {
+    leave_guide();
+  } else {
+    keep_frontier();
+  }
+}
+
+void Program::leave_guide() {
+  astray_ = true;
+  frontiers.waiting.clear();
+  frontiers.differentiable.clear();
+  frontiers.random.clear();
+  if (frontiers.tail) {
+    Nodes seen;
+    for (const Value& value : values_) {
+      const at::Tensor tensor(value.impl.lock());
+      if (tensor.defined() && tensor.requires_grad()) release_saved(tensor, first_of_tail_, seen);
+    }
+    frontiers.tail = false;
+    frontiers.histories.reset();
+    for (const auto& [crossing, start] : std::exchange(frontiers.starts, {})) {
+      Value& value = values_[crossing.value];
+      const at::Tensor tensor(value.impl.lock());
+      if (tensor.defined()) look_again(value, tensor);
+    }
+  }
+  if (reached) reached(frontiers, -1);
 }
 
 void Program::keep_frontier() {
@@ -126,26 +249,27 @@ void Program::begin_tail() {
     at::Tensor tensor(values_[take.from.value].impl.lock());
     if (!tensor.defined()) return;
     if (!tensor.requires_grad()) continue;
+    // Only what this forward made: a parameter, or what the caller holds, stays what it is.
+    if (tensor.is_leaf() || values_[take.from.value].external >= 0) return;
     // A write into a view gives its base another node, which leads in front of the cut.
     if (take.written && tensor.is_view()) return;
     taken.emplace_back(take, std::move(tensor));
   }
+  const auto histories = std::make_shared<Histories>();
+  first_of_tail_ = at::sequence_number::peek();
   for (const auto& [take, tensor] : taken) {
     const at::Tensor start = tensor.detach().requires_grad_();
     separated_.push_back(tensor.grad_fn());
-    {
-      // Not at the leaf's own accumulator: that would hide hooks which are set from here on.
-      const at::AutoGradMode grad_mode(true);
-      compat::begin_history(tensor, at::alias(start));
-    }
+    histories->begin(tensor, start);
     separated_.push_back(tensor.grad_fn());
     values_[take.from.value].provenance = Provenance::of(tensor);
     frontiers.starts.emplace_back(take.from, start);
   }
+  frontiers.histories = histories;
   // Casts that autocast made before lead in front of the cut.
   if (Modes::current().in_autocast) at::autocast::clear_cache();
   casts_.clear();
-  frontiers.tail = true;
+  frontiers.tail = frontiers.guessed = true;
 }
 
 }  // namespace infinitybatch::tape

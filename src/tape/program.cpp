@@ -173,7 +173,7 @@ void Program::begin_op(const at::RecordFunction& op) {
       return give_up("forward changes the stream");
     }
   }
-  keep_frontier();
+  if (light) follow_guide();
   op_ = Op();
   op_.facts = &facts;
   op_.modes = modes_index();
@@ -389,6 +389,7 @@ Tape Program::finish(const Batch& outputs) {
     if (const char* why = hooked(roots, separated_)) give_up(why);
   }
   separated_.clear();
+  if (light) note_program();
   check_externals();
   judge_leftovers();
   if (tape_.opaque && input_written_) {

@@ -72,8 +72,11 @@ class Program {
     size_t of_memory;
   };
   std::vector<Holders> holders() const;
+  void note_program();
+  void follow_guide();
   void keep_frontier();
   void begin_tail();
+  void leave_guide();
   bool is_put_back(const at::Tensor& tensor);
   bool threw() const;
 
@@ -130,6 +133,8 @@ class Program {
   std::optional<memory::PeakScope> rise_;  // of the op at work, in a light recording
   int64_t live_ = 0;                       // when it began
   uint64_t first_node_ = 0;                // the sequence number of its first graph node
+  bool astray_ = false;                    // another program than the guide's
+  uint64_t first_of_tail_ = 0;             // the sequence number of the first node that is kept
   /// Where the graph behind the last cut was separated from the one in front: nodes of both sides.
   std::vector<compat::NodePtr> separated_;
   std::exception_ptr failure_;

@@ -7,6 +7,7 @@ import gc
 import infinitybatch as ib
 import pytest
 import torch
+from fault_support import LONG
 from support import gradient_error, native_gradients
 from torch import nn
 
@@ -78,3 +79,43 @@ def test_a_budget_is_used(name: str, share: float) -> None:
     assert report.restarts == 0
     # What is left unused would have been graph that need not be computed again.
     assert report.peak_bytes - live >= 0.85 * (budget - live)
+
+
+class OneLayer(nn.Module):
+    """The same weights again and again: parameters do not grow with depth."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.depth = depth
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.depth):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+# Without parking time grows with the square of depth.
+@pytest.mark.parametrize(
+    ("depth", "park"),
+    [
+        (25, "never"),
+        (200, "never"),
+        (1000, "always"),
+        *([(400, "never"), (1000, "never")] if LONG else []),
+    ],
+)
+def test_the_smallest_budget_does_not_grow_with_depth(depth: int, park: str) -> None:
+    """From the first step on, also where there are more ops than places to weigh."""
+    torch.manual_seed(0)
+    model = OneLayer(depth).double()
+    inputs, targets = torch.randn(2, 1, 512, 8, dtype=torch.float64)
+    loss = nn.MSELoss()
+    wanted = native_gradients(model, loss, inputs, targets)
+    gc.collect()
+    budget = ib.memory.stats("cpu").live + 5 * inputs.nbytes + 8 * 2**10
+    batch = ib.VirtualBatch(model, loss, memory_budget=budget, park=park)
+    report = batch.backward(inputs, targets)
+    assert report.strategy == "checkpoint"
+    assert report.peak_bytes <= budget
+    assert gradient_error(model, wanted) <= TOLERANCE

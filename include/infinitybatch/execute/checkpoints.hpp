@@ -30,6 +30,10 @@ class Checkpoints {
   /// Of a coupled loss: what waits at a micro-batch's cuts is not kept from its recording, but made
   /// again from its inputs once the loss is known.
   bool again = false;
+  /// For `choose`: what the last ops of the tape save is a guess, for their graph was kept. Told
+  /// back by it: nothing better is known of this program, so the next recording had better be a
+  /// light one from beginning to end.
+  bool guessed = false;
   /// Forget the guides where other places are chosen from now on.
   void changed() { guides.clear(); }
 };

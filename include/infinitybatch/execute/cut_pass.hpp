@@ -122,6 +122,7 @@ class CutPass {
     std::vector<std::pair<tape::Crossing, at::Tensor>> leaves;
     std::vector<at::Tensor> op_leaves;
     std::vector<at::Tensor> values;
+    std::shared_ptr<const void> histories;  // see `tape::Frontiers::histories`
   };
   struct Part {
     std::shared_ptr<const Recorded> recorded;

@@ -9,10 +9,15 @@
 
 namespace infinitybatch {
 
+namespace plan {
+class NarrowPlaces;
+}
+
 /// Chooses where the tape of a micro-batch whose graph does not fit is cut.
 ///
 /// A light recording tells what each op keeps. Cuts are looked for where little waits: of each
-/// stretch of equal bytes the narrowest place. By dynamic programming over these, for a bound on
+/// stretch of equal bytes the narrowest place (of a tape of more ops than places, where these are
+/// too far apart for the budget, any op). By dynamic programming over these, for a bound on
 /// what is there at once (what waits in front of a segment, and what the segment takes while it is
 /// played and its backward runs), the cuts are found whose last segment, which is not computed
 /// again, is the longest, and in front of it those at which the least waits; the largest bound
@@ -48,7 +53,7 @@ class CheckpointPlanner : public Checkpoints {
   /// What micro-batches took above what was live before the step.
   void measured(int64_t bytes);
 
-  /// Of the last choice, above what is live before the step.
+  /// The most of the attempt's choices, above what is live before the step.
   int64_t estimate() const noexcept { return estimate_; }
   int64_t segments() const noexcept { return segments_; }
   /// Whether there is room for a frontier that comes back while the segment behind it is at work.
@@ -63,7 +68,8 @@ class CheckpointPlanner : public Checkpoints {
     std::vector<tape::ValueId> outputs;
     /// Of its first recording: later ones keep graphs, and cost something else.
     tape::Costs costs;
-    bool stale = false;  // to be chosen anew
+    bool guessed = false;  // what its last ops save
+    bool stale = false;    // to be chosen anew
     std::vector<uint32_t> cuts;
     int64_t estimate = 0;
     int64_t overlapped = 0;  ///< with a frontier on its way
@@ -76,6 +82,8 @@ class CheckpointPlanner : public Checkpoints {
   class Search;
   /// \param ops that see the whole batch
   void search(const tape::Tape& tape, const std::vector<uint32_t>& ops, Known& known) const;
+  void search(const tape::Tape& tape, const std::vector<uint32_t>& ops,
+              const plan::NarrowPlaces& places, Known& known) const;
   void search(const Search& search, Known& known) const;
   /// Whether what waits is away, or was never there.
   bool parked() const noexcept { return situation_.parked || forget; }

@@ -2,11 +2,18 @@
 
 #include <infinitybatch/tape/segment.hpp>
 
+#include <cstdint>
 #include <map>
+#include <memory>
 #include <set>
 #include <vector>
 
 namespace infinitybatch::tape {
+
+/// For each place in front of an op of a recording, and for its end: a hash of the ops before it
+/// (which operators, on which values), so that programs are told apart while they are recorded.
+/// Positions are those before `trim`. Plain arguments do not count: no guide depends on them.
+using Fingerprints = std::vector<uint64_t>;
 
 /// Where a recording has to keep what waits at the cuts of an earlier one of the same program.
 struct FrontierGuide {
@@ -23,12 +30,15 @@ struct FrontierGuide {
   };
   std::vector<Place> places;  ///< one for each cut, in order
   std::vector<Take> last;     ///< what the last segment takes
+  Fingerprints program;       ///< of the earlier recording: it guides while they are the same
   bool operator==(const FrontierGuide&) const = default;
 };
 
 /// \param tape     trimmed
 /// \param segments into which it was cut
-FrontierGuide guide_of(const Tape& tape, const std::vector<Segment>& segments);
+/// \param program  of its recording
+FrontierGuide guide_of(const Tape& tape, const std::vector<Segment>& segments,
+                       Fingerprints program);
 
 /// What waits at the cuts, kept while user code ran on.
 struct Frontiers {
@@ -39,9 +49,15 @@ struct Frontiers {
   /// what takes gradients at that cut.
   bool tail = false;
   std::vector<std::pair<Crossing, at::Tensor>> starts;
+  /// Of the tensors that stand at these leaves: with the last copy of it they get the history back
+  /// that they had. Keep it until nothing is built on them any more.
+  std::shared_ptr<const void> histories;
+  /// A graph was kept, if only for a while: what its ops save is a guess in `Tape::costs`.
+  bool guessed = false;
+  Fingerprints program;  ///< of this recording, whatever the guide's was
 
-  /// Whether everything is there that `segments` give. Recordings of other programs than the
-  /// guide's miss something.
+  /// Whether everything is there that `segments` give. Where the program differs from the guide's,
+  /// all is let go of.
   bool complete(const std::vector<Segment>& segments) const;
 };
 

@@ -63,14 +63,16 @@ class Recorder {
   /// carry natively, hooks included, but it cannot run backward. Call it before `run`.
   void lighten(at::Device device);
 
-  /// Keeps what waits at the cuts of an earlier recording of the same program. Call it before
-  /// `run`.
+  /// Keeps what waits at the cuts of an earlier recording of the same program, as long as ops and
+  /// values are those of that program; where they differ all is let go of, and this is a light
+  /// recording like the first one. Call it before `run`, with `lighten`.
   /// \param tail    behind the last cut graph nodes keep what they save again: that part of the
   ///                graph can run backward to the cut, if the frontiers say so afterwards
-  /// \param reached called at each cut, in the middle of forward, with its number
+  /// \param reached called at each cut, in the middle of forward, with its number; with -1 where
+  ///                the program turns out to be another one
   void keep(FrontierGuide guide, bool tail,
             std::function<void(const Frontiers&, int32_t cut)> reached);
-  /// What was kept, after `finish`. Another program than the guide's leaves it incomplete.
+  /// What was kept, after `finish`.
   Frontiers take_frontiers();
 
   /// Call it once, outside of the scope, while `outputs` still carry their graph.
