@@ -259,3 +259,29 @@ def test_samples_of_other_depth_stay_inside_the_budget(seed: int, park: str) -> 
         assert step < 4 or report.restarts == 0
         assert gradient_error(model, wanted) <= TOLERANCE
         assert all(parameter.is_leaf for parameter in model.parameters())
+
+
+def test_a_graph_that_leads_astray_is_let_go_of_at_once() -> None:
+    """Its part behind the last cut was kept until the programs parted, near the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(24)]).double()
+    seen: list[int] = []
+    live = 0
+    parts = False
+
+    def end(_module: nn.Module, _given: object, made: torch.Tensor) -> torch.Tensor:
+        if parts:
+            made = made * 2
+            seen.append(ib.memory.stats("cpu").live - live)
+        return made
+
+    model.register_forward_hook(end)
+    inputs, targets = torch.randn(2, 1, 4096, 8, dtype=torch.float64)
+    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=1, checkpoint_segments=2)
+    for step in range(3):
+        parts = step == 2
+        model.zero_grad()
+        live = ib.memory.stats("cpu").live
+        batch.backward(inputs, targets)
+    # Results that are still in use, not those of the layers behind the cut.
+    assert seen[0] <= 5 * inputs.nbytes
