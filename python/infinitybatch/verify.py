@@ -12,7 +12,8 @@ def verify(model: Any, loss: Any, inputs: Any, targets: Any = None, **options: A
     """Is the gradient of this model, loss and batch exact?
 
     Computes it as `VirtualBatch(model, loss, **options)` does and natively, in one piece, in fp64
-    and in the model's own precision, and looks for outputs in which one sample depends on another
+    and in the model's own precision, compares what both leave in buffers (running statistics,
+    counters; in fp64), and looks for outputs in which one sample depends on another
     without anybody having said so (`x - x.mean(0)` written by hand). Parameters, `.grad`, buffers
     and random state are as before afterwards.
 

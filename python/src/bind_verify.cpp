@@ -27,8 +27,9 @@ std::string describe(const Comparison& comparison) {
 }  // namespace
 
 void bind_verify(py::module_& module) {
-  py::class_<ParameterError>(module, "ParameterError",
-                             "How far one parameter's gradient is from the native whole batch's.")
+  py::class_<ParameterError>(
+      module, "ParameterError",
+      "How far one parameter's gradient, or one buffer, is from the native whole batch's.")
       .def_readonly("name", &ParameterError::name)
       .def_readonly("error", &ParameterError::error,
                     "Norm of the difference to native fp64, divided by native's norm.")
@@ -39,6 +40,8 @@ void bind_verify(py::module_& module) {
       });
   py::class_<Comparison>(module, "Comparison", "Gradients in one precision.")
       .def_readonly("parameters", &Comparison::parameters)
+      .def_readonly("buffers", &Comparison::buffers,
+                    "What the step left in buffers, a ParameterError each; in fp64 alone.")
       .def_property_readonly("type",
                              [](const Comparison& self) { return c10::toString(self.type); })
       .def_property_readonly("exact", &Comparison::exact)

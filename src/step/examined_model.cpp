@@ -12,13 +12,17 @@ ExaminedModel::ExaminedModel(const Job& job)
   const at::NoGradGuard no_grad;
   for (const NamedParameter& parameter : job.parameters) {
     const at::Tensor& tensor = parameter.tensor;
-    parameters_.push_back(
-        {tensor, tensor.variable_data(), {}, tensor.grad(), compat::accumulator_of(tensor)});
+    parameters_.push_back({nullptr,
+                           tensor,
+                           tensor.variable_data(),
+                           {},
+                           tensor.grad(),
+                           compat::accumulator_of(tensor)});
   }
   for (const BufferSlot& slot : job.buffers) {
     const at::Tensor tensor = slot.get();
     if (!tensor.defined()) continue;
-    buffers_.push_back({tensor, tensor.variable_data(), tensor.detach().clone(), {}, {}});
+    buffers_.push_back({&slot, tensor, tensor.variable_data(), tensor.detach().clone(), {}, {}});
   }
   begin_watch();
 }
@@ -49,7 +53,7 @@ ExaminedModel::~ExaminedModel() {
   }
   for (const Kept& kept : buffers_) {
     if (in_double_) at::Tensor(kept.tensor).set_data(kept.data);
-    kept.tensor.variable_data().copy_(kept.values);
+    put_back(kept);
   }
   random_.restore();
 }
@@ -72,7 +76,7 @@ void ExaminedModel::reset() {
   watch_->renormed()->undo();
   weights_.restore();  // what steps of others did
   for (const Kept& kept : parameters_) kept.tensor.mutable_grad() = at::Tensor();
-  for (const Kept& kept : buffers_) kept.tensor.variable_data().copy_(kept.values);
+  for (const Kept& kept : buffers_) put_back(kept);
   random_.restore();
 }
 
@@ -85,6 +89,34 @@ std::vector<at::Tensor> ExaminedModel::take_gradients() {
     grad = at::Tensor();
   }
   return gradients;
+}
+
+void ExaminedModel::put_back(const Kept& buffer) {
+  if (!buffer.slot->get().is_same(buffer.tensor)) buffer.slot->set(buffer.tensor);
+  buffer.tensor.variable_data().copy_(buffer.values);
+}
+
+std::vector<at::Tensor> ExaminedModel::read_buffers() const {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> values;
+  for (const Kept& kept : buffers_) {
+    const at::Tensor now = kept.slot->get();
+    const bool readable = now.defined() && !now.is_quantized();
+    if (!readable) {
+      values.emplace_back();
+      continue;
+    }
+    const at::Tensor dense = now.detach().to_dense();
+    values.push_back(dense.is_complex() ? dense.to(at::kComplexDouble, false, /*copy=*/true)
+                                        : dense.to(at::kDouble, false, /*copy=*/true));
+  }
+  return values;
+}
+
+std::vector<std::string> ExaminedModel::buffer_names() const {
+  std::vector<std::string> names;
+  for (const Kept& kept : buffers_) names.push_back(kept.slot->name);
+  return names;
 }
 
 at::Tensor to_double(const at::Tensor& tensor) {

@@ -7,6 +7,7 @@
 #include <infinitybatch/execute/job.hpp>
 
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace infinitybatch {
@@ -29,15 +30,23 @@ class ExaminedModel {
   void reset();
   /// What stands in `.grad`, one for each parameter; undefined where there is none.
   std::vector<at::Tensor> take_gradients();
+  /// What buffers hold, in fp64, one for each of `buffer_names`.
+  std::vector<at::Tensor> read_buffers() const;
+  /// Those that there are, in the model's order.
+  std::vector<std::string> buffer_names() const;
 
  private:
   struct Kept {
+    const BufferSlot* slot = nullptr;  // of a buffer
     at::Tensor tensor;
     at::Tensor data;    // the same memory under another tensor
     at::Tensor values;  // of a buffer: a copy
     at::Tensor grad;
     compat::NodePtr accumulator;
   };
+
+  /// Forward may have put another tensor in its place.
+  static void put_back(const Kept& buffer);
 
   void begin_watch();
 

@@ -33,6 +33,12 @@ constexpr double kRoundings = 8;
 
 using Gradients = std::vector<at::Tensor>;
 
+/// What a step leaves.
+struct Found {
+  Gradients gradients;
+  std::vector<at::Tensor> buffers;
+};
+
 double norm_of(const at::Tensor& tensor) {
   return tensor.defined() ? at::norm(tensor).item<double>() : 0.0;
 }
@@ -48,8 +54,13 @@ double scale_of(const Gradients& oracle, size_t index) {
 double error(const Gradients& ours, const Gradients& oracle, size_t index) {
   if (!oracle[index].defined() && !ours[index].defined()) return 0;
   if (!oracle[index].defined() || !ours[index].defined()) return INFINITY;
+  if (ours[index].sizes() != oracle[index].sizes()) return INFINITY;
+  // Buffers may hold what is no number, or none that can be subtracted.
+  if (at::isclose(ours[index], oracle[index], 0, 0, /*equal_nan=*/true).all().item<bool>())
+    return 0;
   const double distance = norm_of(ours[index] - oracle[index]);
   const double scale = scale_of(oracle, index);
+  if (std::isnan(distance)) return INFINITY;
   return distance == 0 ? 0 : distance / scale;
 }
 
@@ -89,9 +100,9 @@ class Examination {
     report.batch_size = job_.batch_size();
     report.rows = report.batch_size;
     read(report.rows);
-    const Gradients own_native = native_that_fits(report.rows);
+    const Found own_native = native_that_fits(report.rows);
     StepReport step;
-    const Gradients own_ours = ours(options_, step);
+    const Found own_ours = ours(options_, step);
     report.micro_batch_sizes = step.micro_batch_sizes;
     report.strategy = step.strategy;
     report.coupled_output = find_coupling();
@@ -100,7 +111,7 @@ class Examination {
       report.own = *report.in_fp64;
       return report;
     }
-    Gradients oracle = own_native;
+    Gradients oracle = own_native.gradients;
     try {
       oracle = compare_in_double(step, report);
     } catch (const Error&) {
@@ -112,7 +123,7 @@ class Examination {
       report.why_no_fp64 = what.substr(0, what.find('\n'));
       report.in_fp64.reset();
     }
-    compare_own(own_ours, own_native, oracle, report);
+    compare_own(own_ours.gradients, own_native.gradients, oracle, report);
     return report;
   }
 
@@ -122,7 +133,7 @@ class Examination {
     targets_ = to_device(job_.targets->rows(0, rows), job_.device);
   }
 
-  Gradients native(const Batch& inputs, const Batch& targets) {
+  Found native(const Batch& inputs, const Batch& targets) {
     model_.reset();
     const at::Tensor before = at::globalContext().defaultGenerator(job_.device).get_state();
     const auto told = tell_foreign_sources();
@@ -136,11 +147,11 @@ class Examination {
           "own numbers) use match_native_rng=True, to verify");
     }
     native_loss(loss_, native_, job_.device, rows_, outputs, targets).backward();
-    return model_.take_gradients();
+    return {model_.take_gradients(), model_.read_buffers()};
   }
 
   /// Of as many rows as native has memory for.
-  Gradients native_that_fits(int64_t& rows) {
+  Found native_that_fits(int64_t& rows) {
     for (;;) {
       rows_ = rows;
       try {
@@ -154,54 +165,62 @@ class Examination {
     }
   }
 
-  Gradients ours(const Options& options, StepReport& report) {
+  Found ours(const Options& options, StepReport& report) {
     model_.reset();
     VirtualBatch batch(*job_.model, loss_, options);
     report = batch.backward(inputs_, targets_);
-    return model_.take_gradients();
+    return {model_.take_gradients(), model_.read_buffers()};
   }
 
   Gradients compare_in_double(const StepReport& step, VerifyReport& report) {
     model_.turn_to_double();
     inputs_ = to_double(inputs_);
     targets_ = to_double(targets_);
-    const Gradients oracle = native(inputs_, targets_);
+    const Found oracle = native(inputs_, targets_);
     // The same micro-batches; they need twice the memory, so that no budget applies.
     Options same = options_;
     same.memory_budget.reset();
     same.micro_batch_size =
         *std::max_element(step.micro_batch_sizes.begin(), step.micro_batch_sizes.end());
     StepReport again;
-    const Gradients gradients = ours(same, again);
-    report.in_fp64 = against(oracle, gradients);
-    return oracle;
+    const Found found = ours(same, again);
+    report.in_fp64 = against(oracle, found);
+    return oracle.gradients;
   }
 
   /// In fp64.
-  Comparison against(const Gradients& oracle, const Gradients& ours) {
+  Comparison against(const Found& oracle, const Found& ours) {
     Comparison comparison;
     comparison.type = at::kDouble;
-    Gradients reversed;
-    for (size_t i = 0; i < oracle.size(); ++i) {
-      if (!oracle[i].defined() && !ours[i].defined()) continue;
-      ParameterError parameter{job_.parameters[i].name, error(ours, oracle, i), kAllowedInDouble};
-      if (parameter.error > kAllowedInDouble) {
-        if (reversed.empty()) {
-          check_repeats(oracle);
-          reversed = native(reverse(inputs_), reverse(targets_));
+    std::vector<std::string> names;
+    for (const NamedParameter& parameter : job_.parameters) names.push_back(parameter.name);
+    std::optional<Found> reversed;
+    const auto compare = [&](std::vector<at::Tensor> Found::* what,
+                             const std::vector<std::string>& named) {
+      std::vector<ParameterError> errors;
+      for (size_t i = 0; i < named.size(); ++i) {
+        const Gradients& right = oracle.*what;
+        if (!right[i].defined() && !(ours.*what)[i].defined()) continue;
+        ParameterError each{named[i], error(ours.*what, right, i), kAllowedInDouble};
+        if (each.error > kAllowedInDouble) {
+          if (!reversed) {
+            check_repeats(oracle.gradients);
+            reversed = native(reverse(inputs_), reverse(targets_));
+          }
+          const double moved = error(*reversed.*what, right, i);
+          if (moved <= kMoreThanNoise) each.allowed = std::max(kAllowedInDouble, kNoise * moved);
         }
-        const double moved = error(reversed, oracle, i);
-        if (moved <= kMoreThanNoise) {
-          parameter.allowed = std::max(kAllowedInDouble, kNoise * moved);
-        }
+        errors.push_back(std::move(each));
       }
-      comparison.parameters.push_back(std::move(parameter));
-    }
+      return errors;
+    };
+    comparison.parameters = compare(&Found::gradients, names);
+    comparison.buffers = compare(&Found::buffers, model_.buffer_names());
     return comparison;
   }
 
   void check_repeats(const Gradients& oracle) {
-    const Gradients again = native(inputs_, targets_);
+    const Gradients again = native(inputs_, targets_).gradients;
     for (size_t i = 0; i < oracle.size(); ++i) {
       const double moved = error(again, oracle, i);
       if (moved <= kMoreThanNoise) continue;

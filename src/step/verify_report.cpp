@@ -23,16 +23,28 @@ std::string precision(c10::ScalarType type) {
   }
 }
 
-std::string describe(const Comparison& comparison) {
-  std::string text = precision(comparison.type) + ": ";
-  const ParameterError* worst = comparison.worst();
-  if (worst == nullptr) return text + "no parameter has a gradient\n";
-  text += comparison.exact() ? "exact" : "NOT EXACT";
-  text += " in " + std::to_string(comparison.parameters.size()) + " parameters; the worst is " +
-          line(*worst) + "\n";
+bool all_allowed(const std::vector<ParameterError>& errors) {
+  return std::all_of(errors.begin(), errors.end(),
+                     [](const ParameterError& each) { return each.error <= each.allowed; });
+}
+
+const ParameterError* worst_of(const std::vector<ParameterError>& errors) {
+  const auto worst = std::max_element(errors.begin(), errors.end(),
+                                      [](const ParameterError& a, const ParameterError& b) {
+                                        return a.error / a.allowed < b.error / b.allowed;
+                                      });
+  return worst == errors.end() ? nullptr : &*worst;
+}
+
+/// \param what "parameters"
+std::string describe(const std::vector<ParameterError>& errors, const std::string& what) {
+  const ParameterError* worst = worst_of(errors);
+  std::string text = all_allowed(errors) ? "exact" : "NOT EXACT";
+  text +=
+      " in " + std::to_string(errors.size()) + " " + what + "; the worst is " + line(*worst) + "\n";
   constexpr int kMost = 5;
   int shown = 0;
-  for (const ParameterError& parameter : comparison.parameters) {
+  for (const ParameterError& parameter : errors) {
     if (!(parameter.error > parameter.allowed) || &parameter == worst) continue;
     if (++shown > kMost) return text + "  and more\n";
     text += "  " + line(parameter) + "\n";
@@ -40,20 +52,27 @@ std::string describe(const Comparison& comparison) {
   return text;
 }
 
+std::string describe(const Comparison& comparison) {
+  const std::string start = precision(comparison.type) + ": ";
+  std::string text = start;
+  text += comparison.parameters.empty() ? "no parameter has a gradient\n"
+                                        : describe(comparison.parameters, "parameters");
+  if (!comparison.buffers.empty()) text += start + describe(comparison.buffers, "buffers");
+  return text;
+}
+
 }  // namespace
 
 bool Comparison::exact() const {
-  return std::all_of(parameters.begin(), parameters.end(), [](const ParameterError& parameter) {
-    return parameter.error <= parameter.allowed;
-  });
+  return all_allowed(parameters) && all_allowed(buffers);
 }
 
 const ParameterError* Comparison::worst() const {
-  const auto worst = std::max_element(parameters.begin(), parameters.end(),
-                                      [](const ParameterError& a, const ParameterError& b) {
-                                        return a.error / a.allowed < b.error / b.allowed;
-                                      });
-  return worst == parameters.end() ? nullptr : &*worst;
+  return worst_of(parameters);
+}
+
+const ParameterError* Comparison::worst_buffer() const {
+  return worst_of(buffers);
 }
 
 bool VerifyReport::exact() const {

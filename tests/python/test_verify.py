@@ -1,5 +1,6 @@
 """verify: says that an exact step is exact, that another is not, and leaves no trace."""
 
+import copy
 import random
 import re
 
@@ -7,6 +8,7 @@ import infinitybatch as ib
 import numpy as np
 import pytest
 import torch
+from support import Calls
 from torch import nn
 from torch.nn import functional as F
 
@@ -271,3 +273,36 @@ def test_the_numbers_of_the_whole_batch_can_be_compared():
     report = ib.verify(net, nn.CrossEntropyLoss(), X, Y, micro_batch_size=8, match_native_rng=True)
     assert report.exact, report.explain()
     assert report.in_fp64.worst.error <= 1e-12
+
+
+def test_what_is_left_in_buffers_is_compared():
+    def forward(self, x):
+        self.seen.copy_(torch.tensor(float(len(x))))
+        self.steps += 1
+        return self.net(x)
+
+    net = Calls(forward, net=make_net(), seen=torch.zeros(()), steps=torch.tensor(3))
+    options = {"micro_batch_size": 8, "batch_coupling": "per_micro_batch"}
+    for model in (net, copy.deepcopy(net).double()):
+        report = ib.verify(model, nn.CrossEntropyLoss(), X.to(model.seen.dtype), Y, **options)
+        assert not report.exact and report.in_fp64.worst.error <= 1e-12
+        errors = {each.name: each.error for each in report.in_fp64.buffers}
+        assert errors["seen"] == pytest.approx(32 / 37)  # the last micro-batch has 5 of 37
+        assert errors["steps"] == pytest.approx(4 / 4)  # 5 micro-batches
+        assert "NOT EXACT in 2 buffers; the worst is steps" in report.explain()
+        assert net.steps == 3
+
+
+def test_buffers_of_an_exact_step_are_exact():
+    def forward(self, x):
+        self.last = x.new_ones(2)  # another tensor in its place
+        return self.net(x)
+
+    net = nn.Sequential(make_net(), nn.BatchNorm1d(5), nn.Linear(5, 5))
+    own = Calls(forward, net=net, last=torch.zeros(2), nothing=torch.tensor([1.0, float("nan")]))
+    last = own.last
+    report = ib.verify(own, nn.CrossEntropyLoss(), X, Y, micro_batch_size=8)
+    assert report.exact, report.explain()
+    assert len(report.in_fp64.buffers) == 5 and not report.own.buffers
+    assert "fp64: exact in 5 buffers" in report.explain()
+    assert own.last is last and torch.equal(last, torch.zeros(2))

@@ -10,7 +10,8 @@
 
 namespace infinitybatch {
 
-/// How far one parameter's gradient is from the native whole batch's.
+/// How far one parameter's gradient, or what is left in one buffer, is from the native whole
+/// batch's.
 struct ParameterError {
   std::string name;
   double error = 0;    ///< ‖ours − native fp64‖ / ‖native fp64‖; see `VerifyReport`
@@ -22,10 +23,14 @@ struct Comparison {
   c10::ScalarType type = c10::ScalarType::Undefined;
   std::vector<ParameterError>
       parameters;  ///< in the model's order; without those native leaves alone
+  /// What the step left in buffers (running statistics, counters); in fp64 alone.
+  std::vector<ParameterError> buffers;
   /// Whether each error is allowed.
   bool exact() const;
   /// The parameter whose error is the largest part of what is allowed. Null without parameters.
   const ParameterError* worst() const;
+  /// The same of buffers.
+  const ParameterError* worst_buffer() const;
 };
 
 /// What `verify` found.
@@ -35,7 +40,8 @@ struct Comparison {
 /// no rounding, the order of the samples matters. A model of fp64 is compared once, and `own` is
 /// `in_fp64`. In the model's own precision the error against native fp64 may be
 /// the larger of twice native's own and 8 roundings. A gradient that is zero in truth is measured
-/// against the largest gradient of the model.
+/// against the largest gradient of the model. What both ways leave in buffers is compared by the
+/// same rule in fp64.
 struct VerifyReport {
   int64_t batch_size = 0;
   int64_t rows = 0;  ///< compared: fewer than all where native does not fit into memory
@@ -52,7 +58,8 @@ struct VerifyReport {
   std::string explain() const;
 };
 
-/// Compares the gradients of a VirtualBatch with those of the native whole batch, and looks for
+/// Compares the gradients of a VirtualBatch with those of the native whole batch, and what both
+/// leave in buffers, and looks for
 /// samples that depend on each other without anybody having said so. Parameters, `.grad`, buffers
 /// and random state are as before afterwards. Parameter hooks run, on each gradient that is
 /// computed.
