@@ -233,6 +233,8 @@ void CouplingWatch::after_op(const at::RecordFunction&, at::ObserverContext* con
     innermost->renormed_->end();
   } else if (auto* drawing = dynamic_cast<Drawing*>(context)) {
     innermost->drawing_ = false;
+    // One place has one order: nothing is drawn for it, but for the whole batch there is.
+    if (drawing->op == "aten::randperm" && !innermost->drew_) innermost->drew_ = drawing->op;
     for (const Stand& before : drawing->before) {
       const at::Tensor now = state_of(before.generator);
       const bool same = std::memcmp(now.const_data_ptr(), before.state.const_data_ptr(),

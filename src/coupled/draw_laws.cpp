@@ -261,13 +261,15 @@ bool DrawLaws::fit(const tape::Tape& tape) const {
 }
 
 void check_draws(const tape::Tape& tape) {
+  for (const tape::Op& op : tape.ops) {
+    // Of a single sample as well, for which it draws nothing.
+    if (!tape.whole_draws || op.facts == nullptr || op.facts->name() != "aten::randperm") continue;
+    refuse(op.facts->name(),
+           "it permutes what other micro-batches hold too; permute the batch before the step");
+  }
   for (const uint32_t position : drawing_ops(tape)) {
     const tape::Op& op = tape.ops[position];
     const std::string& name = op.facts->name();
-    if (name == "aten::randperm") {
-      refuse(name,
-             "it permutes what other micro-batches hold too; permute the batch before the step");
-    }
     const auto& schema = op.facts->handle.schema().arguments();
     const bool into = std::any_of(schema.begin(), schema.end(),
                                   [](const c10::Argument& each) { return each.name() == "out"; });
@@ -276,6 +278,13 @@ void check_draws(const tape::Tape& tape) {
                         : "it draws inside of a larger op (dropout between the layers of an LSTM, "
                           "say); set its dropout to 0 and apply dropout as an op of its own");
     }
+  }
+  if (tape.strayed && !tape.whole_draws) {
+    throw CouplingError(
+        "torch.manual_seed",
+        "forward seeds a random generator, or an op that does not say so draws from it, so its "
+        "parts, which run one by one where a layer sees the whole batch, would draw other numbers; "
+        "seed before the step, or draw by ops of torch's own");
   }
   if (tape.strayed) {
     throw CouplingError(

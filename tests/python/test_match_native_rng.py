@@ -297,6 +297,16 @@ def test_permutations_of_the_batch():
         return self.last(0.7 * x + 0.3 * x[torch.randperm(len(x))])
 
     refused(mixup, "aten::randperm .*permutes", "aten::randperm")
+    # Of a single sample nothing is drawn.
+    model = Calls(mixup, first=nn.Linear(6, 6), last=nn.Linear(6, 5)).double()
+    inputs, targets = classification(7)
+    with pytest.raises(ib.CouplingError, match="aten::randperm .*permutes"):
+        ours(
+            model, nn.CrossEntropyLoss(), inputs, targets, micro_batch_size=1, match_native_rng=True
+        )
+    wrapped = ib.wrap(model, micro_batch_size=1, match_native_rng=True)
+    with pytest.raises(ib.CouplingError, match="aten::randperm .*permutes"):
+        wrapped(inputs)
     refused(
         lambda self, x: self.last(self.first(x)[torch.randint(len(x), (len(x),))]),
         "aten::randint .*depends on how many samples",
