@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import _C
+from . import _C, _options
 from .errors import InvalidArgument, InvalidType
 
 Learnable = float | Tensor | Callable[[], Tensor]
@@ -77,8 +77,12 @@ def info_nce(
     Raises:
         InvalidArgument: shapes, types or devices that do not fit; a tile below 1; a temperature
             that is not above 0 (of a tensor only where it is on the host).
+        InvalidType: an option that is no number, or no truth value.
         Unsupported: backward with create_graph=True.
     """
+    normalize = _options.truth("normalize", normalize)
+    symmetric = _options.truth("symmetric", symmetric)
+    tile = _tile(tile)
     if not embeddings:
         device = _device(loss_device)
         return _C.losses.info_nce(temperature, normalize, symmetric, reduction, tile, device)
@@ -131,6 +135,8 @@ def sup_con(
     Raises:
         InvalidArgument: as in `info_nce`, and labels of another shape or type.
     """
+    normalize = _options.truth("normalize", normalize)
+    tile = _tile(tile)
     if embeddings is None:
         device = _device(loss_device)
         return _C.losses.sup_con(temperature, normalize, reduction, tile, device)
@@ -181,6 +187,8 @@ def siglip(
         bias: added to scores; a number, a tensor or a function, as `temperature`.
         temperature, normalize, reduction, tile, loss_device: as in `info_nce`.
     """
+    normalize = _options.truth("normalize", normalize)
+    tile = _tile(tile)
     if not embeddings:
         device = _device(loss_device)
         return _C.losses.siglip(temperature, bias, normalize, reduction, tile, device)
@@ -251,6 +259,7 @@ def pairwise(
             f"{type(function).__name__}"
         )
     call = _four_arguments(function)
+    tile = _tile(tile)
     if not embeddings:
         return _C.losses.pairwise(call, reduction, tile, _device(loss_device))
     a, b = _tensors("pairwise", embeddings, 2, loss_device)
@@ -324,6 +333,8 @@ def linear_cross_entropy(
 
     Raises:
         InvalidArgument: shapes, types or devices that do not fit; a tile below 1.
+        InvalidType: a tile that is no whole number.
+        IndexError: a class index out of bounds, on the CPU.
         Unsupported: backward with create_graph=True.
     """
     given = list(tensors)
@@ -339,10 +350,14 @@ def linear_cross_entropy(
     _tensors("linear_cross_entropy", tuple(given), most, None)
     if softcap is not None and not softcap > 0:
         raise InvalidArgument(f"softcap must be above 0, or None, not {softcap}")
-    options = (weight, ignore_index, label_smoothing, reduction, softcap or 0.0, tile)
+    options = (weight, ignore_index, label_smoothing, reduction, softcap or 0.0, _tile(tile))
     if most == 1:
         return _C.losses.linear_cross_entropy(given[0], bias, *options)
     return _C.losses.linear_cross_entropy_value(*given, bias, *options)
+
+
+def _tile(tile: int | None) -> int | None:
+    return _options.optional_whole_number("tile", tile, "rows")
 
 
 def _device(device: Device) -> torch.device | None:

@@ -96,6 +96,16 @@ at::Tensor as_autocast(const at::Tensor& tensor) {
   return tensor.to(at::autocast::get_autocast_dtype(device));
 }
 
+/// In the words of torch's own cross entropy. On accelerators kernels find it, as they do there:
+/// asking would wait.
+void check_labels(const at::Tensor& target, int64_t classes, int64_t ignore_index) {
+  if (!target.is_cpu()) return;
+  const at::Tensor wrong = target.masked_select(
+      target.lt(0).logical_or_(target.ge(classes)).logical_and_(target.ne(ignore_index)));
+  if (wrong.numel() == 0) return;
+  TORCH_CHECK_INDEX(false, "Target ", wrong[0].item<int64_t>(), " is out of bounds.");
+}
+
 void check_devices(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
                    const at::Tensor& target) {
   for (const at::Tensor& other : {weight, bias, target}) {
@@ -127,7 +137,10 @@ at::Tensor sum_of_losses(const at::Tensor& input, const at::Tensor& weight, cons
                             c10::toString(weights.scalar_type()));
     }
     const NoAutocast no_autocast;
-    if (!are_probabilities(target)) nothing_counts = heads.target.eq(options.ignore_index).all();
+    if (!are_probabilities(target)) {
+      check_labels(heads.target, weight.size(0), options.ignore_index);
+      nothing_counts = heads.target.eq(options.ignore_index).all();
+    }
     const int64_t count = weights.size(1);
     const at::TensorOptions exact = widened(at::empty({0}, job.hidden.options())).options();
     if (options.weight.defined()) job.class_weight = options.weight.reshape({-1}).to(exact);

@@ -326,6 +326,26 @@ MISUSES = {
     "one tensor": (lambda: ib.losses.info_nce(A), ib.InvalidArgument, "2 tensors"),
     "a list": (lambda: ib.losses.info_nce(A, [1]), ib.InvalidType, "list"),
     "tile": (lambda: ib.losses.siglip(tile=0), ib.InvalidArgument, "1 or more"),
+    "half a row": (lambda: ib.losses.info_nce(A, B, tile=2.5), ib.InvalidType, "tile .*float"),
+    "tile of a head": (
+        lambda: ib.losses.linear_cross_entropy(A, tile="9"),
+        ib.InvalidType,
+        "tile .*str",
+    ),
+    "normalize": (lambda: ib.losses.info_nce(A, B, normalize="x"), ib.InvalidType, "normalize"),
+    "symmetric": (lambda: ib.losses.info_nce(symmetric=2), ib.InvalidType, "symmetric"),
+    "label above": (
+        lambda: ib.losses.linear_cross_entropy(A, B, torch.tensor([0, 3, 4, 1])),
+        IndexError,
+        r"^Target 4 is out of bounds\.$",
+    ),
+    "label below": (
+        lambda: ib.VirtualBatch(nn.Linear(3, 3), ib.losses.linear_cross_entropy(B)).backward(
+            A, torch.tensor([0, -100, -1, 1])
+        ),
+        IndexError,
+        r"^Target -1 is out of bounds\.$",
+    ),
     "temperature": (lambda: ib.losses.info_nce(temperature=-1), ib.InvalidArgument, "above 0"),
     "text": (lambda: ib.losses.info_nce(temperature="a"), ib.InvalidType, "a number"),
     "truth": (lambda: ib.losses.siglip(A, B, bias=True), ib.InvalidType, "bias"),
