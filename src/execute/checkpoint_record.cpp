@@ -1,6 +1,8 @@
 // The part of CutPass that records micro-batches whose graph would not fit.
 #include <infinitybatch/execute/cut_pass.hpp>
 
+#include "light_recording.hpp"
+
 #include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/tape/recorder.hpp>
@@ -55,7 +57,7 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
                     const bool more = static_cast<size_t>(cut) + 1 < guide.places.size();
                     if (job_.store != nullptr && more) kept.copy_out(*job_.store, cut);
                   });
-    const Batch given = recorder.run(forward);
+    const Batch given = run_lightly(recorder, forward);
     recorded->tape = recorder.finish(given);
     frontiers = recorder.take_frontiers();
     outputs = given;

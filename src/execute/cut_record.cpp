@@ -1,6 +1,8 @@
 // The part of CutPass that records micro-batches and decides whether their tapes can be believed.
 #include <infinitybatch/execute/cut_pass.hpp>
 
+#include "light_recording.hpp"
+
 #include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/rng.hpp>
@@ -90,7 +92,7 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   tape::Recorder recorder(inputs, held_buffers_, devices_);
   if (disturbed) recorder.disturb(coupled::is_provisional);
   if (records_lightly()) recorder.lighten(job_.device);
-  const Batch given = recorder.run(forward);
+  const Batch given = records_lightly() ? run_lightly(recorder, forward) : recorder.run(forward);
   const bool cuts = job_.static_tapes != nullptr || !watch.seen().empty() || draws(watch);
   if (job_.outside != nullptr && !cuts) throw NothingToCut();
   tape::Tape tape = recorder.finish(given, /*trimmed=*/false);

@@ -520,3 +520,24 @@ def test_fully_sharded(process_group):
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(ib.Unsupported, match="shards|tensor subclass"):
         step(model=model)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_gradients_inside_of_forward_are_refused(norm) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(3, 3)
+            self.norm = norm(3)
+            self.head = nn.Linear(3, 1)
+
+        def forward(self, x):
+            x = self.norm(self.line(x))
+            (slope,) = torch.autograd.grad(x.square().sum(), x, retain_graph=True)
+            return self.head(x + slope)
+
+    model = Model()
+    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=2, checkpoint_segments=2)
+    with pytest.raises(ib.Unsupported, match="gradients are computed inside.*larger memory_budget"):
+        batch.backward(torch.randn(4, 3), torch.randn(4, 1))
+    assert all(parameter.grad is None for parameter in model.parameters())
