@@ -37,6 +37,18 @@ def test_the_python_example_runs():
     assert max(peaks) <= 64 * 2**20
 
 
+@pytest.mark.parametrize(
+    ("path", "strategy"),
+    [("examples/contrastive.py", r"\w+"), ("examples/minibatch_deviation.py", "cut")],
+)
+def test_other_python_examples_run(path, strategy):
+    done = subprocess.run(
+        [sys.executable, ROOT / path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(rf"loss \d+\.\d+, peak \d+ bytes, {strategy}\n", done.stdout)
+
+
 NOT_OURS = ("torch/", "ATen/", "c10/")  # headers of LibTorch
 MADE_LATER = ("build", ".venv", "data", "dist")  # by the commands, not in the repository
 
