@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <exception>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -34,19 +35,33 @@ at::Tensor call_across_batch(py::function function, const py::args& inputs) {
                                              const py::gil_scoped_acquire gil;
                                              delete object;
                                            });
-  const AcrossBatchFunction call = [held](const std::vector<at::Tensor>& all) {
+  // Where the function fails it may be tried on other rows, but not when somebody wants to stop.
+  const auto stop = std::make_shared<std::exception_ptr>();
+  const AcrossBatchFunction call = [held, stop](const std::vector<at::Tensor>& all) {
     const py::gil_scoped_acquire gil;
+    if (*stop) std::rethrow_exception(*stop);
     py::tuple arguments(all.size());
     for (size_t i = 0; i < all.size(); ++i) arguments[i] = py::cast(all[i]);
-    const py::object result = (*held)(*arguments);
+    py::object result;
+    try {
+      result = (*held)(*arguments);
+    } catch (const py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) *stop = std::current_exception();
+      throw;
+    }
     if (!THPVariable_Check(result.ptr())) {
       throw InvalidType("the function of across_batch returned a " +
                         std::string(Py_TYPE(result.ptr())->tp_name) + "; it must return a tensor");
     }
     return THPVariable_Unpack(result.ptr());
   };
-  const py::gil_scoped_release nogil;
-  return across_batch(call, tensors);
+  try {
+    const py::gil_scoped_release nogil;
+    return across_batch(call, tensors);
+  } catch (...) {
+    if (*stop) std::rethrow_exception(std::exchange(*stop, nullptr));
+    throw;
+  }
 }
 
 }  // namespace
@@ -68,11 +83,16 @@ batch are held meanwhile.
 
 Args:
     function: from tensors of shape (rows, ...) to one of shape (rows, ...). It depends on them and
-        on parameters only: other tensors that it captures are those of the first micro-batch.
+        on parameters only: other tensors that it captures, and numbers made of `len(x)` outside of
+        it, are those of the first micro-batch. Before all samples are known it runs on the rows of
+        each micro-batch for a result of the right shape; where it fails there, on those rows
+        repeated. It may draw random numbers and change what it is given in place.
     inputs: tensors whose first dimension is the batch.
 
 Raises:
-    InvalidArgument: the function returned another number of rows.)");
+    InvalidArgument: the function returned another number of rows.
+    CouplingError: the function fails on any rows of a micro-batch, repeated or not, or it draws
+        random numbers under match_native_rng.)");
 }
 
 }  // namespace infinitybatch::python

@@ -75,8 +75,13 @@ class PyVirtualBatch {
       };
     }
     const Held view = hold(model);
+    Loss value = to_loss(loss);
+    const bool whole = std::holds_alternative<CoupledLoss>(value);
+    const Outputs use = keep_outputs ? Outputs::kept
+                        : whole      ? Outputs::for_one_loss
+                                     : Outputs::read_by_parts;
     setup_ = std::make_unique<Setup>(
-        Setup{model_of(view, hold(model.attr("forward")), keep_outputs), to_loss(loss), options});
+        Setup{model_of(view, hold(model.attr("forward")), use), std::move(value), options});
     batch_ = std::make_unique<VirtualBatch>(setup_->model, setup_->loss, setup_->options);
   }
 

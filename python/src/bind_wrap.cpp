@@ -75,8 +75,7 @@ class PyWrap {
         held.handle()(error != nullptr);
       };
     }
-    wrap_ = std::make_unique<Wrap>(model_of(held_[0], held_[1], /*keep_outputs=*/true),
-                                   std::move(options));
+    wrap_ = std::make_unique<Wrap>(model_of(held_[0], held_[1], Outputs::kept), std::move(options));
   }
 
   py::object forward(const py::tuple& arguments, const py::dict& keywords) {

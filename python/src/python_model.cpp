@@ -5,7 +5,7 @@
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
-#include <infinitybatch/coupled/one_of_many.hpp>
+#include <infinitybatch/coupled/part_of_batch.hpp>
 #include <infinitybatch/execute/carried_state.hpp>
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -60,10 +60,51 @@ void check_can_be_kept(const Batch& outputs) {
   }
 }
 
-Batch finished(const py::object& given, bool keep_outputs) {
+/// What a loss of the whole batch reads, it reads in tensors: an object that holds them all would
+/// be the first micro-batch's.
+bool hides_tensors(const Batch& outputs) {
+  return coupled::PartOfBatch::at_work() && outputs.tensors().empty();
+}
+
+Batch finished(const py::object& given, Outputs use) {
   Batch outputs = to_batch(given, Side::returned, "outputs");
-  if (keep_outputs) check_can_be_kept(outputs);
+  if (use == Outputs::kept || (use == Outputs::for_one_loss && hides_tensors(outputs))) {
+    check_can_be_kept(outputs);
+  }
   return outputs;
+}
+
+std::string first_line(const py::error_already_set& error) {
+  const auto text = py::str(error.value()).cast<std::string>();
+  return text.substr(0, text.find('\n'));
+}
+
+/// A CouplingError that an op of this library raised inside of forward (`across_batch`), as the
+/// step answers it: it went through Python.
+void check_coupling(const py::error_already_set& error) {
+  if (!coupled::PartOfBatch::at_work()) return;
+  if (!error.matches(py::module_::import("infinitybatch.errors").attr("CouplingError"))) return;
+  throw CouplingError(error.value().attr("op").cast<std::string>(),
+                      py::str(error.value()).cast<std::string>());
+}
+
+/// As torch's layers complain of too few rows, which the whole batch may not be.
+void check_rows(const py::error_already_set& error) {
+  if (!coupled::PartOfBatch::at_work()) return;
+  if (!error.matches(PyExc_ValueError) && !error.matches(PyExc_RuntimeError)) return;
+  const std::string text = first_line(error);
+  if (!text.starts_with("Expected more than 1 value per channel when training") &&
+      !text.starts_with("input tensor must have at least one element")) {
+    return;
+  }
+  throw CouplingError(
+      "aten::batch_norm",
+      "a layer that normalises over samples in training mode was given too few rows of a "
+      "micro-batch (" +
+          text +
+          "): it sees rows that forward selects by their values, or less than one for each sample. "
+          "Normalise all rows and select afterwards, put the layer into eval mode, or make the "
+          "budget, or micro_batch_size, large enough for one micro-batch of all samples");
 }
 
 /// As torch complains of shapes that do not fit; running out of memory is no such complaint.
@@ -78,19 +119,14 @@ bool is_forwards_own(const py::error_already_set& error) {
   return !is_out_of_memory(std::current_exception());
 }
 
-std::string first_line(const py::error_already_set& error) {
-  const auto text = py::str(error.value()).cast<std::string>();
-  return text.substr(0, text.find('\n'));
-}
-
 }  // namespace
 
-Model model_of(const Held& view, const Held& forward, bool keep_outputs) {
+Model model_of(const Held& view, const Held& forward, Outputs use) {
   Model model;
-  model.forward = [view, forward, keep_outputs](const Batch& inputs) {
+  model.forward = [view, forward, use](const Batch& inputs) {
     const py::gil_scoped_acquire gil;
     py::object callable = py::reinterpret_borrow<py::object>(forward.handle());
-    if (coupled::OneOfMany::at_work()) callable = view.handle().attr("one_of_many")(callable);
+    if (coupled::PartOfBatch::of_one()) callable = view.handle().attr("one_of_many")(callable);
     CarriedState* carried = CarriedState::at_work();
     const py::object module = view.handle().attr("forward");
     if (carried != nullptr) carried->before_forward(plain_state(module));
@@ -98,12 +134,14 @@ Model model_of(const Held& view, const Held& forward, bool keep_outputs) {
     try {
       given = call_model(callable, inputs);
     } catch (py::error_already_set& error) {
+      check_coupling(error);
+      check_rows(error);
       if (carried != nullptr && is_of_shape(error)) carried->forward_failed(first_line(error));
       if (is_forwards_own(error)) CarriedState::let_be();
       throw;
     }
     if (carried != nullptr) carried->after_forward(plain_tensors(module));
-    return finished(given, keep_outputs);
+    return finished(given, use);
   };
   // What is found beside the parameters, for which C++ asks first, until it asks for that too.
   const auto beside = std::make_shared<std::optional<std::vector<BufferSlot>>>();

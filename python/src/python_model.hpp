@@ -6,9 +6,15 @@
 
 namespace infinitybatch::python {
 
+/// What becomes of a model's outputs.
+enum class Outputs {
+  read_by_parts,  ///< each micro-batch's own loss reads them
+  for_one_loss,   ///< a loss of the whole batch reads them, so that they have to show tensors
+  kept,           ///< they are joined, so that objects which nobody can join are refused
+};
+
 /// A Model of infinitybatch._model.ModelView, which knows torch.nn.Module.
-/// \param forward      the view's `forward`
-/// \param keep_outputs outputs will be joined, so that objects which nobody can join are refused
-Model model_of(const Held& view, const Held& forward, bool keep_outputs);
+/// \param forward the view's `forward`
+Model model_of(const Held& view, const Held& forward, Outputs use);
 
 }  // namespace infinitybatch::python

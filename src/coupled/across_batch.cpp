@@ -1,23 +1,33 @@
 #include "across_batch_op.hpp"
+#include "provisional_run.hpp"
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/coupled/coupling_watch.hpp>
+#include <infinitybatch/coupled/part_of_batch.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/alias.h>
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <utility>
 
 namespace infinitybatch {
 namespace {
 
+struct Known {
+  AcrossBatchFunction function;
+  std::optional<coupled::PartOfBatch::Facts> part;  // that the recording was made of
+};
+
 /// By number; see AcrossBatchFunctions.
-thread_local std::map<int64_t, AcrossBatchFunction> functions;
+thread_local std::map<int64_t, Known> functions;
 thread_local int64_t next_function = 0;
 
 at::Tensor run(const AcrossBatchFunction& function, const std::vector<at::Tensor>& inputs) {
@@ -33,8 +43,11 @@ at::Tensor run(const AcrossBatchFunction& function, const std::vector<at::Tensor
   return result;
 }
 
-at::Tensor kernel(at::TensorList inputs, int64_t function) {
-  return run(functions.at(function), inputs.vec());
+at::Tensor kernel(at::TensorList inputs, int64_t number) {
+  const Known known = functions.at(number);
+  if (!known.part) return run(known.function, inputs.vec());
+  const auto here = [&](const std::vector<at::Tensor>& rows) { return run(known.function, rows); };
+  return coupled::run_provisionally(here, inputs.vec(), *known.part);
 }
 
 TORCH_LIBRARY_FRAGMENT(infinitybatch, library) {
@@ -58,7 +71,7 @@ at::Tensor across_batch(const AcrossBatchFunction& function,
                              .findSchemaOrThrow("infinitybatch::across_batch", "")
                              .typed<at::Tensor(at::TensorList, int64_t)>();
   const int64_t number = next_function++;
-  functions[number] = function;
+  functions[number] = {function, coupled::PartOfBatch::at_work()};
   return op.call(inputs, number);
 }
 
@@ -81,10 +94,12 @@ void AcrossBatchFunctions::forget() {
   next_function = first_;
 }
 
-AcrossBatch::AcrossBatch(int64_t function) : function_(functions.at(function)) {}
+AcrossBatch::AcrossBatch(int64_t number)
+    : function_(functions.at(number).function), part_(functions.at(number).part) {}
 
 void AcrossBatch::collect(Rows rows, const Arguments& arguments) {
   Part& part = parts_[rows.begin];
+  samples_ += rows.size();
   for (const at::Tensor& input : arguments[0].toTensorVector()) {
     part.sizes.push_back(input.size(0));
     part.inputs.push_back(input.detach());
@@ -123,7 +138,17 @@ void AcrossBatch::combine(SettledBuffers& /*buffers*/) {
     if (input.is_floating_point() || input.is_complex()) input.requires_grad_();
   }
   const uint64_t begin = at::sequence_number::peek();
-  result_ = run(function_, inputs_);
+  std::vector<at::Tensor> given;
+  for (const at::Tensor& input : inputs_) {
+    given.push_back(input.detach());
+    // No leaf, which it could not change in place.
+    const bool history = input.requires_grad() && c10::GradMode::is_enabled();
+    if (history) compat::begin_history(given.back(), at::alias(input));
+  }
+  const auto all = [&](const std::vector<at::Tensor>& rows) { return run(function_, rows); };
+  const bool rehearsal = part_ && samples_ < part_->total;
+  if (rehearsal) part_->rows = samples_;
+  result_ = rehearsal ? run_provisionally(all, given, *part_) : all(given);
   autograd::walk_graph({result_}, [&](torch::autograd::Node& node) {
     const bool leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(&node) != nullptr;
     if (leaf || node.sequence_nr() >= begin) return;

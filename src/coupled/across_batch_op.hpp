@@ -1,17 +1,19 @@
 #pragma once
 
 #include <infinitybatch/coupled/across_batch.hpp>
+#include <infinitybatch/coupled/part_of_batch.hpp>
 #include <infinitybatch/coupled/whole_batch_op.hpp>
 
 #include <map>
+#include <optional>
 
 namespace infinitybatch::coupled {
 
 /// `across_batch` over all micro-batches.
 class AcrossBatch final : public WholeBatchOp {
  public:
-  /// \param function its number in the recording
-  explicit AcrossBatch(int64_t function);
+  /// \param number of its function in the recording
+  explicit AcrossBatch(int64_t number);
   void collect(Rows rows, const Arguments& arguments) override;
   void combine(SettledBuffers& buffers) override;
   at::Tensor apply(Rows rows, const Arguments& arguments, std::vector<at::Tensor>& leaves) override;
@@ -31,11 +33,13 @@ class AcrossBatch final : public WholeBatchOp {
   };
 
   AcrossBatchFunction function_;
-  std::map<int64_t, Part> parts_;      // by first sample
-  std::vector<at::Tensor> inputs_;     // joined, leaves
-  at::Tensor result_;                  // with its graph
-  bool keep_ = false;                  // the result's graph, for another backward pass
-  std::vector<at::Tensor> gradients_;  // of the joined inputs; undefined where none is wanted
+  std::optional<PartOfBatch::Facts> part_;  // of the batch that the recording was made of
+  int64_t samples_ = 0;                     // so far: a rehearsal has not all of them
+  std::map<int64_t, Part> parts_;           // by first sample
+  std::vector<at::Tensor> inputs_;          // joined, leaves
+  at::Tensor result_;                       // with its graph
+  bool keep_ = false;                       // the result's graph, for another backward pass
+  std::vector<at::Tensor> gradients_;       // of the joined inputs; undefined where none is wanted
 };
 
 }  // namespace infinitybatch::coupled

@@ -61,7 +61,8 @@ void BatchNorm::collect(Rows rows, const Arguments& arguments) {
     eps_ = arguments[kEps].toDouble();
   }
   // InstanceNorm written as a BatchNorm: samples stand in the channels, and nothing is coupled.
-  if (input.size(0) % rows.size() != 0 || (mean_.defined() && mean_.size(0) != channels)) {
+  const bool other_rows = input.size(0) == 0 || input.size(0) % rows.size() != 0;
+  if (other_rows || (mean_.defined() && mean_.size(0) != channels)) {
     throw CouplingError("aten::batch_norm",
                         "aten::batch_norm in training mode runs on a tensor of shape " +
                             c10::str(input.sizes()) + " for " + std::to_string(rows.size()) +

@@ -5,7 +5,7 @@
 #include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/foreign_draws.hpp>
-#include <infinitybatch/coupled/one_of_many.hpp>
+#include <infinitybatch/coupled/part_of_batch.hpp>
 #include <infinitybatch/execute/outside_loss.hpp>
 #include <infinitybatch/park/store.hpp>
 
@@ -227,7 +227,9 @@ void Executor::stream(Rows rows) {
 }
 
 void Executor::forward(Rows rows) {
-  const coupled::OneOfMany one(job_.exact_coupling && rows.size() == 1 && job_.batch_size() > 1);
+  std::optional<coupled::PartOfBatch::Facts> facts;
+  if (job_.exact_coupling) facts = {rows.size(), job_.batch_size(), job_.match_native_rng};
+  const coupled::PartOfBatch part_of_batch(facts);
   const coupled::CouplingWatch::Scope watching(watch_);
   const std::vector<uint32_t> before = versions_of(inputs_);
   const bool watched = job_.match_native_rng && !cut_pass_ && rows.size() < job_.batch_size();

@@ -7,7 +7,6 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/foreign_draws.hpp>
-#include <infinitybatch/coupled/one_of_many.hpp>
 #include <infinitybatch/coupled/whole_batch_op.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/tape/counts.hpp>
@@ -211,8 +210,7 @@ void ForwardPass::read(const NamedParameter& parameter) {
 }
 
 Batch ForwardPass::call_model(const Batch& micro, GraphMemory* memory) {
-  // Layers that refuse a single sample would not refuse the batch.
-  const coupled::OneOfMany one(exact_ && one_of_many_);
+  const coupled::PartOfBatch part_of_batch(exact_ ? part_of_batch_ : std::nullopt);
   const coupled::CouplingWatch::Scope watching(watch_);
   const CarriedState::Scope stateful(exact_ ? &*state_ : nullptr, part_);
   const auto forward = [&] { return call_->wrapped->model.forward(micro); };
@@ -264,7 +262,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   if (options_.interrupt) options_.interrupt();
   keep = keep && recording_;
   const bool parks = keep && job_.parks_graphs;
-  one_of_many_ = rows.size() == 1 && total > 1;
+  part_of_batch_ = {rows.size(), total, options_.match_native_rng};
   part_ = rows.size() < total;
   const Batch micro = call_->micro_batch(rows);
   Batch outputs;
@@ -305,6 +303,11 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
     tape::Recorder recorder(micro, buffers_, call_->devices);
     outputs = recorder.run(call);
     part.tape = recorder.finish(outputs);
+    const bool across = std::any_of(
+        watch_.seen().begin(), watch_.seen().end(),
+        [](const coupled::CoupledOp& seen) { return seen.op == "infinitybatch::across_batch"; });
+    // The tape has its number alone, which is forgotten with this pass.
+    if (across && !part.tape.opaque) part.tape.opaque = "a function of across_batch";
     if (part.tape.refusal) {
       throw Unsupported(*part.tape.refusal +
                         ", so micro-batches would not see what the whole batch sees");

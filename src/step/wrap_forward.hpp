@@ -3,12 +3,14 @@
 #include "wrapped_call.hpp"
 
 #include <infinitybatch/coupled/coupling_watch.hpp>
+#include <infinitybatch/coupled/part_of_batch.hpp>
 #include <infinitybatch/execute/buffer_rule.hpp>
 #include <infinitybatch/execute/carried_state.hpp>
 #include <infinitybatch/execute/mixing_experiment.hpp>
 #include <infinitybatch/execute/parameter_rule.hpp>
 
 #include <memory>
+#include <optional>
 #include <unordered_set>
 #include <vector>
 
@@ -113,8 +115,8 @@ class ForwardPass {
   std::optional<size_t> leaving_;     // the part whose graph is on its way
   // What the node's edges need; the call itself holds inputs without their graph.
   Batch inputs_;
-  bool one_of_many_ = false;  // a single sample is at work
-  bool ambiguous_ = false;    // along which dimension the outputs of a recording lie
+  std::optional<coupled::PartOfBatch::Facts> part_of_batch_;  // the micro-batch at work
+  bool ambiguous_ = false;  // along which dimension the outputs of a recording lie
   bool finishing_ = false;
 };
 

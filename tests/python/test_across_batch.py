@@ -1,5 +1,6 @@
 """Ops of the user's own that see the whole batch, and embeddings that count words in it."""
 
+import copy
 import gc
 import weakref
 
@@ -178,6 +179,139 @@ def test_functions_are_let_go():
     del model, function
     gc.collect()
     assert alive() is None
+
+
+def groups_of_four(x):
+    """Minibatch standard deviation as StyleGAN2 writes it (Karras et al. 2020)."""
+    y = x.reshape(4, -1, x.shape[1])
+    y = y - y.mean(0)
+    y = (y.square().mean(0) + 1e-8).sqrt().mean(1, keepdim=True)
+    return x + y.repeat(4, 1)
+
+
+def whitened(x):
+    """Rows that repeat each other have no such factor."""
+    x = x - x.mean(0)
+    return torch.linalg.solve_triangular(
+        torch.linalg.cholesky(x.T @ x / (len(x) - 1)), x.T, upper=False
+    ).T
+
+
+def several(x):
+    assert len(x) > 2
+    return x - x.mean(0)
+
+
+NOT_OF_FEW = {
+    "groups": groups_of_four,
+    "whitening": whitened,
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "deviation": lambda x: x / (x.std(0) + 0.1),
+    "an assertion": several,
+}
+
+
+def around(function):
+    return Calls(
+        lambda self, x: self.last(ib.across_batch(function, self.first(x))),
+        first=nn.Linear(6, 4),
+        last=nn.Linear(4, 5),
+    ).double()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", NOT_OF_FEW)
+def test_functions_that_few_rows_do_not_suit(name, size):
+    model = around(NOT_OF_FEW[name])
+    inputs, targets = classification(8)
+    wanted = native(model, nn.CrossEntropyLoss(), inputs, targets)
+    for options in ({"micro_batch_size": size}, {"memory_budget": "64MiB"}):
+        found = ours(model, nn.CrossEntropyLoss(), inputs, targets, **options)
+        assert worst_error(found, wanted) <= 1e-11, options
+    wrapped = copy.deepcopy(model)
+    F.cross_entropy(ib.wrap(wrapped, micro_batch_size=size)(inputs), targets).backward()
+    for parameter, name in zip(wrapped.parameters(), wanted.gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, wanted.gradients[name], rtol=1e-10, atol=1e-13)
+
+
+def test_a_function_that_wants_the_samples_themselves():
+    inputs, targets = classification(8)
+
+    def picky(x):
+        if len(x) != 8 or not torch.equal(x[:, 0], inputs[:, 0]):
+            raise ValueError("other samples than mine")
+        return x - x.mean(0)
+
+    model = Calls(lambda self, x: self.last(ib.across_batch(picky, x)), last=nn.Linear(6, 5))
+    model.double()
+    with pytest.raises(ib.CouplingError, match=r"other samples than mine.*4 samples of one.*8"):
+        ours(model, nn.CrossEntropyLoss(), inputs, targets, micro_batch_size=4)
+    wanted = native(model, nn.CrossEntropyLoss(), inputs, targets)
+    found = ours(model, nn.CrossEntropyLoss(), inputs, targets, memory_budget="64MiB")
+    assert worst_error(found, wanted) <= 1e-12
+    F.cross_entropy(ib.wrap(model, memory_budget="64MiB")(inputs), targets).backward()
+    torch.testing.assert_close(
+        model.last.weight.grad, wanted.gradients["last.weight"], rtol=1e-12, atol=0
+    )
+
+
+def test_somebody_who_wants_to_stop_is_not_asked_again():
+    asked = []
+
+    def stop(x):
+        asked.append(len(x))
+        raise KeyboardInterrupt
+
+    inputs, targets = classification(8)
+    with pytest.raises(KeyboardInterrupt):
+        ours(around(stop), nn.CrossEntropyLoss(), inputs, targets, micro_batch_size=3)
+    assert asked == [3]
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_function_that_draws(coupled):
+    masks = []
+
+    def noisy(x):
+        masks.append(F.dropout(torch.ones_like(x)))
+        return (x - x.mean(0)) * masks[-1]
+
+    model = around(noisy)
+    inputs, targets = classification(11)
+    loss = ib.losses.coupled(F.cross_entropy) if coupled else nn.CrossEntropyLoss()
+    torch.manual_seed(4)
+    found = ours(model, loss, inputs, targets, micro_batch_size=4)
+    (mask,) = (mask for mask in masks if len(mask) == 11)
+    masked = around(lambda x: (x - x.mean(0)) * mask)
+    masked.load_state_dict(model.state_dict())
+    wanted = native(masked, nn.CrossEntropyLoss(), inputs, targets)
+    assert worst_error(found, wanted) <= 1e-12
+    torch.manual_seed(4)
+    again = ours(model, loss, inputs, targets, micro_batch_size=4)
+    assert torch.equal(again.loss, found.loss)
+    for options in ({"micro_batch_size": 4}, {"micro_batch_size": 1}):
+        with pytest.raises(ib.CouplingError, match="draws random numbers.*as an input"):
+            ours(model, loss, inputs, targets, match_native_rng=True, **options)
+
+
+def test_a_function_that_works_in_place():
+    model = around(lambda x: x.sub_(x.mean(0)).mul_(x.detach().abs().mean()))
+    inputs, targets = classification(11)
+    wanted = native(model, nn.CrossEntropyLoss(), inputs, targets)
+    for size in (1, 4):
+        found = ours(model, nn.CrossEntropyLoss(), inputs, targets, micro_batch_size=size)
+        assert worst_error(found, wanted) <= 1e-12
+    # Natively what is used afterwards has changed as well.
+    twice = Calls(
+        lambda self, x: (lambda h: self.last(ib.across_batch(lambda x: x.sub_(x.mean(0)), h) * h))(
+            self.first(x)
+        ),
+        first=nn.Linear(6, 4),
+        last=nn.Linear(4, 5),
+    ).double()
+    with pytest.raises(ib.CouplingError, match="cannot be cut"):
+        ours(twice, nn.CrossEntropyLoss(), inputs, targets, micro_batch_size=4)
 
 
 def test_misuse():

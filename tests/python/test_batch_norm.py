@@ -353,6 +353,24 @@ def test_standardised_weights_couple_nothing(with_batch_norm):
         assert_same(found, wanted, 1e-12)
 
 
+def test_instance_norm_with_statistics_is_refused():
+    """Its running statistics follow the samples, and micro-batches leave others."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        nn.Flatten(),
+        nn.Linear(144, 5),
+    ).double()
+    inputs, targets = images(7)
+    for size in (1, 3):
+        with pytest.raises(ib.CouplingError, match=r"buffer '1\.running_mean'.*eval mode"):
+            ours(model, nn.CrossEntropyLoss(), inputs, targets, micro_batch_size=size)
+    model.eval()
+    wanted = native(model, nn.CrossEntropyLoss(), inputs, targets)
+    found = ours(model, nn.CrossEntropyLoss(), inputs, targets, micro_batch_size=3)
+    assert worst_error(found, wanted) <= 1e-12
+
+
 def test_a_single_sample_without_any_statistics_is_refused():
     inputs, targets = images(4)
     with pytest.raises(ib.CouplingError, match="micro-batches of two samples or more"):
@@ -419,6 +437,25 @@ REFUSED = {
             F.batch_norm(self.first(x).flatten(0, 1)[None], None, None, training=True)
             .unflatten(1, (-1, 6))[0]
             .mean((2, 3))
+        ),
+        "first dimension does not hold the samples",
+    ),
+    "rows that forward selects": (
+        lambda self, x: self.head(
+            F.batch_norm(
+                (y := self.first(x).mean((2, 3)))[y[:, 0] > y[:, 0].median()],
+                None,
+                None,
+                training=True,
+            ).sum(0)
+            + y
+        ),
+        "too few rows.*select afterwards",
+    ),
+    "no row is selected": (
+        lambda self, x: self.head(
+            self.first(x).mean((2, 3))
+            + F.batch_norm(self.first(x)[x[:, 0, 0, 0] > 1e-6], None, None, training=True).sum()
         ),
         "first dimension does not hold the samples",
     ),

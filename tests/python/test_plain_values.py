@@ -167,3 +167,18 @@ def test_options_are_no_rows(option):
     assert gradient_error(model.net, expected) < 1e-12
     ib.wrap(model, micro_batch_size=4)(X[:2], option)
     ib.wrap(model, micro_batch_size=4)(X, extra=option)
+
+
+@dataclasses.dataclass
+class Scores:
+    logits: torch.Tensor
+
+
+def test_an_object_that_holds_all_outputs():
+    model = Calls(lambda self, x: Scores(self.net(x)), net=mlp())
+    value = ib.losses.coupled(lambda o, t: F.cross_entropy(o.logits, t[: len(o.logits)]))
+    with pytest.raises(ib.InvalidType, match="outputs is a Scores.*torch.utils._pytree"):
+        ib.VirtualBatch(model, value, micro_batch_size=4).backward(X, Y)
+    expected = native_gradients(model.net, F.cross_entropy, X, Y)
+    ib.VirtualBatch(model, value, micro_batch_size=12).backward(X, Y)
+    assert gradient_error(model.net, expected) < 1e-12

@@ -24,13 +24,13 @@ using AcrossBatchFunction = std::function<at::Tensor(const std::vector<at::Tenso
 /// the whole logical batch, and each micro-batch gets its rows of the result; gradients of inputs
 /// and of parameters that `function` uses are exact. It holds the inputs, the result and its graph
 /// for the whole batch meanwhile.
-/// \param function depends on its inputs and on parameters only: other tensors that it captures
-///                 are those of the first micro-batch
+/// \param function depends on its inputs and on parameters only: what else it captures is that of
+///                 the first micro-batch. It may run on rows that are repeated, for a shape alone
 /// \param inputs   (rows, …) each
 /// \returns (rows of the first input, …)
 /// \throws InvalidArgument where the result has another number of rows; in a step CouplingError
-/// where
-///         an input does not come from the samples, or `function` uses another tensor of forward
+/// where an input does not come from the samples, or `function` uses another tensor of forward, or
+/// fails for any rows of a micro-batch, repeated or not
 at::Tensor across_batch(const AcrossBatchFunction& function, const std::vector<at::Tensor>& inputs);
 
 namespace coupled {
