@@ -18,6 +18,13 @@ namespace py = pybind11;
 
 namespace {
 
+/// As torch, Python and assertions complain of rows that do not suit a function.
+bool is_of_rows(const py::error_already_set& error) {
+  return error.matches(PyExc_RuntimeError) || error.matches(PyExc_ValueError) ||
+         error.matches(PyExc_AssertionError) || error.matches(PyExc_LookupError) ||
+         error.matches(PyExc_ArithmeticError);
+}
+
 at::Tensor call_across_batch(py::function function, const py::args& inputs) {
   std::vector<at::Tensor> tensors;
   for (const py::handle input : inputs) {
@@ -35,7 +42,8 @@ at::Tensor call_across_batch(py::function function, const py::args& inputs) {
                                              const py::gil_scoped_acquire gil;
                                              delete object;
                                            });
-  // Where the function fails it may be tried on other rows, but not when somebody wants to stop.
+  // Where rows do not suit the function it may be tried on others, but not where it fails in
+  // another way, or somebody wants to stop.
   const auto stop = std::make_shared<std::exception_ptr>();
   const AcrossBatchFunction call = [held, stop](const std::vector<at::Tensor>& all) {
     const py::gil_scoped_acquire gil;
@@ -46,7 +54,7 @@ at::Tensor call_across_batch(py::function function, const py::args& inputs) {
     try {
       result = (*held)(*arguments);
     } catch (const py::error_already_set& error) {
-      if (!error.matches(PyExc_Exception)) *stop = std::current_exception();
+      if (!is_of_rows(error)) *stop = std::current_exception();
       throw;
     }
     if (!THPVariable_Check(result.ptr())) {

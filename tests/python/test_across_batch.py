@@ -256,15 +256,20 @@ def test_a_function_that_wants_the_samples_themselves():
     )
 
 
-def test_somebody_who_wants_to_stop_is_not_asked_again():
+class Own(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Own])
+def test_other_errors_come_back_at_once(kind):
     asked = []
 
     def stop(x):
         asked.append(len(x))
-        raise KeyboardInterrupt
+        raise kind
 
     inputs, targets = classification(8)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(kind):
         ours(around(stop), nn.CrossEntropyLoss(), inputs, targets, micro_batch_size=3)
     assert asked == [3]
 
