@@ -5,9 +5,9 @@
 
 namespace infinitybatch {
 
-/// Memory that is never given back to malloc, for blocks of a few kilobytes that each step takes and
-/// returns: malloc searches its bins for such sizes, which took longer than filling them. For all
-/// threads.
+/// Memory that is never given back to malloc, for blocks of a few kilobytes that each step takes
+/// and returns: malloc searches its bins for such sizes, which took longer than filling them. For
+/// all threads.
 std::pmr::memory_resource* recycled_memory();
 
 /// A copy of `value` in such memory.
