@@ -53,11 +53,10 @@ std::string describe(const std::vector<ParameterError>& errors, const std::strin
 }
 
 std::string describe(const Comparison& comparison) {
-  const std::string start = precision(comparison.type) + ": ";
-  std::string text = start;
+  std::string text = precision(comparison.type) + ": ";
   text += comparison.parameters.empty() ? "no parameter has a gradient\n"
                                         : describe(comparison.parameters, "parameters");
-  if (!comparison.buffers.empty()) text += start + describe(comparison.buffers, "buffers");
+  if (!comparison.buffers.empty()) text += "  " + describe(comparison.buffers, "buffers");
   return text;
 }
 
