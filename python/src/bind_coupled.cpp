@@ -2,6 +2,7 @@
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/coupled/across_batch.hpp>
+#include <infinitybatch/coupled/row_errors.hpp>
 
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -18,11 +19,19 @@ namespace py = pybind11;
 
 namespace {
 
-/// As torch, Python and assertions complain of rows that do not suit a function.
-bool is_of_rows(const py::error_already_set& error) {
-  return error.matches(PyExc_RuntimeError) || error.matches(PyExc_ValueError) ||
-         error.matches(PyExc_AssertionError) || error.matches(PyExc_LookupError) ||
-         error.matches(PyExc_ArithmeticError);
+/// Python's exceptions but those by which torch, Python and assertions complain of rows that do not
+/// suit a function.
+bool ends_the_step(const std::exception_ptr& exception) {
+  const py::gil_scoped_acquire gil;
+  try {
+    std::rethrow_exception(exception);
+  } catch (const py::error_already_set& error) {
+    return !(error.matches(PyExc_RuntimeError) || error.matches(PyExc_ValueError) ||
+             error.matches(PyExc_AssertionError) || error.matches(PyExc_LookupError) ||
+             error.matches(PyExc_ArithmeticError));
+  } catch (...) {
+    return false;
+  }
 }
 
 at::Tensor call_across_batch(py::function function, const py::args& inputs) {
@@ -42,39 +51,25 @@ at::Tensor call_across_batch(py::function function, const py::args& inputs) {
                                              const py::gil_scoped_acquire gil;
                                              delete object;
                                            });
-  // Where rows do not suit the function it may be tried on others, but not where it fails in
-  // another way, or somebody wants to stop.
-  const auto stop = std::make_shared<std::exception_ptr>();
-  const AcrossBatchFunction call = [held, stop](const std::vector<at::Tensor>& all) {
+  const AcrossBatchFunction call = [held](const std::vector<at::Tensor>& all) {
     const py::gil_scoped_acquire gil;
-    if (*stop) std::rethrow_exception(*stop);
     py::tuple arguments(all.size());
     for (size_t i = 0; i < all.size(); ++i) arguments[i] = py::cast(all[i]);
-    py::object result;
-    try {
-      result = (*held)(*arguments);
-    } catch (const py::error_already_set& error) {
-      if (!is_of_rows(error)) *stop = std::current_exception();
-      throw;
-    }
+    const py::object result = (*held)(*arguments);
     if (!THPVariable_Check(result.ptr())) {
       throw InvalidType("the function of across_batch returned a " +
                         std::string(Py_TYPE(result.ptr())->tp_name) + "; it must return a tensor");
     }
     return THPVariable_Unpack(result.ptr());
   };
-  try {
-    const py::gil_scoped_release nogil;
-    return across_batch(call, tensors);
-  } catch (...) {
-    if (*stop) std::rethrow_exception(std::exchange(*stop, nullptr));
-    throw;
-  }
+  const py::gil_scoped_release nogil;
+  return across_batch(call, tensors);
 }
 
 }  // namespace
 
 void bind_coupled(py::module_& module) {
+  coupled::register_row_errors(&ends_the_step);
   module.def("across_batch", &call_across_batch, py::arg("function"),
              R"(An op of your own inside of a model that needs all samples at once.
 

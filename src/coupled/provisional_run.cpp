@@ -5,6 +5,7 @@
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/coupled/row_errors.hpp>
 
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
@@ -74,7 +75,7 @@ std::optional<std::vector<at::Tensor>> repeated(const std::vector<at::Tensor>& i
 
 /// Throws on what has to end the step.
 void look_at(const std::exception_ptr& error) {
-  if (!is_out_of_memory(error)) return;
+  if (!is_out_of_memory(error) && may_be_of_rows(error)) return;
   keep_foreign_exception(error);
   std::rethrow_exception(error);
 }
