@@ -135,12 +135,12 @@ def fail_in_user_code(model, loss, inputs, batch, wanted, places, kind):
     for place, name in enumerate(places, 1):
         watched = Watched(model, loss)
         model.places.clear()
-        model.fatal, model.error = place, kind(name)
+        model.fatal, model.error = [place], kind(name)
         with pytest.raises(kind) as raised:
             batch.backward(inputs)
         assert raised.value is model.error
         where = f"{place} of {len(places)}: {name}"
-        model.fatal, error, model.error = None, model.error, None
+        model.fatal, error, model.error = [], model.error, None
         error.__traceback__ = None
         del raised, error
         try:

@@ -59,13 +59,13 @@ class Fussy(nn.Module):
         self.last_norm = nn.BatchNorm1d(7)
         self.head = nn.Linear(7, 4)
         self.places = []
-        self.fatal = None
+        self.fatal = []  # a list: another number would be another program
         self.error = None
         self.double()
 
     def trip(self, place):
         self.places.append(place)
-        if self.fatal == len(self.places):
+        if self.fatal == [len(self.places)]:
             raise self.error
 
     def spread(self, x):
