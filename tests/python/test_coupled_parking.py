@@ -162,12 +162,13 @@ def test_the_peak_is_predicted(kind, room):
         **HOST,
     )
     # A copy that begins late, on a busy machine, takes its memory late: the peak is then lower.
-    for step in range(20):
+    for step in range(26):
         for parameter in model.parameters():
             parameter.grad = None
         report = batch.backward(x)
         assert report.peak_bytes <= report.memory_budget
-        if step < 5:
+        # Steps in which it is rehearsed whether graphs should be parked hold that, too.
+        if step < 12:
             continue
         assert report.parked_bytes >= 3 * x.nbytes
         assert report.peak_bytes <= 1.01 * report.predicted_peak_bytes
