@@ -1,17 +1,15 @@
+#include <infinitybatch/core/exception_classifiers.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
 
 #include <c10/util/Exception.h>
 
 #include <utility>
-#include <vector>
 
 namespace infinitybatch {
 namespace {
 
-using Classifier = std::function<bool(const std::exception_ptr&)>;
-
-std::vector<Classifier>& classifiers() {
-  static std::vector<Classifier> list;
+ExceptionClassifiers& classifiers() {
+  static ExceptionClassifiers list;
   return list;
 }
 
@@ -24,14 +22,11 @@ bool is_out_of_memory(const std::exception_ptr& error) {
     return true;
   } catch (...) {
   }
-  for (const Classifier& classifier : classifiers()) {
-    if (classifier(error)) return true;
-  }
-  return false;
+  return classifiers().any(error);
 }
 
-void register_out_of_memory(Classifier classifier) {
-  classifiers().push_back(std::move(classifier));
+void register_out_of_memory(std::function<bool(const std::exception_ptr&)> classifier) {
+  classifiers().add(std::move(classifier));
 }
 
 }  // namespace infinitybatch
