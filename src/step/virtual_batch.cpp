@@ -119,6 +119,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
   }
 
   int changes = 0;  // of the number of segments
+  rehearsed_ = false;
   collective_.reset();
   for (int64_t restarts = 0;; ++restarts) {
     if (collective_) {
@@ -137,6 +138,9 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       StepReport report = attempt(job, budget, hand_out);
       programs_.left(program_of(job));
       report.peak_bytes = peak.peak();
+      if (rehearsed_ && report.peak_bytes > report.predicted_peak_bytes) {
+        report.predicted_peak_bytes.reset();  // of the plan alone
+      }
       if (job.store != nullptr) tell_parking(job, report);
       report.memory_budget = budget;
       report.seconds = std::chrono::duration<double>(Clock::now() - start).count();

@@ -132,6 +132,7 @@ class VirtualBatch::State {
   bool coupled_beyond_cuts_ = false;              // of the last attempt: no cut helps
   std::optional<std::string> collective_;  // by which an attempt's loss talked to other ranks
   bool planning_ = false;                  // the planner knows of the attempt at work
+  bool rehearsed_ = false;                 // in the step at work
   std::exception_ptr streamed_;            // why one sample does not fit as a whole
   std::exception_ptr coupling_;            // why only the whole batch as one micro-batch is exact
 };

@@ -161,19 +161,17 @@ def test_the_peak_is_predicted(kind, room):
         park="always",
         **HOST,
     )
-    rehearsed = 0
     # A copy that begins late, on a busy machine, takes its memory late: the peak is then lower.
-    for step in range(26):
+    for step in range(20):
         for parameter in model.parameters():
             parameter.grad = None
         report = batch.backward(x)
         assert report.peak_bytes <= report.memory_budget
-        # Steps in which it is rehearsed whether graphs should be parked hold that, too.
-        if step < 12:
+        # In some it is rehearsed whether graphs should be parked, which takes more than the plan.
+        if step < 5 or report.predicted_peak_bytes is None:
             continue
         assert report.parked_bytes >= 3 * x.nbytes
-        rehearsed += report.peak_bytes > 1.01 * report.predicted_peak_bytes
-        assert rehearsed <= 3
+        assert report.peak_bytes <= 1.01 * report.predicted_peak_bytes
         if report.predicted_peak_bytes <= 1.01 * report.peak_bytes:
             return
     pytest.fail("no step as predicted")

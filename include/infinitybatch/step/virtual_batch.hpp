@@ -94,6 +94,7 @@ struct StepReport {
   std::optional<Batch> outputs;          ///< with `keep_outputs`
   int64_t peak_bytes = 0;                ///< the most that tensors occupied on the device
   std::optional<int64_t> memory_budget;  ///< in bytes, where one was given
+  /// Once the plan knows it; not in a step in which a rehearsal took more than the plan will.
   std::optional<int64_t> predicted_peak_bytes;
   std::vector<int64_t> micro_batch_sizes;  ///< in the order they ran
   double seconds = 0;
