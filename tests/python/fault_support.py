@@ -37,6 +37,22 @@ class FailingOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class FailingBackward(torch.autograd.Function):
+    """The identity, which no tape can replay; its backward raises `error` where one is set."""
+
+    error = None
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if FailingBackward.error is not None:
+            raise FailingBackward.error
+        return gradient.clone()
+
+
 class State:
     """Everything that a step could change, as bits."""
 

@@ -13,7 +13,7 @@ import infinitybatch as ib
 import numpy as np
 import pytest
 import torch
-from fault_support import LONG, FailingOps, MyError, State, after
+from fault_support import LONG, FailingBackward, FailingOps, MyError, State, after
 from support import Calls, classification, mlp
 from torch import nn
 
@@ -33,20 +33,6 @@ class Fussy(nn.Module):
         self.steps += 1
         noise = random.random() + np.random.rand()
         return self.net(x) + 0.1 * noise
-
-
-class Failing(torch.autograd.Function):
-    error = None
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if Failing.error is not None:
-            raise Failing.error
-        return gradient
 
 
 OPTIONS = [{"micro_batch_size": 3}, {"memory_budget": "64MiB"}]
@@ -180,7 +166,7 @@ def test_an_exception_in_other_code_of_the_users(part):
 @pytest.mark.parametrize("kind", [MyError, KeyboardInterrupt])
 def test_an_exception_in_backward(options, kind):
     model, inputs, targets = set_up(True)
-    model.net.insert(2, Calls(lambda self, x: Failing.apply(x)))
+    model.net.insert(2, Calls(lambda self, x: FailingBackward.apply(x)))
     error = kind("in backward")
     batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), **options)
     try:
@@ -189,12 +175,12 @@ def test_an_exception_in_backward(options, kind):
             batch,
             inputs,
             targets,
-            lambda: setattr(Failing, "error", error),
-            lambda: setattr(Failing, "error", None),
+            lambda: setattr(FailingBackward, "error", error),
+            lambda: setattr(FailingBackward, "error", None),
             error,
         )
     finally:
-        Failing.error = None
+        FailingBackward.error = None
 
 
 @pytest.mark.parametrize("which", ["tensor", "post_accumulate", "output"])
@@ -426,7 +412,7 @@ def run_out_of_memory_as_a_cause():
 @pytest.mark.parametrize("fail", [run_out_of_memory, run_out_of_memory_as_a_cause])
 def test_running_out_of_memory_in_the_users_python_is_answered_by_a_smaller_plan(place, fail):
     model = mlp()
-    model.insert(1, Calls(lambda self, x: Failing.apply(x)))
+    model.insert(1, Calls(lambda self, x: FailingBackward.apply(x)))
     inputs, targets = classification(64)
     native = copy.deepcopy(model)
     nn.functional.cross_entropy(native(inputs), targets).backward()

@@ -4,7 +4,6 @@ import copy
 import gc
 import resource
 import signal
-import threading
 from ctypes import string_at
 
 import infinitybatch as ib
@@ -26,7 +25,7 @@ from test_parked_graphs import (
     wide,
 )
 from torch import nn
-from wrap_support import close
+from wrap_support import call_meanwhile, close
 
 __all__ = ["look_at_new_objects_only"]  # a fixture
 
@@ -340,22 +339,8 @@ def test_copies_and_one_thread_at_a_time():
     wrapped.zero_grad()
     value.backward()
     assert all(map(torch.equal, wanted[3:], grads(inner)))
-    errors = []
-
-    def meanwhile(*_):
-        def call():
-            try:
-                wrapped(x)
-            except ib.StateError as error:
-                errors.append(str(error))
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-
-    handle = inner.net[1].register_forward_hook(meanwhile)
-    found = step(wrapped, x, y)
-    handle.remove()
+    with call_meanwhile(inner.net[1], lambda: wrapped(x)) as errors:
+        found = step(wrapped, x, y)
     assert len(errors) == COUNT and 'park="never"' in errors[0]
     assert all(map(torch.equal, wanted, found))
 

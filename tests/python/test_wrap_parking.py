@@ -5,7 +5,6 @@ import copy
 import gc
 import resource
 import signal
-import threading
 
 import infinitybatch as ib
 import pytest
@@ -13,7 +12,7 @@ import torch
 from batch_norm_models import MODELS, Residual, images, make
 from test_wrap_whole_batch import buffers, live, small
 from torch import nn
-from wrap_support import X, close, contrastive, grads
+from wrap_support import X, call_meanwhile, close, contrastive, grads
 
 pytestmark = pytest.mark.alone
 
@@ -227,22 +226,8 @@ def test_one_thread_at_a_time():
     wrapped = ib.wrap(inner, micro_batch_size=4, park="always", **HOST)
     step(wrapped, X)
     step(native, X)
-    errors = []
-
-    def meanwhile(*_):
-        def call():
-            try:
-                wrapped(X)
-            except ib.StateError as error:
-                errors.append(str(error))
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-
-    handle = inner[2].register_forward_hook(meanwhile)
-    found = step(wrapped, X)
-    handle.remove()
+    with call_meanwhile(inner[2], lambda: wrapped(X)) as errors:
+        found = step(wrapped, X)
     # A hook is another program, whose first recording is checked by a second one.
     assert len(errors) == 4 + 1 and 'park="never"' in errors[0]
     close(found, step(native, X))

@@ -9,7 +9,7 @@ import infinitybatch as ib
 import numpy as np
 import pytest
 import torch
-from fault_support import LONG, FailingOps, MyError, State
+from fault_support import LONG, FailingBackward, FailingOps, MyError, State
 from support import classification
 from torch import nn
 
@@ -43,22 +43,6 @@ PLANNED = {"kept graphs"}
 STRATEGIES = {"replay": "replay", "rerun": "rerun", "budget": "replay", "kept graphs": "replay"}
 
 
-class Opaque(torch.autograd.Function):
-    """No tape can replay it: forward runs again."""
-
-    error = None
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if Opaque.error is not None:
-            raise Opaque.error
-        return gradient.clone()
-
-
 class Fussy(nn.Module):
     """Writes a buffer and draws random numbers."""
 
@@ -79,7 +63,7 @@ class Fussy(nn.Module):
         if self.draws:
             x = x + 0.1 * random.random() + 0.1 * np.random.rand()
         x = self.net(x)
-        return Opaque.apply(x) if self.opaque else x
+        return FailingBackward.apply(x) if self.opaque else x
 
 
 class Call:
@@ -409,7 +393,7 @@ def test_an_exception_in_an_autograd_function(kind, elsewhere):
     call = Call("rerun", with_grads=True)
     error = kind("mine")
     run = in_another_thread if elsewhere else backward
-    assert call.fail("in backward", kind, Setting(Opaque, "error", error), error, run)
+    assert call.fail("in backward", kind, Setting(FailingBackward, "error", error), error, run)
 
 
 class Setting:

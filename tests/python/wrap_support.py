@@ -1,7 +1,11 @@
 """Losses and models for wrapped modules, and how near a gradient has to be."""
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import infinitybatch as ib
 import torch
 from support import Calls, classification, mlp
 from torch import nn
@@ -31,6 +35,30 @@ def contrastive(z: torch.Tensor) -> torch.Tensor:
     """Couples every sample with every other."""
     z = nn.functional.normalize(z, dim=1)
     return nn.functional.cross_entropy(z @ z.T / 0.3, torch.arange(len(z)).roll(1))
+
+
+@contextlib.contextmanager
+def call_meanwhile(layer: nn.Module, call: Callable[[], Any]) -> Iterator[list[str]]:
+    """While it is open `call` is made in another thread each time after `layer` has run; yields the
+    words of the `StateError`s that come of it."""
+    errors: list[str] = []
+
+    def in_its_thread() -> None:
+        try:
+            call()
+        except ib.StateError as error:
+            errors.append(str(error))
+
+    def meanwhile(*_: Any) -> None:
+        thread = threading.Thread(target=in_its_thread)
+        thread.start()
+        thread.join()
+
+    handle = layer.register_forward_hook(meanwhile)
+    try:
+        yield errors
+    finally:
+        handle.remove()
 
 
 def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
