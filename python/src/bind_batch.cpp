@@ -86,7 +86,8 @@ Args:
     size: the number of samples.
     rows: `rows(begin, end)` makes the samples from `begin` up to and without `end`: tensors, NumPy
         arrays or any nested structure of them. It may be asked several times for the same samples
-        (denominators, restarts) and must give the same values each time.
+        (denominators, restarts) and must give the same values each time: where a step needs
+        inputs again, others are a BatchError.
 
 Example:
     images = ib.BatchSource(1_000_000, lambda begin, end: read_images(begin, end)))")

@@ -1,6 +1,7 @@
 #include <infinitybatch/execute/executor.hpp>
 
 #include <infinitybatch/autograd/engine.hpp>
+#include <infinitybatch/core/batch_form.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/core/unwatched.hpp>
@@ -44,13 +45,6 @@ Batch detach(const Batch& batch) {
   for (Leaf& leaf : leaves) {
     if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.detach();
   }
-  return {std::move(leaves), batch.structure()};
-}
-
-/// What its leaves are, and where their samples lie.
-Batch without_tensors(const Batch& batch) {
-  std::vector<Leaf> leaves = batch.leaves();
-  for (Leaf& leaf : leaves) leaf.tensor.reset();
   return {std::move(leaves), batch.structure()};
 }
 
@@ -193,11 +187,18 @@ int64_t Executor::park(Rows rows, int64_t segment, bool back) {
   return bytes + (outputs != nullptr ? outputs->park(rows) : 0);
 }
 
+Batch Executor::load_inputs(Rows rows) {
+  const Batch given = job_.inputs->rows(rows.begin, rows.end);
+  const bool again = job_.cut || job_.coupled != nullptr;
+  if (again && !job_.inputs->uniform && !wrote_inputs_) sources_.meet(rows, given);
+  return to_device(given, job_.device);
+}
+
 void Executor::load(Rows rows) {
   if (job_.interrupt) job_.interrupt();
   if (first_.size() == 0) first_ = rows;
   uneven_ = uneven_ || rows.size() != first_.size();
-  inputs_ = load_rows(*job_.inputs, rows, job_.device);
+  inputs_ = load_inputs(rows);
   targets_ = load_rows(*job_.targets, rows, job_.device);
   if (job_.inputs->uniform && job_.targets->uniform) return;
   Dims dims = dims_of(inputs_);
@@ -211,7 +212,17 @@ void Executor::examine() {
   // A rehearsal without the loss does not know which outputs it reads.
   const bool unknown = job_.coupled != nullptr && job_.outside == nullptr && !loss_known_;
   const auto load = [&](Rows rows) { return load_rows(*job_.inputs, rows, job_.device); };
+  count_rows();
   experiment_.run(load, /*sure=*/!unknown);
+}
+
+void Executor::look_at(Rows rows, const Batch& inputs, const tape::Tape& tape,
+                       const Batch& outputs) {
+  if (experiment_.awaits(rows)) {
+    experiment_.meet_others(rows.size(), inputs, tape, outputs);
+  } else if (experiment_.wants(rows)) {
+    experiment_.take(rows, inputs, tape);
+  }
 }
 
 void Executor::stream(Rows rows) {
@@ -255,7 +266,7 @@ void Executor::record(Rows rows, bool retain) {
   const Batch& seen = two_pass_->first(rows, inputs_, retain, [&] { return call_model(rows); });
   if (job_.on_micro_batch) job_.on_micro_batch({rows.begin, rows.end, seen, targets_});
   const Batch inputs = without_tensors(inputs_);
-  if (experiment_.wants(rows)) experiment_.take(rows, inputs_, two_pass_->tape(rows));
+  look_at(rows, inputs_, two_pass_->tape(rows), seen);
   free();
   if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, seen, two_pass_->tape(rows));
   // Buffers that were restored under a graph could belong to what it has saved.
@@ -308,7 +319,7 @@ void Executor::record_for_cuts(Rows rows) {
       if (job_.on_micro_batch) job_.on_micro_batch({rows.begin, rows.end, given, targets_});
     }
     const Batch inputs = without_tensors(inputs_);
-    if (experiment_.wants(rows)) experiment_.take(rows, inputs_, cut_pass_->tape(rows));
+    look_at(rows, inputs_, cut_pass_->tape(rows), given);
     free();
     if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
     given = Batch();
@@ -331,14 +342,14 @@ void Executor::record_for_cuts(Rows rows) {
   };
   const Batch given =
       cut_pass_->record(rows, inputs, watch_, [&] { return call(rows); }, elsewhere);
-  if (experiment_.wants(rows)) experiment_.take(rows, inputs, cut_pass_->tape(rows));
+  look_at(rows, inputs, cut_pass_->tape(rows), given);
   free();
   if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
 }
 
 void Executor::load_for(Rows rows, int64_t segment) {
   if (job_.interrupt) job_.interrupt();
-  if (cut_pass_->reads_inputs(rows, segment)) inputs_ = load_rows(*job_.inputs, rows, job_.device);
+  if (cut_pass_->reads_inputs(rows, segment)) inputs_ = load_inputs(rows);
 }
 
 void Executor::advance(Rows rows, int64_t segment, bool retain) {
@@ -491,6 +502,7 @@ void Executor::penalty() {
 
 void Executor::hand_out() {
   recount();
+  count_rows();
   commit();
   // Whatever can fail comes first: a hand-out cannot be taken back.
   examine();

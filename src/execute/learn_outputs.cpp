@@ -2,9 +2,6 @@
 #include <infinitybatch/execute/executor.hpp>
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/rng.hpp>
-#include <infinitybatch/execute/buffer_values.hpp>
-#include <infinitybatch/tape/recorder.hpp>
 #include <infinitybatch/tape/sample_flow.hpp>
 
 #include <utility>
@@ -48,29 +45,10 @@ OutputForm Executor::form_elsewhere(Rows rows, at::Device device) {
         "its outputs follow the samples; write that out of place, as in x = x - mean. The rows "
         "that it ran on are changed");
   }
-  const std::vector<at::Device> devices = devices_of(job_);
-  const RngSnapshot random = RngSnapshot::capture(devices);
-  const BufferValues values(job_.buffers);
-  std::vector<at::Tensor> buffers;
-  for (const BufferSlot& slot : job_.buffers) {
-    if (at::Tensor buffer = slot.get(); buffer.defined()) buffers.push_back(std::move(buffer));
-  }
-  load(rows);
   OutputForm form;
-  {
-    tape::Recorder recorder(inputs_, buffers, devices);
-    // One that is cut for memory, or parks, has no room for a graph.
-    if (job_.cut && (job_.checkpoints != nullptr || job_.store != nullptr))
-      recorder.lighten(job_.device);
-    const Batch outputs = recorder.run([&] {
-      forward(rows);
-      return std::exchange(outputs_, Batch());
-    });
-    form = form_of(outputs, rows.size(), recorder.finish(outputs), inputs_, device);
-  }
-  release();
-  values.restore();
-  random.restore();
+  record_elsewhere(rows, [&](const Batch& inputs, const tape::Tape& tape, const Batch& outputs) {
+    form = form_of(outputs, rows.size(), tape, inputs, device);
+  });
   return form;
 }
 

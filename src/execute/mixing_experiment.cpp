@@ -1,12 +1,14 @@
 #include <infinitybatch/execute/mixing_experiment.hpp>
 
 #include <infinitybatch/autograd/engine.hpp>
+#include <infinitybatch/core/batch_form.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/coupled/whole_batch_op.hpp>
 #include <infinitybatch/execute/loss_watch.hpp>
 #include <infinitybatch/tape/mixing.hpp>
 #include <infinitybatch/tape/recorder.hpp>
+#include <infinitybatch/tape/row_numbers.hpp>
 
 #include <ATen/Functions.h>
 
@@ -85,7 +87,8 @@ Batch MixingExperiment::record(Rows rows, const Batch& inputs,
   tape::Recorder recorder(inputs, buffers, devices_);
   Batch outputs = recorder.run(forward);
   try {
-    pending_ = Pending{rows, std::move(*exchanges), recorder.finish(outputs), {}, {}};
+    pending_ = Pending{
+        rows, std::move(*exchanges), without_tensors(inputs), recorder.finish(outputs), {}, {}};
   } catch (...) {  // of no use, and no harm
   }
   if (!pending_ || pending_->tape.opaque) {
@@ -121,7 +124,7 @@ void MixingExperiment::take(Rows rows, const Batch& inputs, const tape::Tape& ta
   if (tape.opaque || tape.result_values.empty()) return;
   std::optional<Exchanges> exchanges = exchanges_that_fit(inputs, rows.size());
   if (!exchanges) return;
-  pending_ = Pending{rows, std::move(*exchanges), tape, {}, {}};
+  pending_ = Pending{rows, std::move(*exchanges), without_tensors(inputs), tape, {}, {}};
   pending_->compared.resize(tape.result_values.size(), true);
 }
 
@@ -133,9 +136,39 @@ bool MixingExperiment::may_play() const {
   });
 }
 
-void MixingExperiment::run(const std::function<Batch(Rows)>& load, bool sure) {
-  if (!pending_) return;
-  *examined_ = true;
+std::optional<Rows> MixingExperiment::may_count() const {
+  if (!pending_ || pending_->met_others || pending_->rows.size() < 2) return std::nullopt;
+  const auto given =
+      tape::numbers_for_samples(pending_->tape, pending_->inputs, pending_->compared);
+  if (!tape::may_count_rows(given, pending_->rows.size())) return std::nullopt;
+  return pending_->rows;
+}
+
+bool MixingExperiment::awaits(Rows rows) const {
+  return pending_ && rows.size() != pending_->rows.size() && may_count();
+}
+
+void MixingExperiment::meet_others(int64_t rows, const Batch& inputs, const tape::Tape& tape,
+                                   const Batch& outputs) {
+  if (!pending_ || rows == pending_->rows.size()) return;
+  pending_->met_others = true;
+  // Of one number for all samples (a loss of the model's own) its denominator tells.
+  std::vector<bool> follow = pending_->compared;
+  for (size_t i = 0; i < follow.size() && i < outputs.leaves().size(); ++i) {
+    const at::Tensor& tensor = outputs.leaves()[i].tensor;
+    follow[i] = follow[i] && tensor.defined() && tensor.dim() > 0;
+  }
+  pending_->counting = tape::counts_rows(
+      tape::numbers_for_samples(pending_->tape, pending_->inputs, follow), pending_->rows.size(),
+      tape::numbers_for_samples(tape, inputs, follow), rows);
+}
+
+void MixingExperiment::meet_no_others() {
+  if (pending_) pending_->met_others = true;
+}
+
+std::optional<tape::Mixing> MixingExperiment::find_mixing(
+    const std::function<Batch(Rows)>& load) const {
   std::optional<tape::Mixing> mixing;
   std::optional<RngSnapshot> random;  // of ops that are the user's, too
   try {
@@ -152,20 +185,34 @@ void MixingExperiment::run(const std::function<Batch(Rows)>& load, bool sure) {
   } catch (...) {  // the tape does not fit other values, or there is no room for it
   }
   if (random) random->restore();
+  return mixing;
+}
+
+void MixingExperiment::run(const std::function<Batch(Rows)>& load, bool sure) {
+  if (!pending_) return;
+  *examined_ = true;
+  const std::optional<tape::Mixing> mixing = find_mixing(load);
   const Pending played = *std::exchange(pending_, std::nullopt);
-  if (!mixing) return;
+  if (!mixing && !played.counting) return;
   *examined_ = false;
   if (!sure) return;
   found_ = true;
-  throw CouplingError(
-      mixing->op,
-      mixing->op + " mixes the samples of a batch (outputs" +
-          played.tape.result.structure()->leaf_name(mixing->output) +
-          " of one sample is another where other samples stand beside it), so micro-batches of " +
-          std::to_string(played.rows.size()) + " cannot give the gradient of all " +
-          std::to_string(batch_size_) +
-          "; compute what needs all samples by across_batch, make the budget large enough for one "
-          "micro-batch, or accept another gradient with batch_coupling=\"per_micro_batch\"");
+  const std::string end = "so micro-batches of " + std::to_string(played.rows.size()) +
+                          " cannot give the gradient of all " + std::to_string(batch_size_) + "; ";
+  const std::string ways =
+      "make the budget large enough for one micro-batch, or accept another gradient with "
+      "batch_coupling=\"per_micro_batch\"";
+  if (!mixing) {
+    throw CouplingError(*played.counting,
+                        *played.counting +
+                            " is given a number that counts the samples of a batch, " + end +
+                            "scale by it in the loss, " + ways);
+  }
+  throw CouplingError(mixing->op,
+                      mixing->op + " mixes the samples of a batch (outputs" +
+                          played.tape.result.structure()->leaf_name(mixing->output) +
+                          " of one sample is another where other samples stand beside it), " + end +
+                          "compute what needs all samples by across_batch, " + ways);
 }
 
 }  // namespace infinitybatch

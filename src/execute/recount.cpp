@@ -1,12 +1,16 @@
-// The part of Executor that finds buffers which count samples (`self.seen += len(x)`).
+// The part of Executor that runs forward on other rows once more, to see what depends on their
+// number: buffers that count samples (`self.seen += len(x)`), numbers that do (`x / len(x)`).
 #include <infinitybatch/execute/executor.hpp>
 
 #include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/coupled/row_errors.hpp>
 #include <infinitybatch/execute/buffer_values.hpp>
 #include <infinitybatch/tape/counts.hpp>
+#include <infinitybatch/tape/recorder.hpp>
 
 #include <exception>
+#include <utility>
 
 namespace infinitybatch {
 
@@ -34,6 +38,57 @@ void Executor::recount() {
   buffers_.end_other_rows();
   parameters_->end_micro_batch();
   random.restore();
+}
+
+void Executor::count_rows() {
+  const std::optional<Rows> here = experiment_.may_count();
+  // With a loss outside forward's recordings are somebody else's.
+  if (!here || wrote_inputs_ || job_.outside != nullptr) return;
+  const Rows rows = other_rows(*here, job_.batch_size());
+  try {
+    record_elsewhere(rows, [&](const Batch& inputs, const tape::Tape& tape, const Batch& outputs) {
+      experiment_.meet_others(rows.size(), inputs, tape, outputs);
+    });
+  } catch (...) {
+    const std::exception_ptr error = std::current_exception();
+    if (!is_out_of_memory(error) && !coupled::may_be_of_rows(error)) throw;
+    experiment_.meet_no_others();  // nobody can tell
+  }
+}
+
+void Executor::record_elsewhere(
+    Rows rows,
+    const std::function<void(const Batch& inputs, const tape::Tape&, const Batch& outputs)>& use) {
+  const std::vector<at::Device> devices = devices_of(job_);
+  const RngSnapshot random = RngSnapshot::capture(devices);
+  const BufferValues values(job_.buffers);
+  const auto undo = [&] {
+    outputs_ = Batch();
+    release();
+    parameters_->end_micro_batch();
+    values.restore();
+    random.restore();
+  };
+  std::vector<at::Tensor> buffers;
+  for (const BufferSlot& slot : job_.buffers) {
+    if (at::Tensor buffer = slot.get(); buffer.defined()) buffers.push_back(std::move(buffer));
+  }
+  try {
+    load(rows);
+    tape::Recorder recorder(inputs_, buffers, devices);
+    // One that is cut for memory, or parks, has no room for a graph.
+    if (job_.cut && (job_.checkpoints != nullptr || job_.store != nullptr))
+      recorder.lighten(job_.device);
+    const Batch outputs = recorder.run([&] {
+      forward(rows);
+      return std::exchange(outputs_, Batch());
+    });
+    use(inputs_, recorder.finish(outputs), outputs);
+  } catch (...) {
+    undo();
+    throw;
+  }
+  undo();
 }
 
 }  // namespace infinitybatch

@@ -33,6 +33,8 @@ class WrapCuts final : public OutsideLoss {
   /// How many segments the recordings have: with one, nothing in the model sees the whole batch.
   int64_t segments() const { return executor_->segments(); }
   const tape::Tape& tape(Rows rows) const { return executor_->tape(rows); }
+  /// Whether a number in it may count samples, which micro-batches of one length do not tell.
+  bool may_count() const { return executor_->wants_other_rows(); }
   const LeftTensors& left() const noexcept { return executor_->left(); }
   /// From then on this leaf's gradient is one that `backward` gives.
   void adopt(const at::Tensor& leaf) { executor_->sinks().adopt(leaf); }

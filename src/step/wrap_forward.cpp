@@ -96,9 +96,12 @@ Batch ForwardPass::run(const Split& split, int64_t total) {
   for (size_t i = 0; i < sizes.size(); ++i) {
     run({row, row + sizes[i]}, total, i >= keep_from);
     row += sizes[i];
-    // A second size tells along which dimension outputs lie, and which buffers count samples.
-    if (i == 0 && one_size && sizes[0] > 1 &&
-        (is_ambiguous(outputs_[0], sizes[0], from_samples_, options_) || may_count())) {
+    // A second size tells along which dimension outputs lie, and which buffers and numbers count
+    // samples.
+    const bool another =
+        i == 0 && one_size && sizes[0] > 1 &&
+        (is_ambiguous(outputs_[0], sizes[0], from_samples_, options_) || may_count());
+    if (another) {
       --sizes[1];
       sizes.insert(sizes.begin() + 2, 1);
       ++keep_from;  // as many rows as planned
@@ -140,8 +143,8 @@ Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
     row += sizes[i];
     // A second size tells along which dimension outputs lie. Two halves: layers may refuse a
     // single sample.
-    if (i == 0 && (ambiguous_ || may_stand_once()) && sizes.size() > 1 && sizes[0] > 1 &&
-        sizes.front() == sizes.back()) {
+    const bool another = ambiguous_ || may_stand_once() || cuts.may_count();
+    if (i == 0 && another && sizes.size() > 1 && sizes[0] > 1 && sizes.front() == sizes.back()) {
       sizes.push_back(sizes[1] / 2);
       sizes[1] -= sizes.back();
     }
@@ -294,6 +297,10 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
     const tape::Tape tape = recorder.finish(outputs);
     note_sources(tape);
     if (experiment_->wants(rows)) experiment_->take(rows, micro, tape);
+  } else if (!recording_ && experiment_->awaits(rows)) {
+    tape::Recorder recorder(micro, buffers_, call_->devices);
+    outputs = recorder.run(call);
+    experiment_->meet_others(rows.size(), micro, recorder.finish(outputs), outputs);
   } else if (!recording_) {
     outputs = call();
   } else if (!call_->wrapped->use_tapes) {
@@ -313,7 +320,11 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
                         ", so micro-batches would not see what the whole batch sees");
     }
     if (first || may_stand_once()) note_sources(part.tape);
-    if (experiment_->wants(rows)) experiment_->take(rows, micro, part.tape);
+    if (experiment_->awaits(rows)) {
+      experiment_->meet_others(rows.size(), micro, part.tape, outputs);
+    } else if (experiment_->wants(rows)) {
+      experiment_->take(rows, micro, part.tape);
+    }
   }
   if (recording_) note_graph(outputs, micro, first_node);
   outputs_.push_back(detached(outputs));
@@ -342,7 +353,9 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
 
 bool ForwardPass::may_count() const {
   const tape::Tape* tape = experiment_->tape();
-  if (known_ || !buffer_rule_.written()) return false;
+  if (known_) return false;
+  if (experiment_->may_count()) return true;
+  if (!buffer_rule_.written()) return false;
   return buffer_rule_.rebound() || (tape != nullptr && tape::may_count(*tape));
 }
 

@@ -86,7 +86,8 @@ class ForwardPass {
   void note_sources(const tape::Tape& tape);
   /// Whether that of further micro-batches matters.
   bool may_stand_once() const;
-  /// Whether a buffer may count samples, which micro-batches of one length do not tell.
+  /// Whether a buffer or a number of an op may count samples, which micro-batches of one length do
+  /// not tell.
   bool may_count() const;
 
   const WrapOptions& options_;

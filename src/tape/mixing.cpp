@@ -1,14 +1,13 @@
 #include <infinitybatch/tape/mixing.hpp>
 
+#include "flow.hpp"
 #include "player.hpp"
 
-#include <infinitybatch/tape/arguments.hpp>
 #include <infinitybatch/tape/draws.hpp>
 
 #include <algorithm>
 #include <array>
 #include <string_view>
-#include <unordered_set>
 #include <utility>
 
 namespace infinitybatch::tape {
@@ -137,34 +136,6 @@ struct CastsGuard {
   ~CastsGuard() { at::autocast::clear_cache(); }
 };
 
-/// For each op, whether one leaf of the result may come from it.
-std::vector<bool> leads_to(const Tape& tape, size_t output) {
-  std::unordered_set<ValueId> values{tape.result_values[output]};
-  std::unordered_set<uint32_t> memories;
-  const auto need = [&](ValueId value) {
-    values.insert(value);
-    if (tape.memories[value] != kNoMemory) memories.insert(tape.memories[value]);
-  };
-  need(tape.result_values[output]);
-  std::vector<bool> leads(tape.ops.size(), false);
-  for (size_t i = tape.ops.size(); i-- > 0;) {
-    const Op& op = tape.ops[i];
-    if (op.facts == nullptr) continue;
-    const auto needed = [&](ValueId value) {
-      return value != kNoValue &&
-             (values.contains(value) || memories.contains(tape.memories[value]));
-    };
-    for (uint32_t o = op.outputs.begin; o < op.outputs.end; ++o) {
-      leads[i] = leads[i] || needed(tape.outputs[o]);
-    }
-    for_each_argument(tape, op, [&](ValueId value, const Slot& slot) {
-      leads[i] = leads[i] || (op.facts->written[slot.argument] && needed(value));
-    });
-    if (leads[i]) for_each_argument(tape, op, [&](ValueId value, const Slot&) { need(value); });
-  }
-  return leads;
-}
-
 class Search {
  public:
   Search(const Tape& tape, const Batch& inputs, const Exchanges& exchanges,
@@ -194,7 +165,9 @@ class Search {
   }
 
   std::string first_op(size_t output) {
-    const std::vector<bool> leads = leads_to(tape_, output);
+    std::vector<bool> one(tape_.result_values.size(), false);
+    one[output] = true;
+    const std::vector<bool> leads = lead_to(tape_, one);
     Way as_is(tape_, inputs_, nullptr, settled_, nullptr);
     Way others(tape_, inputs_, &exchanges_.others, settled_, nullptr);
     Way itself(tape_, inputs_, &exchanges_.itself, settled_, nullptr);

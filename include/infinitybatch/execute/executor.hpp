@@ -13,8 +13,10 @@
 #include <infinitybatch/execute/parameter_rule.hpp>
 #include <infinitybatch/execute/pass_times.hpp>
 #include <infinitybatch/execute/plan.hpp>
+#include <infinitybatch/execute/source_watch.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -38,6 +40,9 @@ class Executor {
   /// Whether ordinary ops mix samples, as soon as a micro-batch has been recorded for it; comes by
   /// itself in front of the hand-out. Between micro-batches only. \throws CouplingError
   void examine();
+
+  /// Whether a recording of another number of rows would tell more, until `examine`.
+  bool wants_other_rows() const { return experiment_.may_count().has_value(); }
 
   /// Buffers and rewritten weights as the step found them.
   void roll_back();
@@ -91,7 +96,10 @@ class Executor {
  private:
   void perform(const Instruction& instruction, Rows rows);
   void load(Rows rows);
+  Batch load_inputs(Rows rows);
   void stream(Rows rows);
+  /// Of a recording, what tells whether ordinary ops mix samples or count them.
+  void look_at(Rows rows, const Batch& inputs, const tape::Tape& tape, const Batch& outputs);
   void forward(Rows rows);
   void loss(Rows rows);
   void backward(Rows rows, int64_t segment);
@@ -121,6 +129,14 @@ class Executor {
   /// Runs forward on another number of rows, in the first step of a kind of batch, where a buffer
   /// may count samples: micro-batches of one length leave equal counts.
   void recount();
+  /// The same, and for the same reason, where an op's number may count samples.
+  void count_rows();
+  /// Runs forward on other rows, records and undoes it: buffers and random state are as before,
+  /// whatever happens.
+  /// \param use what it ran on, what it did, what it gave
+  void record_elsewhere(
+      Rows rows,
+      const std::function<void(const Batch& inputs, const tape::Tape&, const Batch& outputs)>& use);
   void commit();
   /// Runs the loss. \throws CouplingError where it draws random numbers for these rows alone, with
   /// `Job::match_native_rng`
@@ -145,6 +161,7 @@ class Executor {
   std::optional<ParameterRule> parameters_;  // once the watch knows them
   CarriedState state_;
   MixingExperiment experiment_;
+  SourceWatch sources_;
   Rows first_;                               // of the first micro-batch
   bool uneven_ = false;                      // another one was of another length
   const bool asks_;                          // nobody has looked at this kind of batch

@@ -2,6 +2,7 @@
 
 #include <infinitybatch/core/exchange.hpp>
 #include <infinitybatch/execute/job.hpp>
+#include <infinitybatch/tape/mixing.hpp>
 #include <infinitybatch/tape/tape.hpp>
 
 #include <functional>
@@ -14,6 +15,9 @@ namespace infinitybatch {
 /// Finds out, once for each kind of batch, whether ordinary ops of a model mix samples: one
 /// micro-batch's forward is taken down, and played again on exchanged samples once the micro-batch
 /// is done and freed. User code runs no second time, and nothing is left of it.
+///
+/// And whether ops give the samples a number that counts them (`x / len(x)`): where a number of the
+/// recording could, somebody runs forward once more, on another number of rows.
 ///
 /// Says nothing where a tape cannot tell: where it is opaque, where sizes depend on the samples'
 /// values, where only numbers on the host were computed from several samples, of micro-batches of
@@ -44,6 +48,16 @@ class MixingExperiment {
   ///             them, and is left for later
   /// \throws CouplingError naming the op that mixes samples
   void run(const std::function<Batch(Rows)>& load, bool sure = true);
+  /// The rows of the recording that waits for `run`, if one of its numbers may count them and
+  /// nobody has said yet what it is for others.
+  std::optional<Rows> may_count() const;
+  /// Whether the recording of these rows would tell.
+  bool awaits(Rows rows) const;
+  /// What the same forward recorded on another number of rows.
+  /// \param inputs, outputs without their tensors' values maybe
+  void meet_others(int64_t rows, const Batch& inputs, const tape::Tape& tape, const Batch& outputs);
+  /// No other number of rows can be had.
+  void meet_no_others();
   /// The recording that waits for `run`; null without one.
   const tape::Tape* tape() const noexcept { return pending_ ? &pending_->tape : nullptr; }
   /// Whether it has found samples mixed.
@@ -53,11 +67,15 @@ class MixingExperiment {
   struct Pending {
     Rows rows;
     Exchanges exchanges;
+    Batch inputs;  // without their tensors
     tape::Tape tape;
     std::vector<const void*> nodes;  // of each output's graph, as forward gave it
     std::vector<bool> compared;
+    bool met_others = false;
+    std::optional<std::string> counting = {};  // the op whose number counts samples
   };
   bool may_play() const;
+  std::optional<tape::Mixing> find_mixing(const std::function<Batch(Rows)>& load) const;
 
   bool* examined_;
   std::vector<at::Device> devices_;

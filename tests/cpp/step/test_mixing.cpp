@@ -96,6 +96,50 @@ TEST(Mixing, WhatMixesNothingRunsOnceForEachMicroBatch) {
   }
 }
 
+TEST(Mixing, NumbersThatCountSamplesAreNamed) {
+  const at::Tensor x = at::randn({8, 4}, at::kDouble), y = at::randn({8, 2}, at::kDouble);
+  const std::vector<std::pair<Mix, std::string>> counts{
+      {[](const at::Tensor& h) { return h / h.size(0); }, "aten::div"},
+      {[](const at::Tensor& h) { return h * (1.0 / static_cast<double>(h.size(0))); }, "aten::mul"},
+      {[](const at::Tensor& h) { return at::add(h, h.sin(), h.size(0)); }, "aten::add"},
+  };
+  for (const auto& [count, op] : counts) {
+    for (const int64_t size : {2, 3, 4}) {
+      const auto net = std::make_shared<Mixer>(count);
+      const auto expect_named = [&](const std::function<void()>& step) {
+        try {
+          step();
+          ADD_FAILURE() << op << " in micro-batches of " << size;
+        } catch (const CouplingError& error) {
+          EXPECT_EQ(error.op(), op);
+          expect_says(error.what(), "a number that counts the samples");
+        }
+      };
+      expect_named([&] { VirtualBatch(net, losses::mse(), of_size(size)).backward(x, y); });
+      expect_named([&] { VirtualBatch(net, spread(), of_size(size)).backward(x, y); });
+      WrapOptions options;
+      options.micro_batch_size = size;
+      expect_named([&] { Wrap(net, options).forward(x); });
+      for (const at::Tensor& each : net->parameters()) EXPECT_FALSE(each.grad().defined());
+    }
+  }
+}
+
+TEST(Mixing, ASourceThatGivesOtherRowsIsNoticed) {
+  const at::Tensor y = at::randn({8, 2}, at::kDouble);
+  const auto net = std::make_shared<Mixer>([](const at::Tensor& h) { return h; });
+  const BatchSource inputs{
+      8, [](int64_t begin, int64_t end) { return at::randn({end - begin, 4}, at::kDouble); }};
+  try {
+    VirtualBatch(net, spread(), of_size(2)).backward(inputs, BatchSource::from(y, "targets"));
+    FAIL();
+  } catch (const BatchError& error) {
+    expect_says(error.what(), "gave other values for samples");
+  }
+  VirtualBatch(net, losses::mse(), of_size(2))
+      .backward(inputs, BatchSource::from(y, "targets"));  // streamed: asked once
+}
+
 TEST(Mixing, LayoutsOfOutputsAreToldApart) {
   const at::Tensor x = at::randn({2, 2}, at::kDouble);
   const Exchanges exchanges = *exchanges_of(x, 2);

@@ -1,0 +1,10 @@
+#pragma once
+
+#include <infinitybatch/core/batch.hpp>
+
+namespace infinitybatch {
+
+/// What the leaves of a batch are, and where their samples lie, without the tensors.
+Batch without_tensors(const Batch& batch);
+
+}  // namespace infinitybatch

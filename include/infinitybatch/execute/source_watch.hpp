@@ -1,0 +1,27 @@
+#pragma once
+
+#include <infinitybatch/core/batch.hpp>
+#include <infinitybatch/core/row_range.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <utility>
+
+namespace infinitybatch {
+
+/// Notices a source that gives other rows when it is asked for the same ones again (augmentation
+/// that draws anew): a second forward or a replay of them would belong to another loss. Compares
+/// numbers that are computed from all bits; tensors that the source puts on an accelerator, or whose
+/// elements do not lie side by side, are not looked at.
+class SourceWatch {
+ public:
+  /// \param given as the source gave them
+  /// \throws BatchError naming the rows
+  void meet(Rows rows, const Batch& given);
+
+ private:
+  std::map<std::pair<int64_t, int64_t>, size_t> seen_;
+};
+
+}  // namespace infinitybatch

@@ -1,0 +1,14 @@
+#include <infinitybatch/core/batch_form.hpp>
+
+#include <utility>
+#include <vector>
+
+namespace infinitybatch {
+
+Batch without_tensors(const Batch& batch) {
+  std::vector<Leaf> leaves = batch.leaves();
+  for (Leaf& leaf : leaves) leaf.tensor.reset();
+  return {std::move(leaves), batch.structure()};
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,156 @@
+"""Ops that are given a number made of how many samples there are: `x / len(x)` in forward."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import infinitybatch as ib
+import pytest
+import torch
+from support import classification
+from torch import nn
+from wrap_support import close, contrastive, grads
+
+N = 12
+X, Y = classification(N)
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: Callable[[torch.Tensor], torch.Tensor], norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        middle = nn.BatchNorm1d(8) if norm else nn.Tanh()
+        self.net = nn.Sequential(nn.Linear(6, 8), middle, nn.Linear(8, 5)).double()
+        self.scale = scale
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.scale(self.net(x))
+
+
+COUNTS = {
+    "division": (lambda x: x / len(x), "aten::div"),
+    "in place": (lambda x: x.clone().div_(x.shape[0]), "aten::div_"),
+    "a factor": (lambda x: x * (1.0 / x.size(0)), "aten::mul"),
+    "a root": (lambda x: x / math.sqrt(len(x)), "aten::div"),
+    "degrees of freedom": (lambda x: x * 3 / (len(x) - 1), "aten::div"),
+    "a shift": (lambda x: x + len(x), "aten::add"),
+    "a tensor": (lambda x: x * torch.tensor(float(len(x))), "aten::mul"),
+    "a full tensor": (lambda x: x / torch.full((), len(x)), "aten::div"),
+    "a scale of each": (lambda x: x / torch.full_like(x, len(x)), "aten::full_like"),
+    "alpha": (lambda x: torch.add(x, x.sin(), alpha=len(x)), "aten::add"),
+}
+WAYS = [
+    "streaming",
+    "coupled",
+    "checkpoints",
+    "wrap",
+    "no gradients",
+    "batch norm",
+    "batch norm and a coupled loss",
+    "batch norm in wrap",
+]
+
+
+def run(model: nn.Module, way: str, size: int, **options: object) -> None:
+    if way == "checkpoints":
+        options["checkpoint_segments"] = 3
+    if way.endswith("wrap"):
+        contrastive(ib.wrap(model, micro_batch_size=size, **options)(X)).backward()
+    elif way == "no gradients":
+        with torch.no_grad():
+            ib.wrap(model, micro_batch_size=size, **options)(X)
+    elif "coupled" in way:
+        loss = ib.losses.coupled(lambda outputs: contrastive(outputs))
+        ib.VirtualBatch(model, loss, micro_batch_size=size, **options).backward(X)
+    else:
+        loss = nn.CrossEntropyLoss()
+        ib.VirtualBatch(model, loss, micro_batch_size=size, **options).backward(X, Y)
+
+
+# 1 tells nothing, and 2 too little.
+UNTOLD = {("degrees of freedom", 2), ("degrees of freedom", 3), ("a root", 4)}
+PLACES = [(count, size) for count in COUNTS for size in (4, 2, 3, 5) if (count, size) not in UNTOLD]
+
+
+@pytest.mark.parametrize(("count", "size"), PLACES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_count_is_named(count: str, way: str, size: int) -> None:
+    scale, op = COUNTS[count]
+    model = Scaled(scale, norm="batch norm" in way)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ib.CouplingError, match=rf"{op} is given a number that counts the samples"):
+        run(model, way, size)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# Cuts for memory are exact or not at all.
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "checkpoints"])
+def test_each_micro_batch_may_be_a_batch_of_its_own(way: str) -> None:
+    run(Scaled(COUNTS["division"][0]), way, 4, batch_coupling="per_micro_batch")
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_budget_answers_with_the_whole_batch(coupled: bool) -> None:
+    model = Scaled(COUNTS["division"][0])
+    twin = copy.deepcopy(model)
+    loss = nn.CrossEntropyLoss()
+    for _ in range(3):
+        given = ib.losses.coupled(lambda z, y: loss(z, y)) if coupled else loss
+        batch = ib.VirtualBatch(model, given, memory_budget="64MiB")
+        for _ in range(3):
+            model.zero_grad()
+            report = batch.backward(X, Y)
+            assert report.micro_batch_sizes == [N]
+    loss(twin(X), Y).backward()
+    close(grads(model), grads(twin), 1e-12)
+
+
+INNOCENT = {
+    "a constant that is the size": lambda x: x / 4,
+    "half": lambda x: 0.5 * x * (1 + torch.tanh(x)),
+    "positions": lambda x: x[torch.arange(len(x))] * 4,
+    "sizes": lambda x: x.reshape(len(x), 1, 5).expand(len(x), 4, 5).mean(1) * 2,
+}
+
+
+@pytest.mark.parametrize("size", [4, 2])
+@pytest.mark.parametrize("way", ["streaming", "coupled", "wrap"])
+@pytest.mark.parametrize("scale", INNOCENT)
+def test_what_counts_no_samples_is_exact(scale: str, way: str, size: int) -> None:
+    model = Scaled(INNOCENT[scale])
+    twin = copy.deepcopy(model)
+    run(model, way, size)
+    if way == "streaming":
+        nn.functional.cross_entropy(twin(X), Y).backward()
+    else:
+        contrastive(twin(X)).backward()
+    close(grads(model), grads(twin), 1e-12)
+    # Only a number that could count samples lets forward run once more, in the first step alone.
+    model.calls = 0
+    run(model, way, 5)
+    assert model.calls <= 4
+
+
+def test_forward_runs_once_without_such_a_number() -> None:
+    for way in ("streaming", "coupled", "wrap"):
+        model = Scaled(lambda x: x * 0.3)
+        run(model, way, 4)
+        assert model.calls == 3
+
+
+def test_a_models_own_mean_is_its_denominators() -> None:
+    """A loss that the model divides by the samples that it was given is one number for all."""
+
+    class WithLoss(Scaled):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(super().forward(x), y, reduction="sum") / len(x)
+
+    model = WithLoss(lambda x: x)
+    twin = copy.deepcopy(model)
+    loss = ib.losses.from_model(lambda labels, samples: samples)
+    ib.VirtualBatch(model, loss, micro_batch_size=4).backward((X, Y), Y)
+    twin(X, Y).backward()
+    close(grads(model), grads(twin), 1e-12)
