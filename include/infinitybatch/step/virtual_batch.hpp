@@ -40,21 +40,22 @@ struct Parking {
   When when = When::needed;
   /// What the arena may take of the host's memory. Nothing: half of what is available, and on the
   /// CPU, where the host is the device, none.
-  std::optional<memory::Budget> host_budget;
+  std::optional<memory::Budget> host_budget = {};
   bool disk = true;
-  std::string directory;  ///< of the file; empty: $TMPDIR, else /var/tmp
+  std::string directory = {};  ///< of the file; empty: $TMPDIR, else /var/tmp
   /// On the CPU, to find out what a link to a device would cost: the arena's copies take at least
   /// their bytes divided by this, in bytes per second. 0: as fast as they go.
   double host_bandwidth = 0;
 };
 
-/// How to run a step. Without a budget and without a size the budget is "auto".
+/// How to run a step. Without a budget and without a size the budget is "auto". All members are
+/// initialised, so that leaving one out is no warning.
 struct Options {
   /// Bytes that tensors may occupy on the device during `backward`; see `memory::Budget`.
-  std::optional<memory::Budget> memory_budget;
+  std::optional<memory::Budget> memory_budget = {};
   /// Fixes the micro-batch size and skips planning; the last micro-batch may be smaller. A budget
   /// given beside it is kept, or BudgetExceeded is thrown.
-  std::optional<int64_t> micro_batch_size;
+  std::optional<int64_t> micro_batch_size = {};
   /// With a fixed `micro_batch_size` and a coupled loss or BatchNorm: micro-batches that keep their
   /// graph from the first pass, so that they need no second forward. Otherwise the plan decides.
   int64_t retained_micro_batches = 0;
@@ -69,23 +70,23 @@ struct Options {
   /// Its tape, or each stretch of it between ops that see the whole batch, is cut into about as
   /// many segments (at least 2), which are played again one after the other, last first. A plan
   /// for a `memory_budget` does so by itself where one sample does not fit.
-  std::optional<int64_t> checkpoint_segments;
+  std::optional<int64_t> checkpoint_segments = {};
   /// Whether dropout, rand, randn and their like give the numbers that the whole batch's run would
   /// draw from the same generator, which is left where that run leaves it. Tapes are cut in front
   /// of each op that draws. Otherwise each micro-batch draws as a batch of its own.
   bool match_native_rng = false;
   BatchCoupling batch_coupling = BatchCoupling::exact;
   /// Where what waits at the cuts of tapes goes when the device is full.
-  Parking parking;
+  Parking parking = {};
   /// Keep the outputs of all micro-batches and return them, detached, in the report.
   bool keep_outputs = false;
   /// Called after each micro-batch's loss, for metrics that need outputs.
-  std::function<void(const MicroBatch&)> on_micro_batch;
+  std::function<void(const MicroBatch&)> on_micro_batch = {};
   /// Multiplies the gradients, not the reported loss: a gradient scaler's scale. A 0-dimensional
   /// tensor on the model's device, asked once per step.
-  std::function<at::Tensor()> loss_scale;
+  std::function<at::Tensor()> loss_scale = {};
   /// Called between micro-batches; may throw to abandon the step (Ctrl-C in bindings).
-  std::function<void()> interrupt;
+  std::function<void()> interrupt = {};
 };
 
 /// What one step did.

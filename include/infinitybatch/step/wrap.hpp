@@ -26,14 +26,14 @@ enum class Reduce {
 struct WrapOptions {
   /// Samples that are computed at once; the last micro-batch may be smaller. Given alone it is all
   /// that is kept to.
-  std::optional<int64_t> micro_batch_size;
+  std::optional<int64_t> micro_batch_size = {};
   /// With a given size: how many micro-batches, the last ones, keep their graph from forward to
   /// backward and need no second forward. Where ops of the model see the whole batch none does.
   int64_t retained_micro_batches = 0;
   /// Bytes that tensors may occupy on the device during forward and during backward; see
   /// `memory::Budget`. What is allocated in between, by the loss above all, counts as what is
   /// there. A size given beside it is kept to, or BudgetExceeded is thrown.
-  std::optional<memory::Budget> memory_budget;
+  std::optional<memory::Budget> memory_budget = {};
   BatchCoupling batch_coupling = BatchCoupling::exact;
   /// Whether ops that draw random numbers (dropout, rand, randn, …) give the numbers that the whole
   /// batch's own forward draws, whatever the sizes of micro-batches, and leave generators where it
@@ -50,21 +50,21 @@ struct WrapOptions {
   /// size `always` keeps the graphs of all micro-batches away from the device, in place of second
   /// forwards, as long as there is room for them. All calls of one Wrap share one store, one thread
   /// at a time.
-  Parking parking;
+  Parking parking = {};
   Reduce reduce = Reduce::none;
   /// The dimension of outputs along which samples lie, where more than one could be it. Without it
   /// outputs are joined along the only dimension whose size follows the micro-batch's.
-  std::optional<int64_t> output_batch_dim;
+  std::optional<int64_t> output_batch_dim = {};
   /// Called between micro-batches; may throw to abandon the call (Ctrl-C in bindings).
-  std::function<void()> interrupt;
+  std::function<void()> interrupt = {};
   /// Called with every exception that leaves the backward pass; may throw another instead
   /// (bindings: autograd knows nothing of this library's errors).
-  std::function<void(const std::exception_ptr&)> on_backward_error;
+  std::function<void(const std::exception_ptr&)> on_backward_error = {};
   /// Called at the end of every backward pass, before its gradients leave it, with null or with the
   /// exception that it failed with, which is thrown afterwards; may throw, and no gradient leaves.
   /// For several processes that must agree: each tells the others, and throws where one has failed.
   /// With it every batch that wants a gradient has a node, one of a single micro-batch too.
-  std::function<void(const std::exception_ptr&)> agree;
+  std::function<void(const std::exception_ptr&)> agree = {};
 };
 
 /// What the last call of a Wrap did; its backward adds to it.
