@@ -1,5 +1,7 @@
 #include "module_walk.hpp"
 
+#include "module_attributes.hpp"
+
 #include <c10/util/hash.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -11,12 +13,6 @@ namespace {
 
 constexpr int kDeepest = 2;
 
-/// Attributes that hold hooks, by number: dicts of torch's own.
-bool holds_hooks(PyObject* name) {
-  return PyUnicode_CompareWithASCIIString(name, "_forward_hooks") == 0 ||
-         PyUnicode_CompareWithASCIIString(name, "_forward_pre_hooks") == 0;
-}
-
 class Hashing {
  public:
   void module(PyObject* module) {
@@ -26,19 +22,18 @@ class Hashing {
         py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
     if (!attributes) return PyErr_Clear();
     if (!PyDict_CheckExact(attributes.ptr())) return;
-    PyObject* children = nullptr;
     PyObject* key = nullptr;
     PyObject* value = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(attributes.ptr(), &at, &key, &value) != 0;) {
-      if (PyUnicode_CompareWithASCIIString(key, "_modules") == 0) {
-        children = value;
-      } else if (PyDict_Check(value)) {
-        if (holds_hooks(key)) keys(value);
-      } else {
-        setting(value, 0);
-      }
+      setting(value, 0);
     }
-    if (children == nullptr || !PyDict_Check(children)) return;
+    static PyObject* const hooks_name = interned("_forward_hooks");
+    static PyObject* const pre_hooks_name = interned("_forward_pre_hooks");
+    for (PyObject* name : {hooks_name, pre_hooks_name}) {
+      if (PyObject* hooks = PyDict_GetItemWithError(attributes.ptr(), name)) keys(hooks);
+    }
+    PyObject* children = dict_in(attributes.ptr(), modules_name());
+    if (children == nullptr) return;
     for (Py_ssize_t at = 0; PyDict_Next(children, &at, &key, &value) != 0;) {
       if (value != Py_None) this->module(value);
     }
@@ -50,6 +45,7 @@ class Hashing {
   void mix(uint64_t number) { value_ = c10::hash_combine(value_, number); }
 
   void keys(PyObject* dict) {
+    if (!PyDict_Check(dict)) return;  // an OrderedDict mostly
     PyObject* key = nullptr;
     PyObject* value = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) setting(key, 0);

@@ -1,5 +1,7 @@
 #include "module_walk.hpp"
 
+#include "module_attributes.hpp"
+
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -32,16 +34,6 @@ PyTypeObject* parameter_type() {
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
-/// Borrowed; null where there is none or it is no dict.
-PyObject* dict_in(PyObject* attributes, PyObject* name) {
-  PyObject* found = PyDict_GetItemWithError(attributes, name);
-  return found != nullptr && PyDict_CheckExact(found) ? found : nullptr;
-}
-
-PyObject* interned(const char* name) {
-  return PyUnicode_InternFromString(name);
-}
-
 class Walk {
  public:
   /// False where Python must look.
@@ -54,7 +46,6 @@ class Walk {
       PyErr_Clear();
       return false;
     }
-    static PyObject* const modules_name = interned("_modules");
     static PyObject* const parameters_name = interned("_parameters");
     static PyObject* const buffers_name = interned("_buffers");
     static PyObject* const compiled_name = interned("_compiled_call_impl");
@@ -63,7 +54,7 @@ class Walk {
     PyObject* compiled = PyDict_GetItemWithError(dict, compiled_name);
     if (compiled != nullptr && compiled != Py_None) return false;
     if (PyDict_GetItemWithError(dict, traversal_name) != nullptr) return false;
-    PyObject* children = dict_in(dict, modules_name);
+    PyObject* children = dict_in(dict, modules_name());
     PyObject* parameters = dict_in(dict, parameters_name);
     PyObject* buffers = dict_in(dict, buffers_name);
     if (children == nullptr || parameters == nullptr || buffers == nullptr) return false;

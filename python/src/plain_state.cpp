@@ -1,5 +1,7 @@
 #include "module_walk.hpp"
 
+#include "module_attributes.hpp"
+
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -17,17 +19,6 @@ namespace {
 
 constexpr Py_ssize_t kMostItems = 16;  // of a container: a tokenizer's words are no state
 constexpr int kDeepest = 2;
-
-PyObject* interned(const char* name) {
-  PyObject* made = PyUnicode_InternFromString(name);
-  if (made == nullptr) throw py::error_already_set();
-  return made;  // for good
-}
-
-PyObject* modules_name() {
-  static PyObject* const name = interned("_modules");
-  return name;
-}
 
 /// Its value is listed, or holds modules. The interpreter interns the names of attributes.
 bool is_listed(PyObject* name) {

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace infinitybatch::python {
+
+namespace py = pybind11;
+
+/// The interpreter interns the names of attributes, so that addresses tell them apart.
+inline PyObject* interned(const char* name) {
+  PyObject* made = PyUnicode_InternFromString(name);
+  if (made == nullptr) throw py::error_already_set();
+  return made;  // for good
+}
+
+/// Of a module's attributes, one that is a dict (`_modules`). Borrowed; null where there is none.
+inline PyObject* dict_in(PyObject* attributes, PyObject* name) {
+  PyObject* found = PyDict_GetItemWithError(attributes, name);
+  return found != nullptr && PyDict_CheckExact(found) ? found : nullptr;
+}
+
+inline PyObject* modules_name() {
+  static PyObject* const name = interned("_modules");
+  return name;
+}
+
+}  // namespace infinitybatch::python
