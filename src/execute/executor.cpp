@@ -209,11 +209,15 @@ void Executor::load(Rows rows) {
 }
 
 void Executor::examine() {
+  count_rows();
+  examine(/*last=*/false);
+}
+
+void Executor::examine(bool last) {
   // A rehearsal without the loss does not know which outputs it reads.
   const bool unknown = job_.coupled != nullptr && job_.outside == nullptr && !loss_known_;
   const auto load = [&](Rows rows) { return load_rows(*job_.inputs, rows, job_.device); };
-  count_rows();
-  experiment_.run(load, /*sure=*/!unknown);
+  experiment_.run(load, last, /*sure=*/!unknown);
 }
 
 void Executor::look_at(Rows rows, const Batch& inputs, const tape::Tape& tape,
@@ -505,7 +509,7 @@ void Executor::hand_out() {
   count_rows();
   commit();
   // Whatever can fail comes first: a hand-out cannot be taken back.
-  examine();
+  examine(/*last=*/true);
   finish();
   // Hooks may draw too.
   if (cut_pass_ && cut_pass_->streams() != nullptr) cut_pass_->streams()->settle();
@@ -538,7 +542,7 @@ void Executor::finish() {
 void Executor::finish_forward() {
   commit();
   if (cut_pass_->streams() != nullptr) cut_pass_->streams()->settle();
-  examine();
+  examine(/*last=*/true);
   sinks_.uninstall();
   watch_.renormed()->commit();
   watch_.close();

@@ -8,7 +8,6 @@
 #include <infinitybatch/execute/loss_watch.hpp>
 #include <infinitybatch/tape/mixing.hpp>
 #include <infinitybatch/tape/recorder.hpp>
-#include <infinitybatch/tape/row_numbers.hpp>
 
 #include <ATen/Functions.h>
 
@@ -75,8 +74,8 @@ MixingExperiment::MixingExperiment(bool* examined, std::vector<at::Device> devic
     : examined_(examined), devices_(std::move(devices)), batch_size_(batch_size) {}
 
 bool MixingExperiment::wants(Rows rows) const noexcept {
-  return examined_ != nullptr && !*examined_ && !pending_ && rows.size() > 1 &&
-         rows.size() < batch_size_;
+  return examined_ != nullptr && !*examined_ && !pending_ &&
+         rows.size() > (unsure_of_two_ ? 2 : 1) && rows.size() < batch_size_;
 }
 
 Batch MixingExperiment::record(Rows rows, const Batch& inputs,
@@ -137,15 +136,22 @@ bool MixingExperiment::may_play() const {
 }
 
 std::optional<Rows> MixingExperiment::may_count() const {
-  if (!pending_ || pending_->met_others || pending_->rows.size() < 2) return std::nullopt;
-  const auto given =
-      tape::numbers_for_samples(pending_->tape, pending_->inputs, pending_->compared);
-  if (!tape::may_count_rows(given, pending_->rows.size())) return std::nullopt;
+  if (!pending_ || pending_->met_others) return std::nullopt;
+  if (!tape::likely_counts_rows(numbers(), pending_->rows.size())) return std::nullopt;
   return pending_->rows;
 }
 
+std::vector<tape::GivenNumbers> MixingExperiment::numbers() const {
+  return tape::numbers_for_samples(pending_->tape, pending_->inputs, pending_->compared);
+}
+
+bool MixingExperiment::unsure() const {
+  return pending_->rows.size() == 2 && !pending_->met_others && tape::may_count_rows(numbers(), 2);
+}
+
 bool MixingExperiment::awaits(Rows rows) const {
-  return pending_ && rows.size() != pending_->rows.size() && may_count();
+  return pending_ && !pending_->met_others && rows.size() != pending_->rows.size() &&
+         tape::may_count_rows(numbers(), pending_->rows.size());
 }
 
 void MixingExperiment::meet_others(int64_t rows, const Batch& inputs, const tape::Tape& tape,
@@ -188,13 +194,18 @@ std::optional<tape::Mixing> MixingExperiment::find_mixing(
   return mixing;
 }
 
-void MixingExperiment::run(const std::function<Batch(Rows)>& load, bool sure) {
-  if (!pending_) return;
+void MixingExperiment::run(const std::function<Batch(Rows)>& load, bool last, bool sure) {
+  if (!pending_) {
+    if (last && unsure_of_two_ && !found_) *examined_ = true;
+    return;
+  }
   *examined_ = true;
+  unsure_of_two_ = unsure();
   const std::optional<tape::Mixing> mixing = find_mixing(load);
   const Pending played = *std::exchange(pending_, std::nullopt);
-  if (!mixing && !played.counting) return;
-  *examined_ = false;
+  const bool found = mixing || played.counting;
+  *examined_ = !found && (last || !unsure_of_two_);
+  if (!found) return;
   if (!sure) return;
   found_ = true;
   const std::string end = "so micro-batches of " + std::to_string(played.rows.size()) +

@@ -76,7 +76,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
 }
 
 void ForwardPass::examine() {
-  experiment_->run([&](Rows rows) { return call_->micro_batch(rows); });
+  experiment_->run([&](Rows rows) { return call_->micro_batch(rows); }, /*last=*/true);
   note_examined();
 }
 

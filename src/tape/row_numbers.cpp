@@ -31,11 +31,15 @@ bool is_made_of(double number, Form form, int64_t rows) {
   return std::isfinite(wanted) && std::abs(std::abs(number) - wanted) <= 1e-6 * wanted;
 }
 
-/// Whether a program that knows nothing of its rows is unlikely to have it.
-bool is_telling(double number, Form form, int64_t rows) {
-  const double size = std::abs(number);
-  const bool small = size == 2 || size == 0.5;  // also the roots of 4 and 1 / 4
-  return size != 0 && size != 1 && (!small || rows == 2) && is_made_of(number, form, rows);
+bool is_made_of(double number, int64_t rows) {
+  return number != 0 && std::abs(number) != 1 &&
+         std::any_of(kForms.begin(), kForms.end(),
+                     [&](const Form form) { return is_made_of(number, form, rows); });
+}
+
+/// Of what every other program has: 2 and its reciprocal, also the roots of 4 and 1 / 4.
+bool is_common(double number) {
+  return std::abs(number) == 2 || std::abs(number) == 0.5;
 }
 
 /// Arithmetic: not exponents, slopes and bounds.
@@ -152,11 +156,17 @@ std::vector<GivenNumbers> numbers_for_samples(const Tape& tape, const Batch& inp
 
 bool may_count_rows(const std::vector<GivenNumbers>& given, int64_t rows) {
   return std::any_of(given.begin(), given.end(), [&](const GivenNumbers& op) {
-    return std::any_of(op.numbers.begin(), op.numbers.end(), [&](double number) {
-      return std::any_of(kForms.begin(), kForms.end(),
-                         [&](const Form form) { return is_telling(number, form, rows); });
-    });
+    return std::any_of(op.numbers.begin(), op.numbers.end(),
+                       [&](double number) { return is_made_of(number, rows); });
   });
+}
+
+bool likely_counts_rows(const std::vector<GivenNumbers>& given, int64_t rows) {
+  return rows > 2 && std::any_of(given.begin(), given.end(), [&](const GivenNumbers& op) {
+           return std::any_of(op.numbers.begin(), op.numbers.end(), [&](double number) {
+             return !is_common(number) && is_made_of(number, rows);
+           });
+         });
 }
 
 std::optional<std::string> counts_rows(const std::vector<GivenNumbers>& here, int64_t rows,
@@ -169,7 +179,7 @@ std::optional<std::string> counts_rows(const std::vector<GivenNumbers>& here, in
     if (facts != other_facts || numbers.size() != others.size()) return std::nullopt;
     for (size_t k = 0; k < numbers.size() && !found; ++k) {
       const bool both = std::any_of(kForms.begin(), kForms.end(), [&](const Form form) {
-        return is_telling(numbers[k], form, rows) && is_made_of(others[k], form, other_rows);
+        return is_made_of(numbers[k], form, rows) && is_made_of(others[k], form, other_rows);
       });
       if (both && numbers[k] != others[k]) found = facts->name();
     }

@@ -95,6 +95,8 @@ class Executor {
 
  private:
   void perform(const Instruction& instruction, Rows rows);
+  /// \param last no other micro-batch of this step comes
+  void examine(bool last);
   void load(Rows rows);
   Batch load_inputs(Rows rows);
   void stream(Rows rows);

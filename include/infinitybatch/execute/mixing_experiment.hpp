@@ -3,6 +3,7 @@
 #include <infinitybatch/core/exchange.hpp>
 #include <infinitybatch/execute/job.hpp>
 #include <infinitybatch/tape/mixing.hpp>
+#include <infinitybatch/tape/row_numbers.hpp>
 #include <infinitybatch/tape/tape.hpp>
 
 #include <functional>
@@ -44,10 +45,11 @@ class MixingExperiment {
   /// buffers are as it found them.
   /// \param load gives its inputs once more: held meanwhile, they could be more than a budget
   /// allows
+  /// \param last no other micro-batch is coming, which could tell more about numbers; see `unsure`
   /// \param sure false where it is not known yet which outputs matter: what mixes may be none of
   ///             them, and is left for later
   /// \throws CouplingError naming the op that mixes samples
-  void run(const std::function<Batch(Rows)>& load, bool sure = true);
+  void run(const std::function<Batch(Rows)>& load, bool last, bool sure = true);
   /// The rows of the recording that waits for `run`, if one of its numbers may count them and
   /// nobody has said yet what it is for others.
   std::optional<Rows> may_count() const;
@@ -75,12 +77,16 @@ class MixingExperiment {
     std::optional<std::string> counting = {};  // the op whose number counts samples
   };
   bool may_play() const;
+  std::vector<tape::GivenNumbers> numbers() const;
+  /// Of two rows a number says little: the next micro-batch of more rows is looked at, too.
+  bool unsure() const;
   std::optional<tape::Mixing> find_mixing(const std::function<Batch(Rows)>& load) const;
 
   bool* examined_;
   std::vector<at::Device> devices_;
   int64_t batch_size_;
   std::optional<Pending> pending_;
+  bool unsure_of_two_ = false;
   bool found_ = false;
 };
 

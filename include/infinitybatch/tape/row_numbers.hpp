@@ -24,9 +24,11 @@ std::vector<GivenNumbers> numbers_for_samples(const Tape& tape, const Batch& inp
                                               const std::vector<bool>& outputs);
 
 /// Whether one of them could be made of the number of rows: it, one less, the square root of it, or
-/// the reciprocal of one of these. 2 and one half, which many programs have, tell of two rows
-/// alone, and 1 of none.
+/// the reciprocal of one of these. 1 tells of none.
 bool may_count_rows(const std::vector<GivenNumbers>& given, int64_t rows);
+/// The same where it is worth a forward of the user's to find out: of two rows nothing is, because
+/// every other program has a 2, a half, or the roots of them, nor are 2 and one half elsewhere.
+bool likely_counts_rows(const std::vector<GivenNumbers>& given, int64_t rows);
 
 /// Of the same program on two numbers of rows: the name of the first op whose number is made of
 /// them both times. Nothing where other ops ran.
