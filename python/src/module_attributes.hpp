@@ -13,7 +13,8 @@ inline PyObject* interned(const char* name) {
   return made;  // for good
 }
 
-/// Of a module's attributes, one that is a dict (`_modules`). Borrowed; null where there is none.
+/// Of a module's attributes, one that is a plain dict (`_modules`). Borrowed; null where it is
+/// none.
 inline PyObject* dict_in(PyObject* attributes, PyObject* name) {
   PyObject* found = PyDict_GetItemWithError(attributes, name);
   return found != nullptr && PyDict_CheckExact(found) ? found : nullptr;

@@ -32,8 +32,8 @@ class Hashing {
     for (PyObject* name : {hooks_name, pre_hooks_name}) {
       if (PyObject* hooks = PyDict_GetItemWithError(attributes.ptr(), name)) keys(hooks);
     }
-    PyObject* children = dict_in(attributes.ptr(), modules_name());
-    if (children == nullptr) return;
+    PyObject* children = PyDict_GetItemWithError(attributes.ptr(), modules_name());
+    if (children == nullptr || !PyDict_Check(children)) return;  // ordered, in old pickles
     for (Py_ssize_t at = 0; PyDict_Next(children, &at, &key, &value) != 0;) {
       if (value != Py_None) this->module(value);
     }

@@ -43,7 +43,7 @@ CarriedState* CarriedState::at_work() noexcept {
 }
 
 void CarriedState::let_be() noexcept {
-  if (innermost != nullptr) innermost->restore_ = nullptr;
+  if (innermost != nullptr && !innermost->trial_) innermost->restore_ = nullptr;
 }
 
 void CarriedState::before_forward(PlainState state) {

@@ -251,7 +251,7 @@ void Executor::forward(Rows rows) {
   const coupled::ForeignDraws foreign(watched);
   const bool part = rows.size() < job_.batch_size();
   {
-    const CarriedState::Scope stateful(job_.exact_coupling ? &state_ : nullptr, part);
+    const CarriedState::Scope stateful(job_.exact_coupling ? state_at_work_ : nullptr, part);
     outputs_ = job_.model->forward(inputs_);
   }
   watch_.renormed()->rethrow();

@@ -48,6 +48,7 @@ OutputForm Executor::form_elsewhere(Rows rows, at::Device device) {
   OutputForm form;
   record_elsewhere(rows, [&](const Batch& inputs, const tape::Tape& tape, const Batch& outputs) {
     form = form_of(outputs, rows.size(), tape, inputs, device);
+    if (experiment_.awaits(rows)) experiment_.meet_others(rows.size(), inputs, tape, outputs);
   });
   return form;
 }

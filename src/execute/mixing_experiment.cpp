@@ -63,6 +63,12 @@ std::optional<Exchanges> exchanges_that_fit(const Batch& inputs, int64_t rows) {
   }
 }
 
+/// Along a dimension of its own, or with positions in one.
+bool may_follow(at::IntArrayRef sizes, int64_t rows) {
+  return std::find(sizes.begin(), sizes.end(), rows) != sizes.end() ||
+         (sizes.size() > 1 && sizes[0] > 0 && sizes[0] % rows == 0);
+}
+
 const void* node_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.requires_grad() ? tensor.grad_fn().get() : nullptr;
 }
@@ -162,7 +168,7 @@ void MixingExperiment::meet_others(int64_t rows, const Batch& inputs, const tape
   std::vector<bool> follow = pending_->compared;
   for (size_t i = 0; i < follow.size() && i < outputs.leaves().size(); ++i) {
     const at::Tensor& tensor = outputs.leaves()[i].tensor;
-    follow[i] = follow[i] && tensor.defined() && tensor.dim() > 0;
+    follow[i] = follow[i] && tensor.defined() && may_follow(tensor.sizes(), rows);
   }
   pending_->counting = tape::counts_rows(
       tape::numbers_for_samples(pending_->tape, pending_->inputs, follow), pending_->rows.size(),

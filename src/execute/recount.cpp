@@ -10,6 +10,7 @@
 #include <infinitybatch/tape/recorder.hpp>
 
 #include <exception>
+#include <tuple>
 #include <utility>
 
 namespace infinitybatch {
@@ -62,9 +63,15 @@ void Executor::record_elsewhere(
   const std::vector<at::Device> devices = devices_of(job_);
   const RngSnapshot random = RngSnapshot::capture(devices);
   const BufferValues values(job_.buffers);
+  const auto told = std::tuple(first_, uneven_, lengths_);  // of the step's own micro-batches
+  CarriedState aside(watch_.memory(), /*trial=*/true);
+  state_at_work_ = &aside;
   const auto undo = [&] {
     outputs_ = Batch();
     release();
+    state_at_work_ = &state_;
+    aside.roll_back();
+    std::tie(first_, uneven_, lengths_) = told;
     parameters_->end_micro_batch();
     values.restore();
     random.restore();

@@ -5,8 +5,10 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/foreign_draws.hpp>
+#include <infinitybatch/coupled/row_errors.hpp>
 #include <infinitybatch/coupled/whole_batch_op.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/tape/counts.hpp>
@@ -63,6 +65,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
   if (options_.match_native_rng) watch_.watch_draws(call_->devices);
   parameter_rule_.emplace(job.parameters, watch_.memory(), exact_);
   state_.emplace(watch_.memory());
+  state_at_work_ = &*state_;
   for (const BufferSlot& slot : job.buffers) {
     if (at::Tensor buffer = slot.get(); buffer.defined()) buffers_.push_back(std::move(buffer));
   }
@@ -76,8 +79,42 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
 }
 
 void ForwardPass::examine() {
+  count_rows();
   experiment_->run([&](Rows rows) { return call_->micro_batch(rows); }, /*last=*/true);
   note_examined();
+}
+
+void ForwardPass::count_rows() {
+  const std::optional<Rows> here = experiment_->may_count();
+  if (!here || call_->cuts) return;
+  const RngSnapshot random = RngSnapshot::capture(call_->devices);
+  const BufferValues values(job_.buffers);
+  const std::vector<std::string> left = call_->left_on_module;
+  CarriedState aside(watch_.memory(), /*trial=*/true);
+  state_at_work_ = &aside;
+  const auto undo = [&] {
+    state_at_work_ = &*state_;
+    aside.roll_back();
+    parameter_rule_->end_micro_batch();
+    values.restore();
+    random.restore();
+    call_->left_on_module = left;
+    at::autocast::clear_cache();
+  };
+  try {
+    const Rows rows = other_rows(*here, rows_.size);
+    part_of_batch_ = {rows.size(), rows_.size, options_.match_native_rng};
+    const Batch micro = call_->micro_batch(rows);
+    tape::Recorder recorder(micro, buffers_, call_->devices);
+    const Batch outputs = recorder.run([&] { return call_model(micro, nullptr); });
+    experiment_->meet_others(rows.size(), micro, recorder.finish(outputs), outputs);
+  } catch (...) {
+    const std::exception_ptr error = std::current_exception();
+    undo();
+    if (!is_out_of_memory(error) && !coupled::may_be_of_rows(error)) throw;
+    return experiment_->meet_no_others();  // nobody can tell
+  }
+  undo();
 }
 
 void ForwardPass::note_examined() const {
@@ -96,8 +133,7 @@ Batch ForwardPass::run(const Split& split, int64_t total) {
   for (size_t i = 0; i < sizes.size(); ++i) {
     run({row, row + sizes[i]}, total, i >= keep_from);
     row += sizes[i];
-    // A second size tells along which dimension outputs lie, and which buffers and numbers count
-    // samples.
+    // A second size tells along which dimension outputs lie, and which buffers count samples.
     const bool another =
         i == 0 && one_size && sizes[0] > 1 &&
         (is_ambiguous(outputs_[0], sizes[0], from_samples_, options_) || may_count());
@@ -215,7 +251,7 @@ void ForwardPass::read(const NamedParameter& parameter) {
 Batch ForwardPass::call_model(const Batch& micro, GraphMemory* memory) {
   const coupled::PartOfBatch part_of_batch(exact_ ? part_of_batch_ : std::nullopt);
   const coupled::CouplingWatch::Scope watching(watch_);
-  const CarriedState::Scope stateful(exact_ ? &*state_ : nullptr, part_);
+  const CarriedState::Scope stateful(exact_ ? state_at_work_ : nullptr, part_);
   const auto forward = [&] { return call_->wrapped->model.forward(micro); };
   Batch outputs = memory != nullptr ? memory->watch(forward) : forward();
   watch_.renormed()->rethrow();
@@ -353,9 +389,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
 
 bool ForwardPass::may_count() const {
   const tape::Tape* tape = experiment_->tape();
-  if (known_) return false;
-  if (experiment_->may_count()) return true;
-  if (!buffer_rule_.written()) return false;
+  if (known_ || !buffer_rule_.written()) return false;
   return buffer_rule_.rebound() || (tape != nullptr && tape::may_count(*tape));
 }
 

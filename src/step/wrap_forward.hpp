@@ -72,6 +72,8 @@ class ForwardPass {
   void read(const NamedParameter& parameter);
   /// Whether ordinary ops of the model mix samples. \throws CouplingError
   void examine();
+  /// Where an op's number may count samples: runs forward on other rows, and undoes that.
+  void count_rows();
   void note_examined() const;
   /// \param memory where its graph will be parked: notes what it keeps; else null
   Batch call_model(const Batch& micro, GraphMemory* memory);
@@ -86,8 +88,7 @@ class ForwardPass {
   void note_sources(const tape::Tape& tape);
   /// Whether that of further micro-batches matters.
   bool may_stand_once() const;
-  /// Whether a buffer or a number of an op may count samples, which micro-batches of one length do
-  /// not tell.
+  /// Whether a buffer may count samples, which micro-batches of one length do not tell.
   bool may_count() const;
 
   const WrapOptions& options_;
@@ -99,8 +100,9 @@ class ForwardPass {
   bool drew_ = false;                            // numbers that are to be the whole batch's
   std::optional<ParameterRule> parameter_rule_;  // once the watch knows them
   std::optional<CarriedState> state_;
-  BatchSource rows_;   // the inputs
-  bool known_ = true;  // before this call, whether ops mix samples
+  CarriedState* state_at_work_ = nullptr;  // another one's where forward is tried on other rows
+  BatchSource rows_;                       // the inputs
+  bool known_ = true;                      // before this call, whether ops mix samples
   std::optional<MixingExperiment> experiment_;
   bool part_ = false;  // the micro-batch at work is not all of the samples
   std::vector<at::Tensor> buffers_;

@@ -57,7 +57,12 @@ bool Flow::is_clean_view(const Op& op, ValueId output) const {
   return view;
 }
 
-std::vector<bool> lead_to(const Tape& tape, const std::vector<bool>& outputs) {
+bool is_index(const Op& op, const Slot& slot) {
+  const std::string& name = op.facts->handle.schema().arguments()[slot.argument].name();
+  return name == "index" || name == "indices";
+}
+
+std::vector<bool> lead_to(const Tape& tape, const std::vector<bool>& outputs, bool indices) {
   std::unordered_set<ValueId> values;
   std::unordered_set<uint32_t> memories;
   const auto need = [&](ValueId value) {
@@ -81,7 +86,10 @@ std::vector<bool> lead_to(const Tape& tape, const std::vector<bool>& outputs) {
     for_each_argument(tape, op, [&](ValueId value, const Slot& slot) {
       leads[i] = leads[i] || (op.facts->written[slot.argument] && needed(value));
     });
-    if (leads[i]) for_each_argument(tape, op, [&](ValueId value, const Slot&) { need(value); });
+    if (!leads[i]) continue;
+    for_each_argument(tape, op, [&](ValueId value, const Slot& slot) {
+      if (indices || !is_index(op, slot)) need(value);
+    });
   }
   return leads;
 }

@@ -33,7 +33,11 @@ class Flow {
   std::unordered_set<uint32_t> memories_;
 };
 
+/// Whether an argument says which rows an op takes or writes (`index_select`, `embedding`).
+bool is_index(const Op& op, const Slot& slot);
+
 /// For each op, whether one of these leaves of the result may come from it.
-std::vector<bool> lead_to(const Tape& tape, const std::vector<bool>& outputs);
+/// \param indices whether it counts to have decided which rows were taken
+std::vector<bool> lead_to(const Tape& tape, const std::vector<bool>& outputs, bool indices = true);
 
 }  // namespace infinitybatch::tape

@@ -87,7 +87,7 @@ class Reader {
   }
 
   std::vector<GivenNumbers> read(const std::vector<bool>& outputs) {
-    const std::vector<bool> leads = lead_to(tape_, outputs);
+    const std::vector<bool> leads = lead_to(tape_, outputs, /*indices=*/false);
     std::vector<GivenNumbers> given;
     size_t restore = 0;
     for (size_t i = 0; i < tape_.ops.size(); ++i) {

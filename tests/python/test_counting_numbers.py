@@ -160,12 +160,93 @@ def test_a_budget_too_small_for_the_whole_batch_names_the_op(coupled: bool) -> N
         ib.VirtualBatch(model, given, memory_budget=budget).backward(x, y)
 
 
-def test_a_models_own_mean_is_its_denominators() -> None:
+def time_first(self: Scaled, x: torch.Tensor) -> torch.Tensor:
+    """The last step of each sample, by its place in a flat tensor."""
+    steps = torch.stack([x, 2.1 * x, 3.1 * x])
+    place = (x[:, 0] > 0).long() * len(x) + torch.arange(len(x))
+    return self.net(steps.reshape(3 * len(x), 6).index_select(0, place))
+
+
+def table(self: Scaled, x: torch.Tensor) -> torch.Tensor:
+    experts = torch.cat([self.net(x), self.net(1.1 * x)])
+    return nn.functional.embedding((x[:, 0] > 0).long() * len(x) + torch.arange(len(x)), experts)
+
+
+def squeezed(self: Scaled, x: torch.Tensor) -> torch.Tensor:
+    if len(x) not in (4, 5, N):
+        raise ValueError("a group has four or five")
+    return (self.net(x) * 0.25 + 0.2).squeeze()
+
+
+@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.parametrize("way", ["streaming", "coupled", "wrap", "no gradients"])
+@pytest.mark.parametrize("forward", [time_first, table, squeezed])
+def test_positions_and_forwards_that_refuse_other_rows_are_exact(
+    forward: Callable[..., torch.Tensor], way: str, size: int
+) -> None:
+    if forward is squeezed:
+        size = 4
+    model = Scaled(lambda x: x)
+    model.__class__ = type("Other", (Scaled,), {"forward": forward})
+    twin = copy.deepcopy(model)
+    run(model, way, size)
+    if way == "no gradients":
+        return
+    loss = nn.functional.cross_entropy(twin(X), Y) if way == "streaming" else contrastive(twin(X))
+    loss.backward()
+    close(grads(model), grads(twin), 1e-12)
+
+
+class Busy(Scaled):
+    """Marks itself while it works, and fails for three rows."""
+
+    busy = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.busy:
+            raise RuntimeError("entered again")
+        self.busy = True
+        if len(x) == 3:
+            raise ValueError("three")
+        result = self.net(x) * 0.25
+        self.busy = False
+        return result
+
+
+@pytest.mark.parametrize("way", ["streaming", "coupled", "wrap", "no gradients"])
+def test_a_forward_that_fails_on_other_rows_leaves_nothing(way: str) -> None:
+    model = Busy(lambda x: x)
+    run(model, way, 4)
+    assert not model.busy
+    run(model, way, 4)
+
+
+def test_a_count_in_a_buffer_is_noticed_beside_ambiguous_outputs() -> None:
+    """Five outputs and five rows: another recording tells which is which, and counts nothing."""
+
+    class Counts(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += len(x)
+            return self.net(x)
+
+    model = Counts(lambda x: x)
+    model.register_buffer("seen", torch.zeros(()))
+    x = torch.randn(15, 6).double()
+    loss = ib.losses.coupled(lambda outputs: contrastive(outputs))
+    with pytest.raises(ib.CouplingError, match="seen' depends on the samples, or counts them"):
+        ib.VirtualBatch(model, loss, micro_batch_size=5).backward(x)
+    assert model.seen == 0
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_models_own_mean_is_its_denominators(shape: tuple[int, ...]) -> None:
     """A loss that the model divides by the samples that it was given is one number for all."""
 
     class WithLoss(Scaled):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return nn.functional.cross_entropy(super().forward(x), y, reduction="sum") / len(x)
+            return nn.functional.cross_entropy(super().forward(x), y, reduction="sum").view(
+                shape
+            ) / len(x)
 
     model = WithLoss(lambda x: x)
     twin = copy.deepcopy(model)

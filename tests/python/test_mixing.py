@@ -127,7 +127,10 @@ def test_a_budget_for_less_than_the_whole_batch_refuses(way):
     weights = sum(p.nbytes for p in model.parameters())
     with pytest.raises(ib.CouplingError) as raised:
         step(way, model, inputs, targets, memory_budget=garbage + 3 * weights + (4 << 20))
-    assert raised.value.op == "aten::mean"
+    # Of a coupled loss's plan the first recording that is sure is a large one: there may be no room
+    # to look for the op, which takes three ways side by side.
+    names = {"aten::mean", "forward"} if way == "coupled" else {"aten::mean"}
+    assert raised.value.op in names
     assert all(p.grad is None for p in model.parameters())
 
 

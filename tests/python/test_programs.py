@@ -1,6 +1,7 @@
 """What was learned of a forward is not believed of another program: other flags, other arguments."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -130,3 +131,21 @@ def test_static_graph_records_anew_for_other_arguments(way: str) -> None:
             batch.backward({"x": inputs, "scale": scale, "act": act}, targets)
         loss(twin(inputs, scale=scale, act=act), targets).backward()
         close(grads(model), grads(twin), 1e-12)
+
+
+def test_modules_of_an_old_pickle_are_looked_into() -> None:
+    """Their `_modules` is an OrderedDict."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.1), nn.Linear(8, 5)).double()
+    model._modules = OrderedDict(model._modules)
+    inputs, targets = classification(12)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4, static_graph=True)
+    for slope in (0.1, 0.1, 0.7):
+        model[1].negative_slope = slope
+        model.zero_grad()
+        batch.backward(inputs, targets)
+    found = grads(model)
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    F.cross_entropy(twin(inputs), targets).backward()
+    close(found, grads(twin))

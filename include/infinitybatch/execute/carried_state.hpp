@@ -26,7 +26,9 @@ struct PlainState {
 /// concern.
 class CarriedState {
  public:
-  explicit CarriedState(coupled::WatchedMemory& memory) : memory_(memory) {}
+  /// \param trial of a forward that nobody asked for: its failure, too, leaves nothing
+  explicit CarriedState(coupled::WatchedMemory& memory, bool trial = false)
+      : memory_(memory), trial_(trial) {}
 
   /// While it lives, forwards in this thread are told to a state. Scopes may nest.
   class Scope {
@@ -75,6 +77,7 @@ class CarriedState {
   coupled::WatchedMemory& memory_;
   bool part_ = false;
   bool first_ = true;
+  const bool trial_;
   bool idle_ = false;                                // no attribute changes
   std::unordered_set<const c10::TensorImpl*> left_;  // by the last forward
   LeftTensors left_behind_;

@@ -133,8 +133,8 @@ class Executor {
   void recount();
   /// The same, and for the same reason, where an op's number may count samples.
   void count_rows();
-  /// Runs forward on other rows, records and undoes it: buffers and random state are as before,
-  /// whatever happens.
+  /// Runs forward on other rows, records and undoes it: buffers, parameters, attributes of modules
+  /// and random state are as before, whatever happens.
   /// \param use what it ran on, what it did, what it gave
   void record_elsewhere(
       Rows rows,
@@ -162,6 +162,7 @@ class Executor {
   coupled::CouplingWatch watch_;
   std::optional<ParameterRule> parameters_;  // once the watch knows them
   CarriedState state_;
+  CarriedState* state_at_work_ = &state_;  // another one's where forward is tried on other rows
   MixingExperiment experiment_;
   SourceWatch sources_;
   Rows first_;                               // of the first micro-batch
