@@ -34,13 +34,18 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(COUNT, 8).double(), torch.randint(3, (COUNT,))
 
 
+# Its outputs are computed before it and again after it, so that the part behind the layer is played
+# twice from what waits.
+LOSS = ib.losses.coupled(nn.CrossEntropyLoss())
+
+
 def settled(model: nn.Module, room: float, park: str) -> tuple[ib.StepReport, int]:
     """Its report once the plan has predicted the peak to within 1 %, and what there was before the step."""
     inputs, targets = data()
     live = ib.memory.stats("cpu").live
     batch = ib.VirtualBatch(
         model,
-        nn.CrossEntropyLoss(),
+        LOSS,
         memory_budget=live + int(room * COUNT * WIDE * 8),
         park=park,
         **({"host_budget": "64MiB"} if park == "always" else {}),
@@ -79,7 +84,7 @@ def test_a_copy_takes_what_a_new_value_would(size: int) -> None:
     peaks = []
     for writes in (True, False):
         model = Waiting(writes)
-        batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=size)
+        batch = ib.VirtualBatch(model, LOSS, micro_batch_size=size)
         for _ in range(2):
             for parameter in model.parameters():
                 parameter.grad = None
