@@ -64,7 +64,7 @@ struct Known {
 
 /// Where `generator` keeps its state; null where it is of another kind.
 Twister* twister_of(const py::object& generator, const py::object& numpy_random) {
-  if (!generator.get_type().is(numpy_random.attr("MT19937"))) return nullptr;
+  if (!py::type::handle_of(generator).is(numpy_random.attr("MT19937"))) return nullptr;
   const auto address = generator.attr("ctypes").attr("state_address").cast<uintptr_t>();
   return reinterpret_cast<Twister*>(address);
 }

@@ -8,10 +8,15 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <deque>
+#include <memory_resource>
 #include <utility>
 #include <vector>
 
 namespace infinitybatch::tape {
+
+template <typename Key, typename Value>
+using HashMap = ska::flat_hash_map<Key, Value, std::hash<Key>, std::equal_to<Key>,
+                                   std::pmr::polymorphic_allocator<std::pair<Key, Value>>>;
 
 /// A piece of memory that a recording has met.
 struct Memory {
@@ -31,6 +36,9 @@ struct Memory {
 /// Which memory the ops of a recording made, and which tensors lie in it.
 class Memories {
  public:
+  explicit Memories(std::pmr::memory_resource* resource) : all_(resource), memories_(resource) {}
+
+  void reserve(size_t count) { memories_.reserve(count); }
   /// Of `tensor`; null where it has none (sparse) or it is not known.
   Memory* find(const at::Tensor& tensor);
   /// Of `tensor`, now known; null where it has none.
@@ -44,8 +52,8 @@ class Memories {
   static bool exported(const Memory& memory, const at::Tensor& tensor);
 
  private:
-  std::deque<Memory> all_;  // in the order in which they were met; they stay where they are
-  ska::flat_hash_map<const c10::StorageImpl*, Memory*> memories_;
+  std::pmr::deque<Memory> all_;  // in the order in which they were met; they stay where they are
+  HashMap<const c10::StorageImpl*, Memory*> memories_;
 };
 
 /// All of the memory that `tensor` lies in, as a tensor of bytes with a version of its own.

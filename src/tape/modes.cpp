@@ -9,6 +9,8 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <array>
+#include <cstddef>
+#include <cstring>
 #include <optional>
 
 namespace infinitybatch::tape {
@@ -45,8 +47,7 @@ constexpr std::array kSwitches{
 constexpr uint32_t kDeterministic = 1U << kSwitches.size();
 constexpr uint32_t kDeterministicWarnsOnly = kDeterministic << 1;
 
-uint32_t read_switches() {
-  const at::Context& context = at::globalContext();
+uint32_t ask_switches(const at::Context& context) {
   uint32_t bits = 0;
   for (size_t i = 0; i < kSwitches.size(); ++i) {
     if (kSwitches[i].get(context)) bits |= 1U << i;
@@ -54,6 +55,28 @@ uint32_t read_switches() {
   if (context.deterministicAlgorithms()) bits |= kDeterministic;
   if (context.deterministicAlgorithmsWarnOnly()) bits |= kDeterministicWarnsOnly;
   return bits;
+}
+
+/// The switches when the context's memory last looked different to this thread.
+///
+/// They are asked for in front of every op, which fourteen calls into LibTorch made the dearest
+/// part of recording one; all that they tell lies in the context itself, so that none has been
+/// turned while no byte of it has changed. (Settings that it keeps elsewhere, in maps, are no
+/// switches.)
+struct LastSwitches {
+  std::array<std::byte, sizeof(at::Context)> context{};
+  uint32_t bits = 0;
+};
+
+uint32_t read_switches() {
+  thread_local LastSwitches last;
+  const at::Context& context = at::globalContext();
+  if (std::memcmp(last.context.data(), &context, sizeof(context)) != 0) {
+    // Copied first: a switch that another thread turns meanwhile is then found next time.
+    std::memcpy(last.context.data(), static_cast<const void*>(&context), sizeof(context));
+    last.bits = ask_switches(context);
+  }
+  return last.bits;
 }
 
 void write_switches(uint32_t bits) {

@@ -40,6 +40,17 @@ bool is_plain(const c10::IValue& value) {
   return std::all_of(elements.begin(), elements.end(), is_plain);
 }
 
+/// How long the tape became that this thread recorded last. The next is most likely as long.
+struct Lengths {
+  size_t values = 0;
+  size_t ops = 0;
+  size_t arguments = 0;
+  size_t slots = 0;
+  size_t outputs = 0;
+  size_t externals = 0;
+};
+thread_local Lengths last_lengths;
+
 template <typename T>
 uint32_t position(const std::vector<T>& array) {
   return static_cast<uint32_t>(array.size());
@@ -72,6 +83,14 @@ void for_each_tensor(const c10::IValue& value, Visit&& visit) {
 Program::Program(const Batch& inputs, const std::vector<at::Tensor>& buffers,
                  const std::vector<at::Device>& devices)
     : held_buffers_(buffers), generators_(devices), saved_tensor_hooks_(saved_tensor_hooks()) {
+  values_.reserve(last_lengths.values);
+  numbers_.reserve(last_lengths.values);
+  memories_.reserve(last_lengths.values);
+  tape_.ops.reserve(last_lengths.ops);
+  tape_.arguments.reserve(last_lengths.arguments);
+  tape_.slots.reserve(last_lengths.slots);
+  tape_.outputs.reserve(last_lengths.outputs);
+  tape_.externals.reserve(last_lengths.externals);
   for (const at::Device& device : devices) {
     if (device.is_cpu()) continue;
     streams_.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
@@ -405,6 +424,8 @@ Tape Program::finish(const Batch& outputs) {
     empty.initial.insert(empty.initial.end(), passed_.begin(), passed_.end());
     return empty;
   }
+  last_lengths = {values_.size(),     tape_.ops.size(),     tape_.arguments.size(),
+                  tape_.slots.size(), tape_.outputs.size(), tape_.externals.size()};
   tape_.result = Batch(std::move(leaves), outputs.structure());
   tape_.value_count = values_.size();
   tape_.memories.assign(values_.size(), kNoMemory);

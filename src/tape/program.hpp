@@ -4,6 +4,7 @@
 #include "memories.hpp"
 #include "provenance.hpp"
 
+#include <infinitybatch/core/recycled.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/tape/frontiers.hpp>
@@ -11,11 +12,11 @@
 
 #include <ATen/record_function.h>
 #include <c10/core/Stream.h>
-#include <c10/util/flat_hash_map.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <exception>
 #include <functional>
+#include <memory_resource>
 
 namespace infinitybatch::tape {
 
@@ -106,10 +107,11 @@ class Program {
   static const char* difference(const Value& value, const at::Tensor& now);
 
   Tape tape_;
-  std::vector<Value> values_;
-  ska::flat_hash_map<const c10::TensorImpl*, ValueId> numbers_;
-  Memories memories_;
-  ska::flat_hash_map<const c10::TensorImpl*, size_t> buffers_;
+  Arena<(size_t{1} << 14)> arena_;  // of what is known of values
+  std::pmr::vector<Value> values_{arena_.resource()};
+  HashMap<const c10::TensorImpl*, ValueId> numbers_{arena_.resource()};
+  Memories memories_{arena_.resource()};
+  HashMap<const c10::TensorImpl*, size_t> buffers_{arena_.resource()};
   std::vector<at::Tensor> held_buffers_;
   Generators generators_;
   std::vector<Draw> passed_;                  // the user's own generators, as the call found them

@@ -1,5 +1,7 @@
 #include "provenance.hpp"
 
+#include <infinitybatch/core/recycled.hpp>
+
 #include <c10/core/DispatchKeySet.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/function.h>
@@ -60,10 +62,16 @@ const char* strange(const at::Tensor& tensor) {
   return found.has(c10::DispatchKey::Python) ? "a tensor subclass" : "a functorch wrapper";
 }
 
+using NodeSet = ska::flat_hash_set<const torch::autograd::Node*,
+                                   std::hash<const torch::autograd::Node*>, std::equal_to<>,
+                                   std::pmr::polymorphic_allocator<const torch::autograd::Node*>>;
+
 const char* hooked(const std::vector<at::Tensor>& roots,
                    const std::vector<compat::NodePtr>& inner) {
-  std::vector<torch::autograd::Node*> open;
-  ska::flat_hash_set<const torch::autograd::Node*> seen;
+  Arena<(size_t{1} << 12)> arena;
+  std::pmr::vector<torch::autograd::Node*> open(arena.resource());
+  NodeSet seen(arena.resource());
+  seen.reserve(64);  // enough for small forwards
   const auto visit = [&](torch::autograd::Node* node) {
     if (node != nullptr && seen.insert(node).second) open.push_back(node);
   };

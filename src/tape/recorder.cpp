@@ -28,7 +28,8 @@ void after_op(const at::RecordFunction& op, at::ObserverContext* /*context*/) {
 
 Recorder::Recorder(const Batch& inputs, const std::vector<at::Tensor>& buffers,
                    const std::vector<at::Device>& devices)
-    : program_(std::make_unique<Program>(inputs, buffers, devices)) {}
+    : program_(std::allocate_shared<Program>(
+          std::pmr::polymorphic_allocator<Program>(recycled_memory()), inputs, buffers, devices)) {}
 Recorder::~Recorder() = default;
 
 Recorder::Scope::Scope(Recorder& recorder) : outer_(innermost) {

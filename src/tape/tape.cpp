@@ -1,24 +1,29 @@
 #include <infinitybatch/tape/tape.hpp>
 
+#include <infinitybatch/core/recycled.hpp>
 #include <infinitybatch/tape/arguments.hpp>
 
 #include <algorithm>
 
 namespace infinitybatch::tape {
 void trim(Tape& tape) {
-  std::vector<bool> needed(tape.value_count, false);
+  Arena<(size_t{1} << 12)> arena;
+  std::pmr::vector<bool> needed(tape.value_count, false, arena.resource());
   for (const ValueId value : tape.result_values) {
     if (value != kNoValue) needed[value] = true;
   }
-  std::vector<bool> keep(tape.ops.size(), false);
+  std::pmr::vector<bool> keep(tape.ops.size(), false, arena.resource());
+  size_t kept = 0;
   size_t restore = tape.restores.size();
-  std::vector<ValueId> restored(tape.ops.size(), kNoValue);
+  std::pmr::vector<ValueId> restored(tape.restores.empty() ? 0 : tape.ops.size(), kNoValue,
+                                     arena.resource());
   for (size_t i = tape.ops.size(); i-- > 0;) {
     const Op& op = tape.ops[i];
     if (op.facts == nullptr) {
       restored[i] = tape.restores[--restore].first;
       keep[i] = true;
       needed[restored[i]] = true;
+      ++kept;
       continue;
     }
     if (op.aside) continue;
@@ -27,29 +32,29 @@ void trim(Tape& tape) {
       keep[i] = tape.outputs[o] != kNoValue && needed[tape.outputs[o]];
     }
     if (!keep[i]) continue;
+    ++kept;
     for_each_argument(tape, op, [&](ValueId value, const Slot&) { needed[value] = true; });
   }
 
-  std::vector<Op> ops;
-  std::vector<bool> released(tape.value_count, false);
+  std::pmr::vector<bool> released(tape.value_count, false, arena.resource());
   for (const ValueId value : tape.result_values) {
     if (value != kNoValue) released[value] = true;  // handed to the caller instead
   }
   for (const External& external : tape.externals) {
     if (external.before.defined()) released[external.value] = true;  // its end may be asked for
   }
-  std::vector<ValueId> last;  // of each op those that it uses last, from the last op on
-  std::vector<Range> releases(tape.ops.size());
+  // From the last op on: each value goes to the first that is met.
+  tape.releases.reserve(tape.value_count);
   for (size_t i = tape.ops.size(); i-- > 0;) {
     if (!keep[i]) continue;
-    const Op& op = tape.ops[i];
+    Op& op = tape.ops[i];
     const auto last_use = [&](ValueId value) {
       if (released[value]) return;
       released[value] = true;
-      last.push_back(value);
+      tape.releases.push_back(value);
     };
-    releases[i].begin = static_cast<uint32_t>(last.size());
-    if (restored[i] != kNoValue) last_use(restored[i]);
+    op.releases.begin = static_cast<uint32_t>(tape.releases.size());
+    if (op.facts == nullptr) last_use(restored[i]);
     for (uint32_t o = op.outputs.begin; o < op.outputs.end; ++o) {
       ValueId& output = tape.outputs[o];
       if (output == kNoValue) continue;
@@ -60,24 +65,20 @@ void trim(Tape& tape) {
       }
     }
     for_each_argument(tape, op, [&](ValueId value, const Slot&) { last_use(value); });
-    releases[i].end = static_cast<uint32_t>(last.size());
+    op.releases.end = static_cast<uint32_t>(tape.releases.size());
   }
-  std::vector<OpCost> costs;
+  const bool costs = !tape.costs.ops.empty();
+  if (costs) tape.costs.ops.resize(tape.ops.size());
+  tape.origins.reserve(kept);
   for (size_t i = 0; i < tape.ops.size(); ++i) {
     if (!keep[i]) continue;
+    const size_t position = tape.origins.size();
+    if (costs) tape.costs.ops[position] = tape.costs.ops[i];
+    tape.ops[position] = tape.ops[i];
     tape.origins.push_back(static_cast<uint32_t>(i));
-    if (!tape.costs.ops.empty()) {
-      costs.push_back(i < tape.costs.ops.size() ? tape.costs.ops[i] : OpCost());
-    }
-    Op op = tape.ops[i];
-    op.releases.begin = static_cast<uint32_t>(tape.releases.size());
-    tape.releases.insert(tape.releases.end(), last.begin() + releases[i].begin,
-                         last.begin() + releases[i].end);
-    op.releases.end = static_cast<uint32_t>(tape.releases.size());
-    ops.push_back(op);
   }
-  tape.ops = std::move(ops);
-  tape.costs.ops = std::move(costs);
+  tape.ops.resize(kept);
+  if (costs) tape.costs.ops.resize(kept);
   // What only dropped ops read need not be held.
   std::erase_if(tape.externals, [&](const External& external) { return !needed[external.value]; });
 }

@@ -81,7 +81,7 @@ class Recorder {
   Tape finish(const Batch& outputs, bool trimmed = true);
 
  private:
-  std::unique_ptr<class Program> program_;
+  std::shared_ptr<class Program> program_;
 };
 
 }  // namespace infinitybatch::tape
