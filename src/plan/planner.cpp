@@ -16,6 +16,10 @@ namespace {
 // Two sizes whose stories are compared; never 1, which takes other kernels.
 constexpr int64_t kSmallProbe = 2;
 constexpr int64_t kLargeProbe = 4;
+// A whole batch that fits is split where that takes this much less. Sizes whose times differ by
+// less change places from one timing to the next, and the whole batch is the step that native
+// takes.
+constexpr double kWorthSplitting = 0.97;
 // Below this there are not enough samples for both probes: sizes are tried as they are.
 constexpr int64_t kSmallestProfiled = kSmallProbe + kLargeProbe;
 // Added to the largest measured peak per sample where memory depends on the data's values.
@@ -273,6 +277,11 @@ int64_t Planner::timed_count(int64_t cap) const {
   return std::min(count, (request_.batch_size - row_) / size);
 }
 
+/// Whether a micro-batch of this size is the step that native takes: all samples, one forward.
+bool Planner::stays_whole(int64_t size) const {
+  return size >= request_.batch_size && (!request_.two_pass || most_retained(size) > 0);
+}
+
 int64_t Planner::fastest() const {
   const std::vector<int64_t> caps = candidates();
   int64_t best_cap = 0;
@@ -280,7 +289,8 @@ int64_t Planner::fastest() const {
   for (const int64_t cap : caps) {
     const Timing* timing = timing_of(cap);
     if (timing == nullptr) continue;
-    if (const double estimate = timing->estimate(); estimate < best) {
+    const double favour = stays_whole(size_under(cap)) ? kWorthSplitting : 1;
+    if (const double estimate = favour * timing->estimate(); estimate < best) {
       best = estimate;
       best_cap = cap;
     }
@@ -513,7 +523,8 @@ std::string Planner::reason(int64_t cap) const {
   } else {
     text = cap == caps.back() && cap < request_.batch_size
                ? "the fastest size that fits, bounded by the budget"
-               : "the fastest of the sizes that fit";
+           : stays_whole(size_under(cap)) ? "the whole batch fits, and splitting it saves no time"
+                                          : "the fastest of the sizes that fit";
   }
   if (borrowed_) text += "; planned as longer samples are, so that the peak is a bound";
   if (known_->irregular) {

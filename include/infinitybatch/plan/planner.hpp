@@ -181,6 +181,7 @@ class Planner {
   /// How many micro-batches of `cap` the next timed piece runs.
   int64_t timed_count(int64_t cap) const;
   void learn_times(const Piece& piece, const std::vector<double>& seconds);
+  bool stays_whole(int64_t size) const;
   int64_t fastest() const;
   std::optional<int64_t> probe_size() const;
   /// Of cut tapes, where there are rows enough, a second micro-batch tells what there is once.

@@ -180,6 +180,27 @@ TEST(Planner, ChoosesWithinFivePercentOfTheFastestFeasibleSize) {
   }
 }
 
+TEST(Planner, SplitsABatchThatFitsOnlyWhereThatIsWorthIt) {
+  constexpr int64_t kSamples = 512;
+  const auto chosen = [](double whole) {  // relative to half of it, which is the fastest
+    Planner planner;
+    Machine machine;
+    machine.seconds_per_sample = [whole](int64_t n) {
+      return n == kSamples ? whole * 1e-3 : 1e-3 + 1e-4 * std::abs(std::log2(double(n) / 256));
+    };
+    for (int i = 0; i < 40; ++i) run(planner, machine, request(kSamples, 1 << 20));
+    EXPECT_TRUE(planner.settled());
+    const std::string text = planner.plan().explain();
+    const bool says =
+        text.find("the whole batch fits, and splitting it saves no time") < text.size();
+    EXPECT_EQ(says, planner.plan().micro_batch_size() == kSamples) << text;
+    return planner.plan().micro_batch_size();
+  };
+  EXPECT_EQ(chosen(0.99), kSamples);
+  EXPECT_EQ(chosen(1.02), kSamples);
+  EXPECT_EQ(chosen(1.04), kSamples / 2);
+}
+
 /// On a machine that others use as well, and where a first micro-batch of a size is slow.
 TEST(Planner, ChoosesWithinFivePercentUnderPreemption) {
   struct Case {
