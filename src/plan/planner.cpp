@@ -305,6 +305,7 @@ int64_t Planner::fastest() const {
 }
 
 bool Planner::settled() const {
+  if (settled_plan_) return true;  // asked in each step: without a simulation for each size
   if (known_ == nullptr || probe_size()) return false;
   const std::vector<int64_t> caps = candidates();
   return caps.size() == 1 ||

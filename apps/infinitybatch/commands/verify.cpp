@@ -5,17 +5,23 @@
 #include "commands/one_batch.hpp"
 #include "output/json_lines.hpp"
 
+#include <vector>
+
 namespace infinitybatch::app {
 namespace {
 
 void write(const Comparison& comparison) {
-  for (const ParameterError& parameter : comparison.parameters) {
-    write_json("parameter", {{"name", parameter.name},
-                             {"type", c10::toString(comparison.type)},
-                             {"error", parameter.error},
-                             {"allowed", parameter.allowed},
-                             {"exact", parameter.error <= parameter.allowed}});
-  }
+  const auto each = [&](const char* event, const std::vector<ParameterError>& errors) {
+    for (const ParameterError& found : errors) {
+      write_json(event, {{"name", found.name},
+                         {"type", c10::toString(comparison.type)},
+                         {"error", found.error},
+                         {"allowed", found.allowed},
+                         {"exact", found.error <= found.allowed}});
+    }
+  };
+  each("parameter", comparison.parameters);
+  each("buffer", comparison.buffers);
 }
 
 void write(const VerifyReport& report, const OneBatch& work) {

@@ -33,10 +33,17 @@ def test_images_get_a_residual_network_with_batch_norm(pair):
     assert lines[-1]["model"] == "resnet" and lines[-1]["strategy"] == "cut"
     assert lines[-1]["exact"] is True and lines[-1]["why_no_fp64"] == ""
     assert "when other samples do, in layers that were given the whole batch" in result.stderr
-    in_double = [line for line in lines if line.get("type") == "Double"]
+    in_double = [e for e in lines if e["event"] == "parameter" and e["type"] == "Double"]
     # 6 convolutions, as many weights and biases of BatchNorm, the classifier's two.
     assert len(in_double) == 6 + 2 * 6 + 2
-    assert all(line["exact"] for line in in_double)
+    buffers = [line for line in lines if line["event"] == "buffer"]
+    assert {e["name"].rsplit(".")[-1] for e in buffers} == {
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    }
+    assert len(buffers) == 6 * 3 and {e["type"] for e in buffers} == {"Double"}
+    assert all(line["exact"] for line in in_double + buffers)
 
 
 def test_group_norm_is_the_same_network_without_coupled_samples(pair):
