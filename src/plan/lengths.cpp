@@ -93,7 +93,7 @@ void Planner::observe_borrowed(const Piece& piece, const Measurement& measured) 
   const bool whole_step = row_ == request_.batch_size && piece.plan.strategy != "rehearsal";
   if (whole_step) ++borrowings_[Kind{request_.signature, request_.dims}];
   if (piece.settled) return;
-  if (piece.timed_cap > 0) learn_times(piece, measured.seconds);
+  if (piece.timed_cap > 0) learn_times(piece, measured);
   last_cap_ = piece.timed_cap;
 }
 

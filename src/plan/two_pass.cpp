@@ -140,6 +140,15 @@ int64_t Planner::most_retained(int64_t size) const {
   return low;
 }
 
+double Planner::kept_share(int64_t size) const {
+  return request_.two_pass ? kept_share(size, most_retained(size)) : 0;
+}
+
+double Planner::kept_share(int64_t size, int64_t retained) const {
+  const int64_t kept = std::min(size * retained, request_.batch_size);
+  return static_cast<double>(kept) / static_cast<double>(request_.batch_size);
+}
+
 Piece Planner::two_pass() {
   Piece piece;
   if (settled_plan_) {

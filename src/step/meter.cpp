@@ -13,6 +13,7 @@
 #include <chrono>
 #include <ctime>
 #include <optional>
+#include <utility>
 
 namespace infinitybatch {
 namespace {
@@ -94,6 +95,13 @@ class Tracing {
   MicroBatchTrace trace_;
 };
 
+/// A forward that a kept graph saves. Of a cut tape it is played without a graph first: what plays
+/// it again takes about as long.
+bool saved_where_kept(const Plan& plan, Operation operation) {
+  if (plan.parks_graphs) return false;  // what is fetched is kept already
+  return operation == Operation::replay || operation == Operation::advance;
+}
+
 template <typename Call>
 MicroBatchProfile::Effect effect_of(at::Device device, Call&& call) {
   const int64_t before = memory::stats(device).live;
@@ -135,6 +143,7 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
   const bool timed = piece.timed_cap > 0;
   const Stopwatch watch(device);
   Moment start = timed ? watch.read() : Moment();
+  double again = 0;
   std::vector<int64_t> begins{first_row};
   for (const int64_t size : piece.plan.micro_batch_sizes) begins.push_back(begins.back() + size);
   Rows rows;
@@ -148,10 +157,14 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
       measured.whole_loss = effect_of(device, [&] { perform(instruction, rows); });
       continue;
     }
+    const bool saved = timed && saved_where_kept(piece.plan, instruction.operation);
+    const Moment before = saved ? watch.read() : Moment();
     perform(instruction, rows);
+    if (saved) again += Stopwatch::seconds(before, watch.read());
     if (timed && instruction.operation == Operation::free && instruction.segment <= 0) {
       const Moment now = watch.read();
       measured.seconds.push_back(Stopwatch::seconds(start, now));
+      measured.again.push_back(std::exchange(again, 0.0));
       start = now;
     }
   }

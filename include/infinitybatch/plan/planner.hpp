@@ -47,6 +47,7 @@ struct Measurement {
   std::optional<MicroBatchTrace> trace;
   std::optional<MicroBatchProfile::Effect> whole_loss;
   std::vector<double> seconds;  ///< of each micro-batch of a timed piece
+  std::vector<double> again;    ///< of these: forward once more, which a kept graph saves
   int64_t peak_bytes = 0;
   /// Of every micro-batch, where they need not be alike: how long its samples are. Else empty.
   std::vector<Dims> dims;
@@ -57,7 +58,9 @@ struct Measurement {
 /// The first step with a new kind of sample is its own experiment: real micro-batches of 2 and 4
 /// samples are traced, every size's peak is predicted from them, and sizes that fit are timed in
 /// turn while their gradients are kept. Once every promising size has been timed often enough the
-/// plan is settled: the fastest size whose predicted peak is inside the budget.
+/// plan is settled: the fastest size whose predicted peak is inside the budget. Where forward runs
+/// twice a size counts as what it takes beside the graphs that fit: many small ones can take less
+/// than the fastest size, of which none fits twice.
 ///
 /// Longer samples need more of everything. So a kind of sample that is shorter than one that is
 /// known follows its plan, without probes: the prediction is a bound then. Only what has come back
@@ -112,12 +115,14 @@ class Planner {
  private:
   struct Timing {
     std::vector<double> seconds_per_sample;  // of each micro-batch
+    std::vector<double> again_per_sample;    // of these: forward once more
     double seconds = 0;                      // of all of them
     int pieces = 0;
     // Where samples are of unequal length the best is that of the shortest: the mean counts.
     bool average = false;
     int cold = 0;  // single micro-batches that were not counted, being the first of their size
-    double estimate() const;
+    /// Per sample. \param kept of the samples, those whose graph is kept
+    double estimate(double kept = 0) const;
   };
   struct Knowledge {
     std::vector<MicroBatchTrace> traces;
@@ -173,6 +178,9 @@ class Planner {
   int64_t corrected(int64_t peak) const;
   bool overlaps(int64_t size) const;
   int64_t most_retained(int64_t size) const;
+  /// Of the samples, those whose graph a plan of this size keeps.
+  double kept_share(int64_t size) const;
+  double kept_share(int64_t size, int64_t retained) const;
   void observe_two_pass(const Piece& piece, const Measurement& measured);
   const Timing* timing_of(int64_t cap) const;
   bool wants_timing(int64_t cap) const;
@@ -180,7 +188,7 @@ class Planner {
   std::optional<int64_t> cap_to_time() const;
   /// How many micro-batches of `cap` the next timed piece runs.
   int64_t timed_count(int64_t cap) const;
-  void learn_times(const Piece& piece, const std::vector<double>& seconds);
+  void learn_times(const Piece& piece, const Measurement& measured);
   bool stays_whole(int64_t size) const;
   int64_t fastest() const;
   std::optional<int64_t> probe_size() const;
