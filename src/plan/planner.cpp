@@ -55,13 +55,17 @@ int64_t even_size(int64_t batch_size, int64_t at_most) {
   return (batch_size + count - 1) / count;
 }
 
+/// But for what is live when the step starts.
+bool is_alike(const Request& request, const Request& other) {
+  return request.signature == other.signature && request.dims == other.dims &&
+         request.batch_size == other.batch_size && request.budget_bytes == other.budget_bytes;
+}
+
 }  // namespace
 
 void Planner::begin(const Request& request) {
-  const bool same = request.signature == request_.signature && request.dims == request_.dims &&
-                    request.batch_size == request_.batch_size &&
-                    request.baseline_bytes == request_.baseline_bytes &&
-                    request.budget_bytes == request_.budget_bytes;
+  const bool same =
+      is_alike(request, request_) && request.baseline_bytes == request_.baseline_bytes;
   request_ = request;
   row_ = 0;
   smallest_failed_ = false;
@@ -317,6 +321,10 @@ bool Planner::settled() const {
   const std::vector<int64_t> caps = candidates();
   return caps.size() == 1 ||
          std::none_of(caps.begin(), caps.end(), [&](int64_t cap) { return wants_timing(cap); });
+}
+
+bool Planner::settled_for(const Request& request) const {
+  return settled_plan_ && !borrowed_ && is_alike(request, request_);
 }
 
 std::optional<Piece> Planner::next() {

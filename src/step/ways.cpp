@@ -188,6 +188,7 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
   quiet.waits = job.store != nullptr && !job.cut;
   // A small batch has too few rows to time every size in one pass over them.
   constexpr int kPasses = 8;
+  if (planner_.settled_for(request(quiet, budget))) return false;
   const RngSnapshot random = RngSnapshot::capture(devices_of(job));
   std::optional<Executor> executor;
   try {

@@ -318,6 +318,7 @@ void BudgetedForward::answer_out_of_memory(const memory::Limit* limit, bool fini
 
 /// Measures what the planner still wants to know, and undoes it.
 void BudgetedForward::rehearse() {
+  if (planner().settled_for(request())) return;
   const RngSnapshot random = RngSnapshot::capture(devices_of(job_));
   // A small batch has too few rows to time every size in one pass over them.
   constexpr int kPasses = 8;

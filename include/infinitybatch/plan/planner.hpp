@@ -108,6 +108,9 @@ class Planner {
 
   /// True once the plan will not change any more unless memory runs out.
   bool settled() const;
+  /// Whether the last plan was settled and for such a step, whatever is live now: then there is
+  /// nothing to rehearse in front of it. A rehearsal need not even be prepared.
+  bool settled_for(const Request& request) const;
 
   /// The plan for the current request as far as it is known.
   Plan plan() const;

@@ -240,10 +240,9 @@ class TwoPassMachine {
     return trace;
   }
 
-  /// The plan that it settles on with room for so many samples' graphs.
-  static Plan plan(int64_t graphs) {
-    Planner planner;
-    for (int step = 0; step < 40 && !planner.settled(); ++step) {
+  /// Steps with room for so many samples' graphs until nothing is left to time.
+  static void settle(Planner& planner, int64_t graphs) {
+    for (int step = 0; step < 40 && !planner.settled_for(request(graphs)); ++step) {
       planner.begin(request(graphs));
       while (const auto piece = planner.next()) {
         Measurement measured;
@@ -258,7 +257,11 @@ class TwoPassMachine {
       planner.saw_whole_loss(planner.two_pass().plan, {});
     }
     EXPECT_TRUE(planner.settled());
-    planner.begin(request(graphs));
+  }
+
+  static Plan plan(int64_t graphs) {
+    Planner planner;
+    settle(planner, graphs);
     EXPECT_EQ(planner.plan().micro_batch_size(), planner.two_pass().plan.micro_batch_size());
     return planner.plan();
   }
@@ -284,6 +287,31 @@ TEST(Planner, WeighsTheGraphsThatFitAgainstFasterSizesThatKeepFewer) {
   EXPECT_EQ(TwoPassMachine::plan(40).micro_batch_size(), 8);
   EXPECT_EQ(TwoPassMachine::plan(40).retained, 5);
   EXPECT_EQ(TwoPassMachine::plan(64).micro_batch_size(), kSamples);
+}
+
+TEST(Planner, KnowsWhereThereIsNothingToRehearse) {
+  Planner planner;
+  EXPECT_FALSE(planner.settled_for(TwoPassMachine::request(40)));
+  TwoPassMachine::settle(planner, 40);
+  Request again = TwoPassMachine::request(40);
+  EXPECT_TRUE(planner.settled_for(again));
+  again.baseline_bytes += 7;  // one step follows a plan that is not settled, the next rehearses
+  EXPECT_TRUE(planner.settled_for(again));
+  planner.begin(again);
+  EXPECT_FALSE(planner.settled_for(again));
+  for (const auto& change : std::vector<std::function<void(Request&)>>{
+           [](Request& request) { request.batch_size -= 1; },
+           [](Request& request) { request.budget_bytes += 1; },
+           [](Request& request) { request.signature += "!"; },
+           [](Request& request) { request.dims = {{3}}; }}) {
+    Request other = TwoPassMachine::request(40);
+    change(other);
+    EXPECT_FALSE(planner.settled_for(other));
+  }
+  TwoPassMachine::settle(planner, 40);
+  EXPECT_TRUE(planner.settled_for(again));
+  planner.ran_out_of_memory(1 << 20);
+  EXPECT_FALSE(planner.settled_for(again));
 }
 
 /// On a machine that others use as well, and where a first micro-batch of a size is slow.
