@@ -20,11 +20,14 @@ namespace {
 constexpr Py_ssize_t kMostItems = 16;  // of a container: a tokenizer's words are no state
 constexpr int kDeepest = 2;
 
-/// Its value is listed, or holds modules. The interpreter interns the names of attributes.
+/// Its value is listed, or holds modules. The interpreter interns the names of attributes, but for
+/// those of an object that comes out of a pickle.
 bool is_listed(PyObject* name) {
   static const std::array<PyObject*, 3> kNames{interned("_parameters"), interned("_buffers"),
                                                modules_name()};
-  return std::find(kNames.begin(), kNames.end(), name) != kNames.end();
+  return std::any_of(kNames.begin(), kNames.end(), [name](PyObject* known) {
+    return name == known || PyUnicode_Compare(name, known) == 0;
+  });
 }
 
 /// By its type: `isinstance` asks metaclasses, which costs a hundred times as much in each step.

@@ -24,4 +24,14 @@ at::Tensor join_rows(const std::vector<at::Tensor>& parts, int64_t dim, const st
   return at::cat(parts, dim);
 }
 
+void refuse_sparse(const Batch& outputs) {
+  for (size_t i = 0; i < outputs.leaves().size(); ++i) {
+    const at::Tensor& tensor = outputs.leaves()[i].tensor;
+    if (!tensor.defined() || tensor.layout() == at::kStrided) continue;
+    throw Unsupported("outputs" + outputs.structure()->leaf_name(i) +
+                      " is sparse, and cannot be joined from micro-batches; return it dense "
+                      "(to_dense()), and make it sparse behind the model");
+  }
+}
+
 }  // namespace infinitybatch

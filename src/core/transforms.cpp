@@ -45,4 +45,16 @@ void refuse_tangent(const std::string& name, const at::Tensor& tensor) {
                     "unpack the tensor with torch.autograd.forward_ad.unpack_dual");
 }
 
+void refuse_batched(const std::vector<at::Tensor>& gradients) {
+  constexpr c10::DispatchKeySet kBatched{c10::DispatchKey::Batched,
+                                         c10::DispatchKey::FuncTorchBatched};
+  for (const at::Tensor& gradient : gradients) {
+    if (!gradient.defined() || !gradient.key_set().has_any(kBatched)) continue;
+    throw Unsupported(
+        "backward is given many gradients at once, by vmap (is_grads_batched=True, "
+        "jacobian(vectorize=True)), which micro-batches cannot take; take one after the other, or "
+        "call the model itself, without infinitybatch");
+  }
+}
+
 }  // namespace infinitybatch

@@ -167,7 +167,7 @@ GraphBytes GraphMemory::bytes() const {
   for (const Memory& memory : memories_) {
     if (!memory.made || memory.gone) continue;
     if (const auto storage = memory.storage.lock()) {
-      bytes.stayed += static_cast<int64_t>(storage->nbytes());
+      bytes.stayed += compat::bytes_in(*storage);
     }
   }
   return bytes;

@@ -45,7 +45,7 @@ bool same_sample(const at::Tensor& a, const at::Tensor& b) {
 }  // namespace
 
 bool LeftTensors::Place::differs() const {
-  return replaced && !same_sample(first, last);
+  return later || (replaced && !same_sample(first, last));
 }
 
 void LeftTensors::add(const std::vector<NamedParameter>& tensors) {
@@ -56,11 +56,13 @@ void LeftTensors::add(const std::vector<NamedParameter>& tensors) {
     place.memory = each.tensor.storage().getWeakStorageImpl();
     std::tie(place.begin, place.end) = extent_of(each.tensor);
     place.replaced = !fresh;
+    place.later = place.later || (fresh && any_forward_);
     place.last = sample_of(each.tensor);
     if (fresh) place.first = place.last;
     place.identity = each.tensor.unsafeGetTensorImpl();
     place.has_graph = each.tensor.requires_grad() && !each.tensor.is_leaf();
   }
+  any_forward_ = true;
 }
 
 std::optional<LeftTensors::Left> LeftTensors::find(const at::Tensor& tensor) const {

@@ -157,7 +157,7 @@ bool MixingExperiment::unsure() const {
 
 bool MixingExperiment::awaits(Rows rows) const {
   return pending_ && !pending_->met_others && rows.size() != pending_->rows.size() &&
-         tape::may_count_rows(numbers(), pending_->rows.size());
+         tape::has_numbers(numbers());
 }
 
 void MixingExperiment::meet_others(int64_t rows, const Batch& inputs, const tape::Tape& tape,

@@ -3,6 +3,7 @@
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/join.hpp>
 #include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/execute/carried_state.hpp>
@@ -19,6 +20,7 @@
 namespace infinitybatch {
 
 std::vector<at::Tensor> stand_in_gradients(const Batch& outputs) {
+  refuse_sparse(outputs);
   std::vector<at::Tensor> gradients;
   for (const Leaf& leaf : outputs.leaves()) {
     const bool wanted = leaf.tensor.defined() && leaf.tensor.requires_grad();
@@ -33,6 +35,7 @@ at::Device WholeOutputs::device() const {
 }
 
 const Batch& WholeOutputs::add(Rows rows, const Batch& outputs) {
+  refuse_sparse(outputs);
   Part& part = parts_[rows.begin];
   part.rows = rows;
   part.wants_gradient.clear();

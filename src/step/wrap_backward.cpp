@@ -7,6 +7,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
+#include <infinitybatch/core/transforms.hpp>
 #include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/coupling_watch.hpp>
 #include <infinitybatch/tape/draws.hpp>
@@ -298,6 +299,7 @@ std::vector<at::Tensor> backward(WrappedCall& call, const std::vector<at::Tensor
         "create_graph=True through a wrapped model: its gradients have no graph of their own; call "
         "the inner model for this batch, or give a micro_batch_size as large as the batch");
   }
+  refuse_batched(gradients);
   for (const Version& version : call.input_versions) version.check();
   return with_state_put_back(call, [&] {
     if (!call.budget) return run(call, gradients);

@@ -496,7 +496,12 @@ Batch BudgetedForward::without_gradients(ForwardPass& pass) {
     if (piece->settled) return pass.run({piece->plan.micro_batch_sizes, 0}, total);
     const Perform perform = [&](const Instruction& instruction, Rows rows) {
       const Operation operation = instruction.operation;
-      if (operation == Operation::forward) pass.run(rows, total);
+      if (operation != Operation::forward) return;
+      if (rows.size() > 1 && pass.wants_another_size()) {
+        pass.run({rows.begin, rows.end - 1}, total);
+        rows.begin = rows.end - 1;
+      }
+      pass.run(rows, total);
     };
     planner().observe(*piece, infinitybatch::run(perform, nullptr, *piece, row, job_.device));
     row += piece->plan.batch_size;

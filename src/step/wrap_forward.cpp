@@ -5,6 +5,7 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/join.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/foreign_draws.hpp>
@@ -133,11 +134,7 @@ Batch ForwardPass::run(const Split& split, int64_t total) {
   for (size_t i = 0; i < sizes.size(); ++i) {
     run({row, row + sizes[i]}, total, i >= keep_from);
     row += sizes[i];
-    // A second size tells along which dimension outputs lie, and which buffers count samples.
-    const bool another =
-        i == 0 && one_size && sizes[0] > 1 &&
-        (is_ambiguous(outputs_[0], sizes[0], from_samples_, options_) || may_count());
-    if (another) {
+    if (i == 0 && one_size && wants_another_size()) {
       --sizes[1];
       sizes.insert(sizes.begin() + 2, 1);
       ++keep_from;  // as many rows as planned
@@ -363,6 +360,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
     }
   }
   if (recording_) note_graph(outputs, micro, first_node);
+  refuse_sparse(outputs);
   outputs_.push_back(detached(outputs));
   row_counts_.push_back(rows.size());
   if (recording_) {
@@ -391,6 +389,14 @@ bool ForwardPass::may_count() const {
   const tape::Tape* tape = experiment_->tape();
   if (known_ || !buffer_rule_.written()) return false;
   return buffer_rule_.rebound() || (tape != nullptr && tape::may_count(*tape));
+}
+
+bool ForwardPass::wants_another_size() const {
+  if (row_counts_.empty() || row_counts_.front() < 2) return false;
+  const bool one_size = std::all_of(row_counts_.begin(), row_counts_.end(),
+                                    [&](int64_t rows) { return rows == row_counts_.front(); });
+  return one_size &&
+         (is_ambiguous(outputs_[0], row_counts_[0], from_samples_, options_) || may_count());
 }
 
 void ForwardPass::note_sources(const tape::Tape& tape) {

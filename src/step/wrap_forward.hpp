@@ -53,6 +53,9 @@ class ForwardPass {
 
   /// One micro-batch: `finish` comes after the last.
   void run(Rows rows, int64_t total, bool keep = false);
+  /// Whether all micro-batches were of one length until now, and one of another would tell along
+  /// which dimension outputs lie, which of them stand once, or which buffers count samples.
+  bool wants_another_size() const;
   /// The outputs of all, with their node where they want a gradient.
   Batch finish();
   /// Whether micro-batches are joined; running out of memory then is no matter of their size.

@@ -30,7 +30,7 @@ void release_saved(const at::Tensor& tensor, uint64_t first, Nodes& seen) {
     if (dynamic_cast<torch::autograd::AccumulateGrad*>(node) != nullptr) return;
     if (seen.insert(node).second) open.push_back(node);
   };
-  visit(tensor.grad_fn().get());
+  visit(standing_node(tensor));
   while (!open.empty()) {
     torch::autograd::Node* node = open.back();
     open.pop_back();
@@ -74,13 +74,10 @@ class Histories {
     compat::NodePtr given;
   };
 
-  /// Whether nobody has written it since, which would give it another history. (The node of a view
-  /// whose base was written is made anew by whoever asks for it, which may be an error.)
+  /// Whether nobody has written it since, which would give it another history.
   static bool stands(const at::Tensor& tensor, const Entry& entry) {
     const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
-    if (meta == nullptr || meta->grad_fn_ != entry.given) return false;
-    const auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
-    return view == nullptr || !view->has_bw_view() || view->get_attr_version() == tensor._version();
+    return meta != nullptr && meta->grad_fn_ == entry.given && !is_stale_view(tensor);
   }
 
   std::vector<Entry> entries_;
@@ -252,7 +249,7 @@ void Program::begin_tail() {
     // Only what this forward made: a parameter, or what the caller holds, stays what it is.
     if (tensor.is_leaf() || values_[take.from.value].external >= 0) return;
     // A write into a view gives its base another node, which leads in front of the cut.
-    if (take.written && tensor.is_view()) return;
+    if ((take.written && tensor.is_view()) || is_stale_view(tensor)) return;
     taken.emplace_back(take, std::move(tensor));
   }
   const auto histories = std::make_shared<Histories>();

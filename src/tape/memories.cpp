@@ -19,7 +19,7 @@ Memory* Memories::add(const at::Tensor& tensor) {
   if (memory == nullptr) {
     memory = &all_.emplace_back(tensor.storage().getWeakStorageImpl());
     memory->resizable = storage->resizable();
-    memory->bytes = static_cast<int64_t>(storage->nbytes());
+    memory->bytes = compat::bytes_in(*storage);
   }
   return memory;
 }
@@ -33,7 +33,7 @@ bool Memories::inside_another(const at::Tensor& tensor) const {
   for (const auto& [other, memory] : memories_) {
     if (other == storage || !memory->made_here || memory->storage.expired()) continue;
     const auto* begin = static_cast<const char*>(other->data());
-    if (begin != nullptr && address >= begin && address < begin + other->nbytes()) return true;
+    if (begin != nullptr && address >= begin && address < begin + compat::bytes_in(*other)) return true;
   }
   return false;
 }

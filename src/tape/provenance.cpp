@@ -24,7 +24,34 @@ uint32_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
+/// What the new node of a stale view will lead to.
+const void* base_history(const torch::autograd::AutogradMeta& view) {
+  const auto& meta = static_cast<const torch::autograd::DifferentiableViewMeta&>(view);
+  const at::Tensor& base = meta.get_backward_view().base_;
+  const auto* base_meta = torch::autograd::impl::get_autograd_meta(base);
+  if (base_meta != nullptr && base_meta->grad_fn_) return base_meta->grad_fn_.get();
+  return base.unsafeGetTensorImpl();
+}
+
 }  // namespace
+
+bool is_stale_view(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta == nullptr || !meta->is_view_ || tensor.is_inference()) return false;
+  const auto* view = static_cast<const torch::autograd::DifferentiableViewMeta*>(meta);
+  return view->has_bw_view() && view->requires_grad() &&
+         view->get_attr_version() != version_of(tensor);
+}
+
+torch::autograd::Node* standing_node(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta == nullptr || is_stale_view(tensor) ? nullptr : meta->grad_fn_.get();
+}
+
+bool has_history(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta != nullptr && (meta->grad_fn_ != nullptr || is_stale_view(tensor));
+}
 
 Provenance Provenance::of(const at::Tensor& tensor) {
   Provenance here;
@@ -33,8 +60,8 @@ Provenance Provenance::of(const at::Tensor& tensor) {
   if (!tensor.is_inference()) here.version = version_of(tensor);
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
   if (meta == nullptr) return here;
-  // The node of a view may have to be made anew; any other is there.
-  here.node = meta->is_view_ ? tensor.grad_fn().get() : meta->grad_fn_.get();
+  here.stale = is_stale_view(tensor);
+  here.node = here.stale ? base_history(*meta) : meta->grad_fn_.get();
   here.output = meta->output_nr_;
   // A view asks its base as well.
   here.requires_grad =
@@ -44,7 +71,9 @@ Provenance Provenance::of(const at::Tensor& tensor) {
 
 const char* Provenance::difference(const Provenance& now) const {
   if (storage != now.storage) return "its memory was exchanged (`.data =`, `set_`)";
-  if (node != now.node || output != now.output) {
+  // Torch makes the node of a view anew when it is first used.
+  const bool made_anew = stale && !now.stale && version == now.version;
+  if (!made_anew && (node != now.node || output != now.output)) {
     return "its graph node was set by no recorded op (an autograd function)";
   }
   if (requires_grad != now.requires_grad) return "requires_grad was set on it";

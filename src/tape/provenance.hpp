@@ -14,7 +14,8 @@ namespace infinitybatch::tape {
 /// value's definition and its use, something happened in between that no dispatched op tells of: a
 /// C++ autograd function, `requires_grad_()`, `set_data`, a write past the dispatcher.
 struct Provenance {
-  const void* node = nullptr;  // its grad_fn
+  const void* node = nullptr;  // its grad_fn; of a stale view, its base's
+  bool stale = false;          // a view whose memory was written since its own node was made
   uint32_t output = 0;
   bool requires_grad = false;
   const c10::StorageImpl* storage = nullptr;
@@ -32,6 +33,17 @@ const char* strange(const at::Tensor& tensor);
 
 /// Storage of `tensor`; null where it has none (sparse).
 c10::StorageImpl* storage_of(const at::Tensor& tensor);
+
+/// Whether torch would have to make its node anew: it is a view, and its memory was written through
+/// another tensor, or without a graph. To ask for its `grad_fn` then may be an error that natively
+/// nobody meets, and takes a lock under which ops run.
+bool is_stale_view(const at::Tensor& tensor);
+
+/// The node that stands there, without making one anew; null for a stale view.
+torch::autograd::Node* standing_node(const at::Tensor& tensor);
+
+/// Whether anything has a graph behind it.
+bool has_history(const at::Tensor& tensor);
 
 /// Hooks that user code set on nodes of the graph behind `roots`; null where there are none. Those
 /// of leaves are left out.

@@ -24,17 +24,59 @@ constexpr std::array<Form, 6> kForms{
     [](double rows) { return 1 / (rows - 1); },
     [](double rows) { return 1 / std::sqrt(rows); },
 };
+// Numbers may have been tensors of single precision.
+constexpr double kPrecision = 1e-6;
 
-bool is_made_of(double number, Form form, int64_t rows) {
-  const double wanted = form(static_cast<double>(rows));
-  // Numbers may have been tensors of single precision.
-  return std::isfinite(wanted) && std::abs(std::abs(number) - wanted) <= 1e-6 * wanted;
+bool is_near(double number, double wanted) {
+  return std::isfinite(wanted) && std::abs(number - wanted) <= kPrecision * std::abs(wanted);
 }
 
 bool is_made_of(double number, int64_t rows) {
+  const auto count = static_cast<double>(rows);
   return number != 0 && std::abs(number) != 1 &&
-         std::any_of(kForms.begin(), kForms.end(),
-                     [&](const Form form) { return is_made_of(number, form, rows); });
+         std::any_of(kForms.begin(), kForms.end(), [&](const Form form) {
+           return is_near(std::abs(number), form(count));
+         });
+}
+
+/// The number of elements of something with a row for each sample, the count doubled or halved, or
+/// one more than it.
+bool is_made_of_multiple(double number, int64_t rows) {
+  const double size = std::abs(number);
+  const auto count = static_cast<double>(rows);
+  if (size > count && std::floor(size) == size && std::fmod(size, count) == 0) return true;
+  return std::any_of(kForms.begin(), kForms.end(), [&](const Form form) {
+    return is_near(size, form(2 * count)) || is_near(size, form(count / 2)) ||
+           is_near(size, form(count + 1));
+  });
+}
+
+/// Whether two numbers differ as the numbers of rows do that they were met with: as a power of
+/// them, by a number added, or by a reciprocal, root or logarithm of such a sum.
+bool follow_rows(double here, int64_t rows, double there, int64_t other_rows) {
+  if (here == there || !std::isfinite(here) || !std::isfinite(there)) return false;
+  if (here * there > 0) {
+    const double log_rows =
+        std::log(static_cast<double>(rows) / static_cast<double>(other_rows));
+    const double power = std::abs(std::log(here / there) / log_rows);
+    for (const double known : {0.25, 1.0 / 3, 0.5, 1.0, 1.5, 2.0}) {
+      if (std::abs(power - known) <= kPrecision / std::abs(log_rows)) return true;
+    }
+  }
+  constexpr std::array<Form, 5> kBack{
+      [](double number) { return number; },
+      [](double number) { return 1 / number; },
+      [](double number) { return number * number; },
+      [](double number) { return 1 / (number * number); },
+      [](double number) { return std::exp(number); },
+  };
+  const auto apart = static_cast<double>(std::abs(rows - other_rows));
+  return std::any_of(kBack.begin(), kBack.end(), [&](const Form back) {
+    const double a = back(here);
+    const double b = back(there);
+    const double doubt = kPrecision * std::max({std::abs(a), std::abs(b), 1.0});
+    return doubt < 0.01 && std::abs(std::abs(a - b) - apart) <= doubt;
+  });
 }
 
 /// Of what every other program has: 2 and its reciprocal, also the roots of 4 and 1 / 4.
@@ -42,7 +84,8 @@ bool is_common(double number) {
   return std::abs(number) == 2 || std::abs(number) == 0.5;
 }
 
-/// Arithmetic: not exponents, slopes and bounds.
+/// Arithmetic. Elsewhere numbers are exponents, slopes and bounds, and tensors of numbers choose
+/// rows.
 bool scales(const OpFacts& facts) {
   constexpr std::array<std::string_view, 15> kNames{
       "add",         "sub",          "subtract", "rsub",    "mul",  "multiply",  "div", "divide",
@@ -82,7 +125,7 @@ class Reader {
       const at::Tensor& tensor = external.tensor;
       if (!tensor.defined() || external.is_buffer || tensor.requires_grad()) continue;
       if (tensor.numel() != 1 || !tensor.device().is_cpu() || tensor.is_complex()) continue;
-      constants_[tape.memories[external.value]] = {tensor.item<double>()};
+      constants_[tape.memories[external.value]] = {nullptr, {tensor.item<double>()}};
     }
   }
 
@@ -94,23 +137,39 @@ class Reader {
       const Op& op = tape_.ops[i];
       if (op.facts == nullptr) {
         const auto& [value, content] = tape_.restores[restore++];
-        constants_[tape_.memories[value]] = numbers_in(content);
+        constants_[tape_.memories[value]] = {nullptr, numbers_in(content)};
         continue;
       }
       if (!flow_.meets(op)) {
         meet_constants(op);
         continue;
       }
-      if (leads[i] && scales(*op.facts)) given.push_back({op.facts, numbers_of(op)});
+      const bool arithmetic = scales(*op.facts);
+      if (leads[i]) given.push_back({op.facts, numbers_of(op, arithmetic), arithmetic});
       flow_.pass(op);
+    }
+    // Positions of samples among the outputs, say.
+    for (size_t i = 0; i < tape_.result_values.size() && i < outputs.size(); ++i) {
+      const ValueId value = tape_.result_values[i];
+      if (!outputs[i] || value == kNoValue) continue;
+      const auto made = constants_.find(tape_.memories[value]);
+      if (made == constants_.end() || made->second.facts == nullptr) continue;
+      given.push_back({made->second.facts, made->second.numbers, true});
     }
     return given;
   }
 
  private:
-  static constexpr int64_t kOneNumber = 8;  // bytes
+  static constexpr size_t kMost = 16;
 
-  std::vector<double> numbers_of(const Op& op) const {
+  /// What nothing of the samples has gone into.
+  struct Made {
+    const OpFacts* facts = nullptr;  // by which op; null where it was found
+    std::vector<double> numbers;     // it was made of
+  };
+
+  /// \param of_tensors those too that its arguments were made of
+  std::vector<double> numbers_of(const Op& op, bool of_tensors) const {
     std::vector<double> numbers;
     for (uint32_t i = op.arguments.begin; i < op.arguments.end; ++i) {
       const c10::IValue& argument = tape_.arguments[i];
@@ -120,30 +179,31 @@ class Reader {
       }
     }
     for_each_argument(tape_, op, [&](ValueId value, const Slot&) {
-      const auto constant = constants_.find(tape_.memories[value]);
-      if (constant == constants_.end()) return;
-      numbers.insert(numbers.end(), constant->second.begin(), constant->second.end());
+      const auto made = constants_.find(tape_.memories[value]);
+      if (!of_tensors || made == constants_.end()) return;
+      for (const double number : made->second.numbers) {
+        const bool known = std::find(numbers.begin(), numbers.end(), number) != numbers.end();
+        if (!known && numbers.size() < kMost) numbers.push_back(number);
+      }
     });
     return numbers;
   }
 
-  /// `torch.full((), n)`, `torch.tensor(n).sqrt()`: a number stands for what it was made of.
+  /// `torch.full((), n)`, `torch.tensor(n).sqrt()`, `table[torch.arange(n)]`: what it was made of
+  /// stands for it.
   void meet_constants(const Op& op) {
-    bool constant = true;
-    for_each_argument(tape_, op, [&](ValueId value, const Slot&) {
-      constant = constant && constants_.contains(tape_.memories[value]);
-    });
-    for (uint32_t o = op.outputs.begin; constant && o < op.outputs.end; ++o) {
+    std::vector<double> numbers = numbers_of(op, /*of_tensors=*/true);
+    if (numbers.empty()) return;
+    for (uint32_t o = op.outputs.begin; o < op.outputs.end; ++o) {
       const ValueId output = tape_.outputs[o];
       if (output == kNoValue || tape_.memories[output] == kNoMemory) continue;
-      const uint32_t memory = tape_.memories[output];
-      if (tape_.memory_bytes[memory] <= kOneNumber) constants_[memory] = numbers_of(op);
+      constants_[tape_.memories[output]] = {op.facts, numbers};
     }
   }
 
   const Tape& tape_;
   Flow flow_;
-  std::unordered_map<uint32_t, std::vector<double>> constants_;
+  std::unordered_map<uint32_t, Made> constants_;
 };
 
 }  // namespace
@@ -156,17 +216,25 @@ std::vector<GivenNumbers> numbers_for_samples(const Tape& tape, const Batch& inp
 
 bool may_count_rows(const std::vector<GivenNumbers>& given, int64_t rows) {
   return std::any_of(given.begin(), given.end(), [&](const GivenNumbers& op) {
-    return std::any_of(op.numbers.begin(), op.numbers.end(),
+    return op.arithmetic &&
+           std::any_of(op.numbers.begin(), op.numbers.end(),
                        [&](double number) { return is_made_of(number, rows); });
   });
 }
 
 bool likely_counts_rows(const std::vector<GivenNumbers>& given, int64_t rows) {
   return rows > 2 && std::any_of(given.begin(), given.end(), [&](const GivenNumbers& op) {
-           return std::any_of(op.numbers.begin(), op.numbers.end(), [&](double number) {
-             return !is_common(number) && is_made_of(number, rows);
-           });
+           return op.arithmetic &&
+                  std::any_of(op.numbers.begin(), op.numbers.end(), [&](double number) {
+                    return !is_common(number) &&
+                           (is_made_of(number, rows) || is_made_of_multiple(number, rows));
+                  });
          });
+}
+
+bool has_numbers(const std::vector<GivenNumbers>& given) {
+  return std::any_of(given.begin(), given.end(),
+                     [](const GivenNumbers& op) { return !op.numbers.empty(); });
 }
 
 std::optional<std::string> counts_rows(const std::vector<GivenNumbers>& here, int64_t rows,
@@ -174,14 +242,11 @@ std::optional<std::string> counts_rows(const std::vector<GivenNumbers>& here, in
   if (here.size() != there.size()) return std::nullopt;
   std::optional<std::string> found;
   for (size_t i = 0; i < here.size(); ++i) {
-    const auto& [facts, numbers] = here[i];
-    const auto& [other_facts, others] = there[i];
-    if (facts != other_facts || numbers.size() != others.size()) return std::nullopt;
+    const std::vector<double>& numbers = here[i].numbers;
+    const std::vector<double>& others = there[i].numbers;
+    if (here[i].facts != there[i].facts || numbers.size() != others.size()) return std::nullopt;
     for (size_t k = 0; k < numbers.size() && !found; ++k) {
-      const bool both = std::any_of(kForms.begin(), kForms.end(), [&](const Form form) {
-        return is_made_of(numbers[k], form, rows) && is_made_of(others[k], form, other_rows);
-      });
-      if (both && numbers[k] != others[k]) found = facts->name();
+      if (follow_rows(numbers[k], rows, others[k], other_rows)) found = here[i].facts->name();
     }
   }
   return found;

@@ -67,7 +67,7 @@ ValueId Program::find_external(const at::Tensor& tensor) {
     give_up("memory of this forward comes back under another tensor (`.data`, numpy())");
     return kNoValue;
   }
-  if (tensor.grad_fn()) {
+  if (has_history(tensor)) {
     give_up("a tensor with a history of its own comes from outside of the recorded ops");
     return kNoValue;
   }
@@ -153,7 +153,7 @@ void Program::before_write(const at::Tensor& tensor, ValueId value) {
 
 /// Whether it is neither made by this call, nor an input, nor a buffer.
 bool Program::outlives_call(const at::Tensor& tensor) {
-  if (tensor.grad_fn()) return false;
+  if (has_history(tensor)) return false;
   c10::StorageImpl* storage = storage_of(tensor);
   if (storage == nullptr) return false;
   for (const at::Tensor& buffer : held_buffers_) {
@@ -211,7 +211,7 @@ const char* Program::difference(const Value& value, const at::Tensor& now) {
 void Program::judge_write(const at::Tensor& tensor) {
   const Memory* memory = memories_.find(tensor);
   if (memory != nullptr && memory->made_here) return;
-  if (tensor.grad_fn()) return;  // made by this call: nothing else has a history
+  if (has_history(tensor)) return;  // made by this call: nothing else has a history
   if (memory != nullptr) {
     for (const ValueId alias : memory->values) {
       const int64_t index = values_[alias].external;

@@ -2,12 +2,13 @@
 
 import copy
 import math
+import random
 from collections.abc import Callable
 
 import infinitybatch as ib
 import pytest
 import torch
-from support import classification
+from support import Calls, classification, mlp
 from torch import nn
 from wrap_support import close, contrastive, grads
 
@@ -40,6 +41,11 @@ COUNTS = {
     "a full tensor": (lambda x: x / torch.full((), len(x)), "aten::div"),
     "a scale of each": (lambda x: x / torch.full_like(x, len(x)), "aten::full_like"),
     "alpha": (lambda x: torch.add(x, x.sin(), alpha=len(x)), "aten::add"),
+    "twice": (lambda x: x / (2 * len(x)), "aten::div"),
+    "elements": (lambda x: x / x.numel(), "aten::div"),
+    "one more": (lambda x: x / (len(x) + 1), "aten::div"),
+    "a row of it": (lambda x: x / torch.full((1, 5), len(x)), "aten::div"),
+    "positions": (lambda x: x * torch.arange(len(x))[:, None], "aten::mul"),
 }
 WAYS = [
     "streaming",
@@ -86,6 +92,38 @@ def test_a_count_is_named(count: str, way: str, size: int) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+# Seen where a recording of another length is there anyway: two of the twelve are left over. A
+# separable loss needs no recording of them.
+MADE_OF_COUNTS = {
+    "logarithm": (lambda x: x * math.log(len(x) + 1), "aten::mul"),
+    "fourth root": (lambda x: x / len(x) ** 0.25, "aten::div"),
+    "more": (lambda x: x + (len(x) + 3), "aten::add"),
+    "tenth": (lambda x: x * (0.1 * len(x)), "aten::mul"),
+    "exponent": (lambda x: x.abs() ** (1 / len(x)), "aten::pow"),
+    "slope": (lambda x: nn.functional.leaky_relu(x, 0.5 / len(x)), "aten::leaky_relu"),
+    "bounds": (lambda x: x.clamp(-0.2 / len(x), 0.2 / len(x)), "aten::clamp"),
+    "a table of positions": (
+        lambda x: x + torch.ones(20, 5).double().cumsum(0)[torch.arange(len(x))],
+        "aten::add",
+    ),
+}
+
+
+@pytest.mark.parametrize("count", MADE_OF_COUNTS)
+@pytest.mark.parametrize("way", ["coupled", "checkpoints", "wrap", "no gradients"])
+def test_what_two_lengths_tell(count: str, way: str) -> None:
+    scale, op = MADE_OF_COUNTS[count]
+    with pytest.raises(ib.CouplingError, match=rf"{op} is given a number that counts the samples"):
+        run(Scaled(scale), way, 5)
+
+
+def test_positions_among_the_outputs() -> None:
+    model = Calls(lambda self, x: (self.net(x), torch.arange(len(x))), net=mlp())
+    loss = ib.losses.coupled(lambda outputs: nn.functional.cross_entropy(outputs[0], outputs[1]))
+    with pytest.raises(ib.CouplingError, match="aten::arange is given a number"):
+        ib.VirtualBatch(model.double(), loss, micro_batch_size=2).backward(X[:5])
+
+
 # Cuts for memory are exact or not at all.
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "checkpoints"])
 def test_each_micro_batch_may_be_a_batch_of_its_own(way: str) -> None:
@@ -113,6 +151,9 @@ INNOCENT = {
     "half": lambda x: 0.5 * x * (1 + torch.tanh(x)),
     "positions": lambda x: x[torch.arange(len(x))] * 4,
     "sizes": lambda x: x.reshape(len(x), 1, 5).expand(len(x), 4, 5).mean(1) * 2,
+    "chance": lambda x: x * random.choice([1.0]) + 3.7,
+    "positions in a sequence": lambda x: x + torch.arange(5) * 0.1,
+    "zeros": lambda x: x + torch.zeros(len(x), 5).fill_(0.25),
 }
 
 

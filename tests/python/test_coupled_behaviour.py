@@ -503,3 +503,17 @@ def test_same_seed_gives_the_same_bits():
         torch.manual_seed(1)
         found.append(ours_coupled(model, value, inputs, None, micro_batch_size=4))
     assert same_bits(*found)
+
+
+@pytest.mark.parametrize("options", [dict(micro_batch_size=4), dict(memory_budget="64MiB")])
+def test_sparse_outputs_are_named(options):
+    x = torch.randn(11, 6).double()
+
+    def model():
+        return Calls(lambda self, x: (self.net(x), self.net(x).to_sparse()), net=nn.Linear(6, 8))
+
+    loss = ib.losses.coupled(lambda outputs: outputs[0].sum() + outputs[1].to_dense().sum())
+    with pytest.raises(ib.Unsupported, match=r"outputs\[1\] is sparse.*to_dense"):
+        ib.VirtualBatch(model().double(), loss, **options).backward(x)
+    with pytest.raises(ib.Unsupported, match=r"outputs\[1\] is sparse"):
+        ib.wrap(model().double(), **options)(x)

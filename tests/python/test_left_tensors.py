@@ -173,6 +173,20 @@ def test_wrap_tells_once_of_a_tensor_that_a_loss_could_read(norm):
     assert wrapped.last_report.strategy == ("cut" if norm else "replay")
 
 
+def test_wrap_tells_of_a_list_that_grows():
+    """Natively there is one auxiliary loss for each forward."""
+
+    def forward(self, x):
+        hidden = self.body(x)
+        self.losses.append(hidden.square().mean())
+        return self.head(hidden)
+
+    model = Calls(forward, body=nn.Linear(6, 6), head=nn.Linear(6, 5), losses=[]).double()
+    wrapped, told = notices(model, micro_batch_size=SIZE)
+    assert told and all(str(w.message).startswith("IB102") for w in told)
+    assert wrapped.last_report.left_on_module == ["losses[4]", "losses[5]"]  # of the second call
+
+
 def kept_output(self, x):
     self.out = self.head(x)
     return self.out

@@ -1,6 +1,7 @@
 """What a forward leaves behind: parameters that it writes, tensors in plain attributes of modules."""
 
 import copy
+import pickle
 from typing import Any
 
 import infinitybatch as ib
@@ -515,3 +516,17 @@ def test_a_remembered_input_that_is_read_is_state():
     model.given = torch.zeros(3, 6, dtype=torch.float64)
     with pytest.raises(ib.CouplingError, match="reads 'given'"):
         ib.VirtualBatch(model, CRITERION, micro_batch_size=3).backward(inputs, targets)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(8), nn.utils.spectral_norm(nn.Linear(8, 8))])
+def test_buffers_of_modules_that_come_out_of_a_pickle_are_buffers(layer):
+    """The names of their attributes are other strings than the interpreter's."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 4)).double()
+    model = pickle.loads(pickle.dumps(made))
+    native = copy.deepcopy(made)
+    x, y = torch.randn(10, 6).double(), torch.randint(4, (10,))
+    CRITERION(native(x), y).backward()
+    ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=3).backward(x, y)
+    for ours, theirs in zip(model.parameters(), native.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-10, atol=1e-14)

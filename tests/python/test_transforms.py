@@ -71,3 +71,16 @@ def test_tangents_of_parameters(way):
         model[0]._parameters["weight"] = dual
         with pytest.raises(ib.Unsupported, match="parameter '0.weight' carries a tangent"):
             module(x) if way == "wrap" else step.backward(x, torch.zeros_like(model(x)))
+
+
+@pytest.mark.parametrize("options", [dict(micro_batch_size=3), dict(memory_budget="64MiB")])
+def test_many_gradients_at_once(options):
+    module = make()
+    wrapped = ib.wrap(module, **options)
+    basis = torch.eye(4).double().repeat(3, 1)[None]
+    with pytest.raises(ib.Unsupported, match="is_grads_batched"):
+        torch.autograd.grad(wrapped(X), module.weight, basis, is_grads_batched=True)
+    with pytest.raises(ib.Unsupported, match="vectorize"):
+        torch.autograd.functional.jacobian(wrapped, X, vectorize=True)
+    wanted = torch.autograd.functional.jacobian(module, X)
+    assert torch.allclose(torch.autograd.functional.jacobian(wrapped, X), wanted)

@@ -406,3 +406,21 @@ def test_batches_of_other_sizes_and_copies():
             module.zero_grad(set_to_none=True)
             module(X[:n]).square().sum().backward()
             close([p.grad for p in module.parameters()], [p.grad for p in native.parameters()])
+
+
+@pytest.mark.parametrize("n", [10, 32, 64])
+def test_outputs_that_stand_once_in_training_and_evaluation_by_turns(n):
+    """The sizes that are tried without gradients are of one length in later calls, too."""
+
+    def forward(self, x):
+        return self.body(x), self.scale.exp()
+
+    model = Calls(forward, body=nn.Linear(6, 4), scale=nn.Parameter(torch.zeros(())))
+    wrapped = ib.wrap(model, memory_budget="512MiB")
+    for _ in range(6):
+        x = torch.randn(n, 6)
+        z, scale = wrapped(x)
+        (z.sum() * scale).backward()
+        with torch.no_grad():
+            z, scale = wrapped(x)
+        assert scale.dim() == 0 and torch.allclose(z, model.body(x), atol=1e-6)

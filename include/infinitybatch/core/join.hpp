@@ -1,5 +1,7 @@
 #pragma once
 
+#include <infinitybatch/core/batch.hpp>
+
 #include <ATen/core/TensorBody.h>
 
 #include <string>
@@ -13,5 +15,9 @@ namespace infinitybatch {
 /// \throws BatchError where the parts differ in another dimension (padded to their own longest
 /// sample)
 at::Tensor join_rows(const std::vector<at::Tensor>& parts, int64_t dim, const std::string& name);
+
+/// \throws Unsupported where one of these outputs of a micro-batch is sparse: what follows its rows
+/// cannot be told from its shape, nor its rows be taken
+void refuse_sparse(const Batch& outputs);
 
 }  // namespace infinitybatch

@@ -4,6 +4,7 @@
 // checked in one place. Checked by the whole test suite on 2.13, by its Python part on
 // 2.11 and 2.12.
 
+#include <c10/core/StorageImpl.h>
 #include <c10/core/impl/PyInterpreterHooks.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -41,6 +42,12 @@ struct Ownership<c10::intrusive_ptr<T>> {
   }
 };
 }  // namespace detail
+
+/// How much a storage holds; 0 where its size is a symbol (torch.compile is tracing).
+inline int64_t bytes_in(const c10::StorageImpl& storage) {
+  const c10::SymInt& bytes = storage.sym_nbytes();
+  return bytes.is_heap_allocated() ? 0 : bytes.as_int_unchecked();
+}
 
 /// The owning pointer to a graph node.
 using NodePtr = decltype(torch::autograd::Edge::function);

@@ -3,6 +3,7 @@
 #include <ATen/core/TensorBody.h>
 
 #include <string>
+#include <vector>
 
 namespace infinitybatch {
 
@@ -14,5 +15,9 @@ void refuse_transforms();
 
 /// \throws Unsupported where `tensor` carries a tangent of forward-mode AD
 void refuse_tangent(const std::string& name, const at::Tensor& tensor);
+
+/// \throws Unsupported where one of the gradients that backward is given stands for many, by vmap
+/// (`is_grads_batched`, `jacobian(vectorize=True)`)
+void refuse_batched(const std::vector<at::Tensor>& gradients);
 
 }  // namespace infinitybatch

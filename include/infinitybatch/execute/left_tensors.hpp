@@ -12,8 +12,8 @@
 namespace infinitybatch {
 
 /// What forwards of parts of a batch left in plain attributes of modules (an auxiliary loss,
-/// captured features), where whoever looks after the last of them finds that one's alone. Keeps
-/// none of their memory.
+/// captured features), where whoever looks after the last of them finds that one's alone, or in a
+/// list one of each. Keeps none of their memory.
 class LeftTensors {
  public:
   struct Left {
@@ -28,7 +28,10 @@ class LeftTensors {
   /// The attributes whose last tensor has a graph, where it is another one than before and none of
   /// `outputs`.
   std::vector<std::string> with_graph(const Batch& outputs) const;
-  void clear() { places_.clear(); }
+  void clear() {
+    places_.clear();
+    any_forward_ = false;
+  }
 
  private:
   struct Place {
@@ -41,11 +44,13 @@ class LeftTensors {
     at::Tensor last;
     const c10::TensorImpl* identity = nullptr;
     bool replaced = false;  // more than one forward left something
+    bool later = false;     // the first one did not: a list that grows
     bool has_graph = false;
     bool differs() const;
   };
 
   std::map<std::string, Place> places_;
+  bool any_forward_ = false;
 };
 
 }  // namespace infinitybatch

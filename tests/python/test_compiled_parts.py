@@ -1,0 +1,77 @@
+"""Modules that torch.compile has compiled, in part, met by micro-batches of several lengths: the
+compiler then traces with sizes that are symbols, while forward is recorded."""
+
+import copy
+
+import infinitybatch as ib
+import pytest
+import torch
+from torch import nn
+from wrap_support import close, contrastive, grads
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+
+
+def partly_compiled(**options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 4))
+    native = copy.deepcopy(net).double()
+    net = net.double()
+    net[1] = torch.compile(net[1], backend="eager", **options)
+    return net, native
+
+
+def gradients(model):
+    return {name.replace("_orig_mod.", ""): grad for name, grad in grads(model).items()}
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+@pytest.mark.parametrize("options", [dict(micro_batch_size=4), dict(memory_budget="64MiB")])
+def test_wrapped_by_batches_of_several_lengths(options, dynamic):
+    model, native = partly_compiled(dynamic=dynamic)
+    wrapped = ib.wrap(model, **options)
+    for n in (10, 9, 7):
+        x = torch.randn(n, 6).double()
+        model.zero_grad(set_to_none=True)
+        native.zero_grad(set_to_none=True)
+        contrastive(wrapped(x)).backward()
+        contrastive(native(x)).backward()
+        close(gradients(model), gradients(native))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(micro_batch_size=4),
+        dict(micro_batch_size=4, retained_micro_batches=2),
+        dict(micro_batch_size=4, retained_micro_batches=2, park="always", host_budget="16MiB"),
+        dict(memory_budget="64MiB"),
+    ],
+)
+def test_coupled_losses(options):
+    model, native = partly_compiled()
+    step = ib.VirtualBatch(model, ib.losses.coupled(contrastive), **options)
+    for n in (11, 10, 9):
+        x = torch.randn(n, 6).double()
+        model.zero_grad(set_to_none=True)
+        native.zero_grad(set_to_none=True)
+        step.backward(x)
+        contrastive(native(x)).backward()
+        close(gradients(model), gradients(native))
+
+
+def test_all_of_it_around_a_wrapped_module():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4)).double()
+    native = copy.deepcopy(model)
+    compiled = torch.compile(ib.wrap(model, micro_batch_size=4), backend="eager")
+    for n in (10, 9):
+        x = torch.randn(n, 6).double()
+        model.zero_grad(set_to_none=True)
+        native.zero_grad(set_to_none=True)
+        contrastive(compiled(x)).backward()
+        contrastive(native(x)).backward()
+        close(grads(model), grads(native))
