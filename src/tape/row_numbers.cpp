@@ -44,10 +44,11 @@ bool is_made_of(double number, int64_t rows) {
 bool is_made_of_multiple(double number, int64_t rows) {
   const double size = std::abs(number);
   const auto count = static_cast<double>(rows);
+  if (size == 0 || size == 1) return false;
   if (size > count && std::floor(size) == size && std::fmod(size, count) == 0) return true;
-  return std::any_of(kForms.begin(), kForms.end(), [&](const Form form) {
-    return is_near(size, form(2 * count)) || is_near(size, form(count / 2)) ||
-           is_near(size, form(count + 1));
+  const std::array<double, 3> made{2 * count, count / 2, count + 1};
+  return std::any_of(made.begin(), made.end(), [&](double wanted) {
+    return is_near(size, wanted) || is_near(size, 1 / wanted);
   });
 }
 
