@@ -6,6 +6,7 @@ import torch
 from torch import distributed, nn
 
 from . import _C, _options
+from ._face import Face, shared
 from ._model import ModelView
 from .errors import InvalidType, StateError
 
@@ -198,26 +199,20 @@ class _Agreement:
             )
 
 
-class Wrapped(nn.Module):
-    """What `wrap` returns: the face of the inner module, which is not registered as a child.
-
-    Whatever is asked of it or set on it that is not its own (its forward hooks are) is the inner
-    module's.
-    """
+class Wrapped(Face):
+    """What `wrap` returns: the face of the inner module, with a forward in micro-batches."""
 
     def __init__(
         self, model: nn.Module, options: dict[str, Any], agreement: _Agreement | None = None
     ) -> None:
-        own = self.__dict__
-        own["_inner"] = model
-        super().__init__()
-        own.update(_options=options, _agreement=agreement, **_shared(model))
+        super().__init__(model)
         view = ModelView(model, options["exact_coupling"])
 
         def forward(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             return model(*arguments, **keywords)
 
-        own["_step"] = _C.Wrap(model=view, forward=forward, agree=agreement, **options)
+        step = _C.Wrap(model=view, forward=forward, agree=agreement, **options)
+        self.__dict__.update(_options=options, _agreement=agreement, _step=step)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._agreement is not None:
@@ -229,91 +224,18 @@ class Wrapped(nn.Module):
         """What the last call did, and its backward so far; None before the first one."""
         return self._step.last_report()
 
-    @property
-    def training(self) -> bool:  # type: ignore[override]
-        return self._inner.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        # Set by nn.Module's constructor too, which must not wake what sleeps inside.
-        if "_step" in self.__dict__:
-            self._inner.training = mode
-
-    def train(self, mode: bool = True) -> "Wrapped":
-        self._inner.train(mode)
-        return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "Wrapped":
-        self._inner._apply(fn, recurse)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.load_state_dict(*args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self._inner._load_from_state_dict(*args)
-
     def extra_repr(self) -> str:
         given = ("micro_batch_size", "memory_budget")
         said = [f"{k}={self._options[k]!r}" for k in given if self._options[k] is not None]
         return ", ".join([type(self._inner).__name__, *said])
 
-    def __getattr__(self, name: str) -> Any:
-        inner = self.__dict__.get("_inner")
-        # Special methods are looked for by `copy` and `pickle`, which mean this object.
-        if inner is None or (name.startswith("__") and name.endswith("__")):
-            return super().__getattr__(name)
-        return getattr(inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = "_step" not in self.__dict__ or name in self.__dict__ or hasattr(Wrapped, name)
-        if own:
-            super().__setattr__(name, value)
-        else:
-            setattr(self._inner, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
-            super().__delattr__(name)
-        else:
-            delattr(self._inner, name)
-
-    # Of containers (Sequential, ModuleList): Python asks a class, not its objects, for these. A
-    # module that is none raises its own TypeError.
-    def __len__(self) -> int:
-        return len(self._inner)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return bool(self._inner)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._inner[index]  # type: ignore[index]
-
-    def __iter__(self) -> Any:
-        return iter(self._inner)  # type: ignore[call-overload]
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self._inner  # type: ignore[operator]
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._inner)})
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        made = {"_inner", "_options", "_agreement", "_step", *_shared(self._inner)}
+        made = {"_inner", "_options", "_agreement", "_step", *shared(self._inner)}
         own = {name: value for name, value in self.__dict__.items() if name not in made}
         return Wrapped, (self._inner, self._options), own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-
-
-def _shared(model: nn.Module) -> dict[str, Any]:
-    """The very dicts of `model`, so that both always hold the same tensors and modules."""
-    names = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-    return {name: getattr(model, name) for name in names}
 
 
 __all__ = ["Wrapped", "wrap"]

@@ -1,0 +1,118 @@
+"""A wrapped module is the face of the inner one: what that one has of its own is what runs."""
+
+import copy
+import pickle
+
+import infinitybatch as ib
+import pytest
+import torch
+from support import mlp
+from torch import nn
+from wrap_support import X, close
+
+
+class Own(nn.Module):
+    """Overrides what a module may: each call is noted."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head = nn.Linear(6, 8).double(), nn.Linear(8, 4).double()
+        self.calls = []
+        self.type = "own"
+
+    def forward(self, x):
+        return self.head(self.backbone(x).relu())
+
+    def parameters(self, recurse=True):
+        return self.head.parameters(recurse)
+
+    def requires_grad_(self, requires_grad=True):
+        self.head.requires_grad_(requires_grad)
+        return self
+
+    def zero_grad(self, set_to_none=True):
+        self.calls.append("zero_grad")
+        super().zero_grad(set_to_none)
+
+    def eval(self):
+        self.calls.append("eval")
+        return super().eval()
+
+    def to(self, *args, **kwargs):
+        self.calls.append("to")
+        return super().to(*args, **kwargs)
+
+    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+        self.calls.append("named_modules")
+        return super().named_modules(memo, prefix, remove_duplicate)
+
+    def frozen(self):
+        return self
+
+    def sizes(self):
+        return [p.numel() for p in self.backbone.parameters()]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_the_inner_class_overrides_runs(layers):
+    inner = Own()
+    wrapped = inner
+    for _ in range(layers):
+        wrapped = ib.wrap(wrapped, micro_batch_size=4)
+    assert len(list(wrapped.parameters())) == 2
+    assert wrapped.requires_grad_(False) is wrapped
+    assert inner.backbone.weight.requires_grad and not inner.head.weight.requires_grad
+    wrapped.zero_grad()
+    assert wrapped.eval() is wrapped and not inner.training
+    assert wrapped.to(torch.float32) is wrapped and inner.head.weight.dtype == torch.float32
+    assert inner.calls == ["zero_grad", "eval", "to"]
+    assert wrapped.float() is wrapped and wrapped.train() is wrapped and inner.training
+    assert wrapped.type == "own"
+    wrapped.type = "other"
+    assert inner.type == wrapped.type == "other"
+
+
+def test_among_modules_stands_the_wrapped_one():
+    wrapped = ib.wrap(Own(), micro_batch_size=4)
+    for module in (wrapped, ib.wrap(mlp(), micro_batch_size=4)):
+        assert next(module.modules()) is module and dict(module.named_modules())[""] is module
+        around = nn.Sequential(module)
+        assert list(around.modules())[1] is module
+    assert wrapped.calls
+    named = [name for name, _ in nn.Sequential(wrapped).named_modules()]
+    assert named == ["", "0", "0.backbone", "0.head"]
+
+
+def test_methods_that_return_the_module_return_the_wrapped_one():
+    wrapped = ib.wrap(Own(), micro_batch_size=4)
+    assert wrapped.frozen() is wrapped and wrapped.sizes() == [48, 8]
+    assert pickle.loads(pickle.dumps(wrapped.sizes))() == [48, 8]
+    outer = ib.wrap(wrapped, micro_batch_size=4)
+    assert outer.frozen() is outer
+
+
+def test_apply_sees_the_inner_module():
+    seen = []
+    inner = nn.Linear(6, 4)
+    wrapped = ib.wrap(inner, micro_batch_size=4)
+    assert wrapped.apply(seen.append) is wrapped
+    nn.Sequential(wrapped).apply(seen.append)
+    assert seen[:2] == [inner, inner]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_keep_what_is_overridden(copied):
+    wrapped = ib.wrap(Own(), micro_batch_size=4)
+    other = copied(wrapped)
+    other.zero_grad()
+    assert other.calls == ["zero_grad"] and wrapped.calls == []
+    assert other.frozen() is other and len(list(other.parameters())) == 2
+    close(other(X), wrapped(X))
+
+
+def test_what_is_set_on_the_inner_object_runs():
+    """As accelerate does with `to`."""
+    inner = mlp()
+    wrapped = ib.wrap(inner, micro_batch_size=4)
+    inner.to = lambda *_: "moved"
+    assert wrapped.to("cpu") == "moved"
