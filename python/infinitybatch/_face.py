@@ -56,6 +56,10 @@ class Face(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         self._inner._load_from_state_dict(*args)
 
+    def _register_load_state_dict_pre_hook(self, hook: Any, with_module: bool = False) -> Any:
+        # It would refer to the face: copies of the inner module alone would come upon it.
+        return self._inner._register_load_state_dict_pre_hook(hook, with_module)
+
     def _overridden(self, name: str) -> bool:
         """Whether the inner module has something of its own in place of nn.Module's `name`."""
         inner = self._inner
@@ -121,10 +125,22 @@ class Face(nn.Module):
         return sorted({*super().__dir__(), *dir(self._inner)})
 
 
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
 def shared(model: nn.Module) -> dict[str, Any]:
-    """The very dicts of `model`, so that both always hold the same tensors and modules."""
-    names = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-    return {name: getattr(model, name) for name in names}
+    """The very dicts of `model`, so that both always hold the same tensors, modules and hooks on
+    their state: a module that has the face as a child asks it for those that follow loading."""
+    return {name: getattr(model, name) for name in _SHARED}
 
 
 class _AsInner:

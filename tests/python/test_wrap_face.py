@@ -116,3 +116,43 @@ def test_what_is_set_on_the_inner_object_runs():
     wrapped = ib.wrap(inner, micro_batch_size=4)
     inner.to = lambda *_: "moved"
     assert wrapped.to("cpu") == "moved"
+
+
+def hooked(module, log):
+    module.register_state_dict_pre_hook(lambda *_: log.append("save"))
+    module.register_state_dict_post_hook(lambda *_: log.append("saved"))
+    module.register_load_state_dict_pre_hook(lambda *_: log.append("load"))
+    module.register_load_state_dict_post_hook(lambda *_: log.append("loaded"))
+    module._register_state_dict_hook(lambda *_: log.append("saved, private"))
+    module._register_load_state_dict_pre_hook(lambda *_: log.append("load, private"))
+    return module
+
+
+@pytest.mark.parametrize("child", [False, True])
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, copy.copy])
+def test_hooks_on_the_state_fire_once(child, copied):
+    def calls(make, on_inner):
+        log = []
+        inner = nn.Linear(6, 4)
+        if on_inner:
+            module = make(hooked(inner, log))
+        else:
+            module = hooked(make(inner), log)
+        for around in (module, make(module)):
+            around = nn.Sequential(copied(around)) if child else copied(around)
+            around.load_state_dict(around.state_dict())
+        return log
+
+    for on_inner in (False, True):
+        wanted = calls(lambda m: m, on_inner)
+        assert len(wanted) == 12
+        assert calls(lambda m: ib.wrap(m, micro_batch_size=4), on_inner) == wanted
+
+
+def test_copies_of_the_inner_module_know_hooks_set_on_the_wrapped_one():
+    log = []
+    inner = nn.Linear(6, 4)
+    hooked(ib.wrap(inner, micro_batch_size=4), log)
+    other = copy.deepcopy(inner)
+    other.load_state_dict(other.state_dict())
+    assert len(log) == 6
