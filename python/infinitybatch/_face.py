@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -33,6 +34,17 @@ class Face(nn.Module):
         # Set by nn.Module's constructor too, which must not wake what sleeps inside.
         if "_inner" in self.__dict__:
             self._inner.training = mode
+
+    @property
+    def _modules(self) -> dict[str, nn.Module | None]:  # type: ignore[override]
+        # Containers make another dict where one of theirs is deleted; C++ reads what stands here.
+        modules = self.__dict__["_modules"] = self._inner._modules
+        return modules
+
+    @_modules.setter
+    def _modules(self, modules: dict[str, nn.Module | None]) -> None:
+        if "_inner" in self.__dict__:
+            self._inner._modules = modules
 
     def train(self: FaceT, mode: bool = True) -> FaceT:
         self._inner.train(mode)
@@ -115,6 +127,30 @@ class Face(nn.Module):
     def __getitem__(self, index: Any) -> Any:
         return self._inner[index]  # type: ignore[index]
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._inner[index] = value  # type: ignore[index]
+
+    def __delitem__(self, index: Any) -> None:
+        del self._inner[index]  # type: ignore[attr-defined]
+
+    def __reversed__(self) -> Any:
+        return reversed(self._inner)  # type: ignore[call-overload]
+
+    def __add__(self, other: Any) -> Any:
+        return self._inner + _inside(other)  # type: ignore[operator]
+
+    def __iadd__(self, other: Any) -> Any:
+        return self._faced(operator.iadd(self._inner, _inside(other)))
+
+    def __mul__(self, count: Any) -> Any:
+        return self._inner * count  # type: ignore[operator]
+
+    def __rmul__(self, count: Any) -> Any:
+        return count * self._inner
+
+    def __imul__(self, count: Any) -> Any:
+        return self._faced(operator.imul(self._inner, count))
+
     def __iter__(self) -> Any:
         return iter(self._inner)  # type: ignore[call-overload]
 
@@ -123,6 +159,10 @@ class Face(nn.Module):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._inner)})
+
+
+def _inside(value: Any) -> Any:
+    return _inside(value._inner) if isinstance(value, Face) else value
 
 
 _SHARED = (

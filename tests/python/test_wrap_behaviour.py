@@ -447,15 +447,3 @@ def test_every_allocation_may_fail(make):
         break
     assert failures == n - 1 > 50
     close(grads(inner), wanted)
-
-
-def test_containers_are_containers():
-    model = mlp()
-    wrapped = ib.wrap(model, micro_batch_size=3)
-    assert len(wrapped) == len(model) and wrapped[0] is model[0] and wrapped[-1] is model[-1]
-    assert list(wrapped) == list(model) and model[0] in wrapped and bool(wrapped)
-    alone = ib.wrap(nn.Linear(3, 3), micro_batch_size=3)
-    assert bool(alone)
-    for asked in (len, iter, lambda module: module[0]):
-        with pytest.raises(TypeError):
-            asked(alone)
