@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree
 
 from ._C import Marked
+from ._mapping import Opened, opened
 
 
 def is_node(value: Any) -> bool:
@@ -19,28 +20,39 @@ def is_node(value: Any) -> bool:
     return len(leaves) != 1 or leaves[0] is not value
 
 
-def _opened(leaf: Any) -> Any:
-    """A leaf that holds more leaves, opened: a marked value, a mapping that is not registered."""
-    if isinstance(leaf, Marked):
-        return leaf.value
-    if isinstance(leaf, Mapping):
-        return dict(leaf)
-    return leaf
-
-
 def flatten(value: Any) -> tuple[list[Any], list[int], list[str], _pytree.TreeSpec]:
-    """The leaves of `value`, the dimension along which each is split, their names, the structure."""
+    """The leaves of `value`, the dimension along which each is split, their names, the structure.
+
+    A mapping of a class that is not registered keeps it where `_mapping` can make another one; but
+    one that is the whole value and no dict is a dict, for models are called with its items.
+    """
     leaves, spec = _pytree.tree_flatten(value)
     dims = [0] * len(leaves)
-    while any(isinstance(leaf, (Marked, Mapping)) for leaf in leaves):
-        opened_dims: list[int] = []
-        for leaf, dim in zip(leaves, dims, strict=True):
-            here = leaf.dim if isinstance(leaf, Marked) else dim
-            opened_dims += [here] * len(_pytree.tree_leaves(_opened(leaf)))
-        value = _pytree.tree_unflatten([_opened(leaf) for leaf in leaves], spec)
+    if any(isinstance(leaf, (Marked, Mapping)) for leaf in leaves):
+        value, dims = _open(value, 0, whole=True)
         leaves, spec = _pytree.tree_flatten(value)
-        dims = opened_dims
     return leaves, dims, _names(value, len(leaves)), spec
+
+
+def _open(value: Any, dim: int, whole: bool = False) -> tuple[Any, list[int]]:
+    """`value` with all leaves opened that hold more leaves (marked values, mappings that are not
+    registered), and the dimension along which each leaf is split."""
+    leaves, spec = _pytree.tree_flatten(value)
+    dims: list[int] = []
+    for i, leaf in enumerate(leaves):
+        here = whole and leaf is value
+        opened_dims = [dim]
+        if isinstance(leaf, Marked):
+            leaves[i], opened_dims = _open(leaf.value, leaf.dim, here)
+        elif isinstance(leaf, Mapping):
+            node = dict(leaf) if here and not isinstance(leaf, dict) else opened(leaf)
+            if isinstance(node, Opened):
+                node.children, opened_dims = _open(node.children, dim)
+            else:
+                node, opened_dims = _open(node, dim)
+            leaves[i] = node
+        dims += opened_dims
+    return _pytree.tree_unflatten(leaves, spec), dims
 
 
 def _names(value: Any, count: int) -> list[str]:
