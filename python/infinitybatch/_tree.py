@@ -67,6 +67,16 @@ def unflatten(leaves: list[Any], spec: _pytree.TreeSpec) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
 
 
+def are_empty(leaves: list[Any], dims: list[int]) -> bool:
+    """Whether there are tensors to split along `dims`, and all of them have no rows."""
+    split = [
+        leaf.shape[dim]
+        for leaf, dim in zip(leaves, dims, strict=True)
+        if isinstance(leaf, torch.Tensor) and 0 <= dim < leaf.ndim
+    ]
+    return bool(split) and not any(split)
+
+
 def as_tensor(value: Any, otherwise: Any = None) -> Any:
     """A NumPy array of numbers as a tensor on the same memory; `otherwise` for anything else."""
     numpy = sys.modules.get("numpy")

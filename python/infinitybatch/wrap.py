@@ -5,10 +5,10 @@ from typing import Any, Literal
 import torch
 from torch import distributed, nn
 
-from . import _C, _options
+from . import _C, _options, _tree
 from ._face import Face, shared
 from ._model import ModelView
-from .errors import InvalidType, StateError
+from .errors import BatchError, InvalidType, StateError
 
 
 def wrap(
@@ -217,7 +217,15 @@ class Wrapped(Face):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._agreement is not None:
             self._agreement.prepare(self._inner)
-        return self._step.forward(args, kwargs)
+        try:
+            return self._step.forward(args, kwargs)
+        except BatchError:
+            leaves, dims, _, spec = _tree.flatten((args, kwargs))
+            if torch.is_grad_enabled() or not _tree.are_empty(leaves, dims):
+                raise
+        # No rows are no micro-batch, but the last of a dataset may well have none.
+        args, kwargs = _tree.unflatten(leaves, spec)
+        return self._inner(*args, **kwargs)
 
     @property
     def last_report(self) -> _C.WrapReport | None:

@@ -156,3 +156,18 @@ def test_copies_of_the_inner_module_know_hooks_set_on_the_wrapped_one():
     other = copy.deepcopy(inner)
     other.load_state_dict(other.state_dict())
     assert len(log) == 6
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_empty_batch_without_gradients_is_run_natively(mode):
+    inner = mlp()
+    wrapped = ib.wrap(inner, micro_batch_size=4)
+    with mode():
+        assert wrapped(X[:0]).shape == (0, 5)
+        assert wrapped(input=ib.batch_dim(X[:0], 0)).shape == (0, 5)
+        with pytest.raises(ib.BatchError, match="nothing to split"):
+            wrapped(3)
+        with pytest.raises(ib.BatchError):
+            wrapped({"a": X[:0], "b": X})
+    with pytest.raises(ib.BatchError, match="empty"):
+        wrapped(X[:0])
