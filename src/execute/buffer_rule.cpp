@@ -66,6 +66,41 @@ void BufferRule::note_write(const at::Tensor& buffer) {
   }
 }
 
+void BufferRule::begin_loss() {
+  if (!exact_) return;  // they hold it already
+  const at::NoGradGuard no_grad;
+  for (Entry& entry : entries_) {
+    const at::Tensor& after = entry.settled.defined() ? entry.settled : entry.left;
+    if (!after.defined()) continue;
+    if (!entry.rebound && same_form(after, entry.tensor)) {
+      entry.tensor.variable_data().copy_(after);
+    } else {
+      entry.slot.set(after.clone());
+    }
+  }
+}
+
+void BufferRule::end_loss() {
+  if (!exact_) return;
+  const at::NoGradGuard no_grad;
+  for (Entry& entry : entries_) {
+    const at::Tensor now = entry.slot.get();
+    const at::Tensor& after = entry.settled.defined() ? entry.settled : entry.left;
+    const at::Tensor& before = after.defined() ? after : entry.initial;
+    // Values tell where versions do not: `.data`, batch_norm.
+    const bool strided = now.layout() == at::kStrided && before.layout() == at::kStrided;
+    const bool same = strided ? same_form(now, before) && at::equal(now, before)
+                              : now.is_same(entry.tensor) && now._version() == entry.version;
+    if (!same) {
+      entry.rebound = entry.rebound || !now.is_same(entry.tensor);
+      entry.left = now.detach().clone();
+      entry.settled.reset();
+      entry.left_by_loss = entry.written = true;
+    }
+    if (!same || after.defined()) restore_unseen(entry);
+  }
+}
+
 void BufferRule::begin_second_pass() {
   const at::NoGradGuard no_grad;
   second_pass_ = true;
@@ -88,9 +123,16 @@ void BufferRule::restore(Entry& entry) {
   entry.version = entry.tensor._version();
 }
 
+/// Without raising the version: where nothing was written, graphs of others stay valid.
+void BufferRule::restore_unseen(Entry& entry) {
+  if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
+  entry.tensor.variable_data().copy_(entry.initial);
+  entry.version = entry.tensor._version();
+}
+
 void BufferRule::settle(const at::Tensor& buffer, const at::Tensor& value) {
   for (Entry& entry : entries_) {
-    if (entry.tensor.is_same(buffer)) entry.settled = value;
+    if (entry.tensor.is_same(buffer) && !entry.left_by_loss) entry.settled = value;
   }
 }
 
@@ -136,16 +178,14 @@ void BufferRule::commit() {
 void BufferRule::roll_back() {
   const at::NoGradGuard no_grad;
   for (Entry& entry : entries_) {
-    if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
-    // Whatever the version says: batch_norm writes its running statistics without raising it. And
-    // without raising it here: where nothing was written, graphs of others stay valid.
-    entry.tensor.variable_data().copy_(entry.initial);
-    entry.version = entry.tensor._version();
+    // Whatever the version says: batch_norm writes its running statistics without raising it.
+    restore_unseen(entry);
     entry.written = false;
     entry.rebound = false;
     entry.left.reset();
     entry.disagree.reset();
     entry.settled.reset();
+    entry.left_by_loss = false;
   }
   first_ = true;
   second_pass_ = false;

@@ -282,7 +282,9 @@ void Executor::whole_loss() {
   coupled::RandomStreams* streams = cut_pass_ ? cut_pass_->streams() : nullptr;
   if (streams != nullptr) streams->settle();
   (whole_outputs_ ? *whole_outputs_ : two_pass_->outputs()).watch_attributes(state_);
+  buffers_.begin_loss();
   const at::Tensor value = whole_outputs_ ? whole_outputs_->loss(sinks_) : two_pass_->whole_loss();
+  buffers_.end_loss();
   if (streams != nullptr) streams->take();
   in_whole_loss_ = false;
   loss_known_ = true;

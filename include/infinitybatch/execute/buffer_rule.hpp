@@ -26,6 +26,13 @@ class BufferRule {
   /// A tape has this buffer written, perhaps without a new version and with the values that it had.
   void note_write(const at::Tensor& buffer);
 
+  /// A loss of all outputs is about to run: it finds what forward over the whole batch leaves.
+  void begin_loss();
+
+  /// It has run. What it wrote is what the step leaves; forwards that run again find what they
+  /// found the first time, and graphs that are kept stay valid.
+  void end_loss();
+
   /// From now on micro-batches run for the second time: what they leave in the buffers is undone.
   void begin_second_pass();
 
@@ -53,13 +60,15 @@ class BufferRule {
     at::Tensor initial;  // a copy of its values
     uint32_t version = 0;
     bool written = false;
-    bool rebound = false;  // another tensor was put into the slot
-    at::Tensor left;       // what the first micro-batch left; undefined before
-    at::Tensor disagree;   // 0-dimensional bool on the buffer's device
-    at::Tensor settled;    // by an op of the whole batch
+    bool rebound = false;       // another tensor was put into the slot
+    at::Tensor left;            // what the first micro-batch left; undefined before
+    at::Tensor disagree;        // 0-dimensional bool on the buffer's device
+    at::Tensor settled;         // by an op of the whole batch
+    bool left_by_loss = false;  // which saw what forward left, and has the last word
   };
   static bool silently_written(const Entry& entry);
   static void restore(Entry& entry);
+  static void restore_unseen(Entry& entry);
 
   std::vector<Entry> entries_;
   bool exact_;
