@@ -1,6 +1,7 @@
 """Losses that see the outputs of the whole logical batch."""
 
 import inspect
+import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,16 +17,26 @@ _told: set[str] = set()
 
 
 def make(value: Callable[..., torch.Tensor], device: torch.device | None = None) -> CoupledLoss:
-    """`value(outputs, targets)` as a loss; `value(outputs)` where it takes one argument only."""
-    return _coupled(value if not _takes_outputs_only(value) else lambda o, _: value(o), device)
+    """`value(outputs, targets)` as a loss; `value(outputs)` where it takes one argument only, or
+    needs only one and there are no targets: parameters with defaults are the user's options."""
+    needed, taken = _positional(value)
+
+    def call(outputs: Any, targets: Any) -> torch.Tensor:
+        alone = taken == 1 or (targets is None and needed < 2)
+        return value(outputs) if alone else value(outputs, targets)
+
+    return _coupled(call, device)
 
 
 def make_criterion(criterion: Callable[..., torch.Tensor]) -> CoupledLoss:
     """Called as torch.nn's criteria are: criterion(*outputs, *targets) where either is a tuple."""
+    needed, _ = _positional(criterion)
 
     def value(outputs: Any, targets: Any) -> torch.Tensor:
         left = outputs if isinstance(outputs, tuple) else (outputs,)
         right = targets if isinstance(targets, tuple) else (targets,)
+        if targets is None and needed <= len(left):
+            right = ()
         return criterion(*left, *right)
 
     return _coupled(value, None)
@@ -55,12 +66,19 @@ def _first_frame_outside() -> int:
     return level
 
 
-def _takes_outputs_only(value: Callable[..., Any]) -> bool:
+def _positional(value: Callable[..., Any]) -> tuple[int, float]:
+    """How many positional arguments it needs, and how many it takes at most."""
     called = value.forward if isinstance(value, torch.nn.Module) else value
     try:
         parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):  # some built-in functions do not tell
-        return False
+        return 0, math.inf
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return False
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 1
+        taken = math.inf
+    else:
+        taken = sum(p.kind in _POSITIONAL for p in parameters)
+    needed = sum(p.kind in _POSITIONAL and p.default is p.empty for p in parameters)
+    return needed, taken
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

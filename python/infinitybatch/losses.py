@@ -172,7 +172,9 @@ def coupled(
     Args:
         value: `value(outputs, targets)`, or `value(outputs)`, gives the loss of the whole batch, a
             tensor of one number. It may use parameters of its own (a temperature): they get their
-            gradient once, where the optimizer has them. It may change outputs in place.
+            gradient once, where the optimizer has them. It may change outputs in place. Without
+            targets it is called as `value(outputs)` unless it needs a second argument, which is
+            None then: parameters with defaults keep them.
         loss_device: where outputs are assembled and the loss is computed, "cpu" included. None:
             where the model is.
 
