@@ -247,9 +247,10 @@ void Executor::forward(Rows rows) {
   const coupled::PartOfBatch part_of_batch(facts);
   const coupled::CouplingWatch::Scope watching(watch_);
   const std::vector<uint32_t> before = versions_of(inputs_);
-  const bool watched = job_.match_native_rng && !cut_pass_ && rows.size() < job_.batch_size();
-  const coupled::ForeignDraws foreign(watched);
   const bool part = rows.size() < job_.batch_size();
+  // Streams give each micro-batch the numbers of the whole batch.
+  const bool streams = cut_pass_ && cut_pass_->streams() != nullptr;
+  const coupled::ForeignDraws foreign(job_.match_native_rng && !streams && part);
   {
     const CarriedState::Scope stateful(job_.exact_coupling ? state_at_work_ : nullptr, part);
     outputs_ = job_.model->forward(inputs_);

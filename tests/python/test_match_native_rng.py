@@ -502,3 +502,16 @@ def test_several_micro_batches_in_segments(which: str, park: str) -> None:
     inputs, targets = torch.randn(24, 8, dtype=torch.float64), torch.randint(3, (24,))
     options = {"micro_batch_size": 5, "checkpoint_segments": 3, "park": park}
     assert assert_native(model, inputs, targets, which, **options).strategy == "checkpoint"
+
+
+@pytest.mark.parametrize("which", LOSSES)
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_numbers_of_python_and_numpy_alone_beside_cuts_for_memory(draw, which):
+    """No op of torch's tells that forward draws."""
+    model = Calls(
+        lambda self, x: self.last(self.first(x * float(draw())).tanh()),
+        first=nn.Linear(6, 6),
+        last=nn.Linear(6, 5),
+    ).double()
+    inputs, targets = classification(11)
+    assert_native(model, inputs, targets, which, micro_batch_size=4, checkpoint_segments=2)
