@@ -39,6 +39,7 @@ const Batch& WholeOutputs::add(Rows rows, const Batch& outputs) {
   Part& part = parts_[rows.begin];
   part.rows = rows;
   part.wants_gradient.clear();
+  shared_.meet(outputs, /*sure=*/rows.size() > 1 || rows.size() == job_.batch_size());
   std::vector<Leaf> leaves = outputs.leaves();
   for (Leaf& leaf : leaves) {
     part.wants_gradient.push_back(leaf.tensor.defined() && leaf.tensor.requires_grad());
@@ -98,6 +99,9 @@ void WholeOutputs::assemble() {
   check_plain_leaves(outputs, row_counts, /*other_sizes=*/known);
   whole_ = known ? join(std::move(outputs), row_counts, *job_.output_law, expected_)
                  : concatenate(std::move(outputs), row_counts, "outputs");
+  for (size_t i = 0; i < whole_.leaves().size(); ++i) {
+    whole_.leaves()[i].tensor = whole_.leaves()[shared_.first_of(i)].tensor;
+  }
   if (job_.keep_outputs) left_ = whole_;
 }
 
@@ -203,6 +207,19 @@ void WholeOutputs::check_read(const at::Tensor& tensor, uint64_t loss_begins) co
       "micro-batch");
 }
 
+/// Replays are compared with what the model gave.
+void WholeOutputs::copy_before_write(size_t leaf) {
+  if (shared_.overlaps(leaf)) {
+    throw Unsupported("the loss writes outputs[" + std::to_string(leaf) +
+                      "] in place, and another output lies in the same memory: natively both would "
+                      "change. Write a copy of it (x = x.clone()), or return one of them and take "
+                      "the other from it in the loss");
+  }
+  const at::NoGradGuard no_grad;
+  at::Tensor& kept = whole_.leaves()[leaf].tensor;
+  kept = kept.clone();
+}
+
 at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
   const uint64_t loss_begins = at::sequence_number::peek();
   std::vector<Leaf> leaves = whole_.leaves();
@@ -211,14 +228,14 @@ at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
   for (size_t i = 0; i < leaves.size(); ++i) {
     at::Tensor& tensor = leaves[i].tensor;
     watched.push_back(tensor);
-    if (wants_gradient_[i]) tensor = handed(tensor, wanted);
+    if (shared_.first_of(i) != i) {
+      tensor = leaves[shared_.first_of(i)].tensor;
+    } else if (wants_gradient_[i]) {
+      tensor = handed(tensor, wanted);
+    }
   }
   const auto read = [&](const at::Tensor& tensor) { check_read(tensor, loss_begins); };
-  const auto write = [this](size_t leaf) {
-    const at::NoGradGuard no_grad;
-    at::Tensor& kept = whole_.leaves()[leaf].tensor;
-    kept = kept.clone();
-  };
+  const auto write = [this](size_t leaf) { copy_before_write(leaf); };
   const LossWatch watch(watched, write, read);
   watched.clear();
   const Batch targets = job_.targets->rows(0, job_.batch_size());
@@ -238,8 +255,9 @@ at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
   auto leaf = wanted.begin();
   const OutputLaw* law = job_.output_law;
   for (size_t i = 0; i < wants_gradient_.size(); ++i) {
-    gradients_.push_back(wants_gradient_[i] ? (leaf++)->grad() : at::Tensor());
-    read_.push_back(gradients_[i].defined());
+    const size_t first = shared_.first_of(i);  // has the gradient of all
+    gradients_.push_back(wants_gradient_[i] && first == i ? (leaf++)->grad() : at::Tensor());
+    read_.push_back(gradients_[first].defined());
     const bool compares =
         parts_.size() > 1 && law != nullptr && law->fits(whole_) && law->leaves[i].compares;
     if (compares && gradients_[i].defined()) refuse_compared(whole_, i);

@@ -148,3 +148,66 @@ def test_the_copy_counts_against_the_budget():
     step = ib.VirtualBatch(model, ib.losses.coupled(loss), memory_budget=budget)
     with pytest.raises(ib.BudgetExceeded):
         step.backward(x)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a part": lambda h: (h, h[:, :2]),
+    "crossing": lambda h: (h[:, :3], h[:, 2:]),
+    "alias": lambda h: (h, h.view_as(h)),
+}
+
+
+def writes_first(outputs: Any, _: Any = None) -> torch.Tensor:
+    first, second = outputs
+    first.mul_(2)
+    return contrastive(first) + second.pow(2).sum()
+
+
+def reads_both(outputs: Any, _: Any = None) -> torch.Tensor:
+    first, second = outputs
+    return contrastive(first) + second.pow(2).sum()
+
+
+def returns(view: Callable[[torch.Tensor], Any]) -> nn.Module:
+    return Calls(lambda self, x: view(self.net(x)), net=mlp()).double()
+
+
+def as_native(model: nn.Module, loss: Callable[..., torch.Tensor], **options: Any) -> None:
+    native = copy.deepcopy(model)
+    wanted = native(X)
+    value = loss(wanted)
+    value.backward()
+    step = ib.VirtualBatch(model, ib.losses.coupled(loss), keep_outputs=True, **options)
+    report = step.backward(X)
+    close(grads(model), grads(native))
+    close(report.outputs, wanted)
+    close(report.loss, value)
+
+
+@pytest.mark.parametrize("loss", [writes_first, reads_both])
+@pytest.mark.parametrize("way", [*WAYS, "static", "parked"])
+def test_an_output_that_is_returned_twice(way, loss):
+    parked = {"micro_batch_size": 4, "park": "always", "host_budget": "16MiB"}
+    more = {"static": {"micro_batch_size": 4, "static_graph": True}, "parked": parked}
+    as_native(returns(lambda h: (h, h)), loss, **{**WAYS, **more}[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("view", VIEWS)
+def test_outputs_that_share_memory_are_read_and_not_written(view, way):
+    model = returns(VIEWS[view])
+    as_native(model, reads_both, **WAYS[way])
+    with pytest.raises(ib.Unsupported, match=r"clone\(\)"):
+        ib.VirtualBatch(model, ib.losses.coupled(writes_first), **WAYS[way]).backward(X)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_of_one_tensor_that_do_not_meet_may_be_written(way):
+    as_native(returns(lambda h: (h[:, :3], h[:, 3:])), writes_first, **WAYS[way])
+    as_native(returns(lambda h: (h[:, ::2], h[:, 1::2])), writes_first, **WAYS[way])
+
+
+def test_a_copy_that_single_rows_do_not_need():
+    """`contiguous` gives one row of a transposed tensor itself."""
+    model = returns(lambda h: (h, h[:, :, None].expand(-1, -1, 2).transpose(0, 1).contiguous()))
+    as_native(model, lambda o, _=None: contrastive(o[0].mul_(2)) + o[1].sum(), micro_batch_size=4)

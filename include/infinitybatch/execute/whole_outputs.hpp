@@ -3,6 +3,7 @@
 #include <infinitybatch/autograd/gradient_sinks.hpp>
 #include <infinitybatch/core/row_range.hpp>
 #include <infinitybatch/execute/job.hpp>
+#include <infinitybatch/execute/shared_outputs.hpp>
 #include <infinitybatch/execute/waiting_room.hpp>
 
 #include <ATen/SequenceNumber.h>
@@ -25,9 +26,10 @@ std::vector<at::Tensor> stand_in_gradients(const Batch& outputs);
 ///
 /// Outputs of a second forward are compared bit for bit with those that the first one gave, on the
 /// device and without waiting for it. The loss may change in place what it is given, as natively:
-/// where it is about to, what is compared is copied first. A tensor that a forward made and that
-/// the loss reads past the outputs (an auxiliary loss on the module, features that a hook captured)
-/// is one micro-batch's alone: it is refused where there are several.
+/// where it is about to, what is compared is copied first. Outputs that are one tensor are one
+/// tensor here, too; of others that share memory none can be written. A tensor that a forward made
+/// and that the loss reads past the outputs (an auxiliary loss on the module, features that a hook
+/// captured) is one micro-batch's alone: it is refused where there are several.
 ///
 /// With `Job::store`, and a loss that is computed on the model's device, they wait there: outputs
 /// until the loss, and then, micro-batch by micro-batch, what its second forward is compared with
@@ -51,7 +53,9 @@ class WholeOutputs {
   /// own parameters go to the sinks.
   /// \throws BatchError where outputs cannot be joined, or the loss uses what compares the samples
   ///         of a micro-batch
-  /// \throws Unsupported where it reads another tensor that a forward of a part of the batch made
+  /// \throws Unsupported where it reads another tensor that a forward of a part of the batch made,
+  /// or
+  ///         writes an output whose memory another one shares
   at::Tensor loss(autograd::GradientSinks& sinks);
 
   /// With `Job::store`: what waits of these rows begins to leave the device, has left, is there
@@ -92,6 +96,7 @@ class WholeOutputs {
   };
   void assemble();
   void check_read(const at::Tensor& tensor, uint64_t loss_begins) const;
+  void copy_before_write(size_t leaf);
   at::Tensor compute(autograd::GradientSinks& sinks);
   void disperse();
   Batch seen(Part& part);
@@ -118,6 +123,7 @@ class WholeOutputs {
   std::vector<bool> from_samples_;    // the same; empty where nobody needs to know
   std::optional<std::string> why_;
   std::optional<std::string> collective_;
+  SharedOutputs shared_;               // by what micro-batches gave
   std::vector<bool> read_;             // of each leaf of `whole_`: by the loss
   std::vector<bool> wants_gradient_;   // of each leaf of `whole_`
   std::vector<at::Tensor> gradients_;  // of each leaf of `whole_`; undefined where none is wanted
