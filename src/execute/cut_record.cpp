@@ -8,7 +8,9 @@
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/coupled/random_draw.hpp>
 #include <infinitybatch/execute/outside_loss.hpp>
+#include <infinitybatch/tape/arguments.hpp>
 #include <infinitybatch/tape/recorder.hpp>
+#include <infinitybatch/tape/sample_flow.hpp>
 
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
@@ -16,6 +18,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <string>
 
 namespace infinitybatch {
@@ -47,6 +50,23 @@ void check_seen(const tape::Tape& tape, const coupled::CouplingWatch& watch) {
   for (const auto& [op, count] : hidden) {
     if (count > 0) refuse(op, "it runs inside of another op, where it cannot be cut");
   }
+}
+
+/// Whether Python reads a number out of a buffer.
+bool reads_buffers(const tape::Tape& tape) {
+  std::set<uint32_t> buffers;
+  for (const tape::External& external : tape.externals) {
+    if (external.is_buffer) buffers.insert(tape.memories[external.value]);
+  }
+  buffers.erase(tape::kNoMemory);
+  bool reads = false;
+  for (const tape::Op& op : tape.ops) {
+    if (op.facts == nullptr || !op.reads_values) continue;
+    tape::for_each_argument(tape, op, [&](tape::ValueId value, const tape::Slot&) {
+      reads = reads || buffers.contains(tape.memories[value]);
+    });
+  }
+  return reads;
 }
 
 /// A number that the program holds as a tensor.
@@ -145,6 +165,7 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
            "shared leaf), which the whole batch has once");
   }
   const tape::Tape whole = check ? recorded->tape : tape::Tape();
+  const bool counts = job_.static_tapes != nullptr && reads_buffers(recorded->tape);
   tape::trim(recorded->tape);
   const std::vector<uint32_t> ops = coupled::whole_batch_ops(recorded->tape);
   std::vector<uint32_t> beside;
@@ -163,16 +184,35 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
     const tape::Tape again = record_tape(inputs, watch, forward, /*disturbed=*/true, nullptr);
     after.restore();
     if (const auto found = tape::difference(whole, again)) {
+      if (!warm_ && tape::same_of_samples(whole, again, inputs)) {
+        warm_ = true;
+        before.restore();
+        return record_anew(rows, inputs, watch, forward, elsewhere);
+      }
       refuse(name_of(watch, whole),
              "forward took another way when its result was another (" + *found +
                  "), so it reads values before the whole batch has been there");
     }
   }
-  if (job_.static_tapes != nullptr) confirm(rows, recorded);
+  // Such numbers are others in each step (BatchNorm's with momentum=None), so that every
+  // micro-batch is recorded.
+  if (job_.static_tapes != nullptr && !counts) confirm(rows, recorded);
   for (Leaf& leaf : outputs.leaves()) {
     if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.detach();
   }
   return outputs;
+}
+
+/// Forward's first call made what later ones find (a table, a mask): none of the micro-batches that
+/// follow would run its program.
+Batch CutPass::record_anew(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
+                           const std::function<Batch()>& forward, const Elsewhere& elsewhere) {
+  buffers_.end_micro_batch();
+  parts_.erase(rows.begin);
+  ops_.clear();
+  if (job_.draw_laws != nullptr) *job_.draw_laws = {};
+  checked_ = false;
+  return record(rows, inputs, watch, forward, elsewhere);
 }
 
 /// Every micro-batch finds the step's own buffers, and mostly the same numbers in its program: one

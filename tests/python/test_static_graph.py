@@ -122,15 +122,6 @@ def test_a_forward_that_is_not_static_is_named():
             batch.backward(inputs, targets)
 
 
-def test_a_momentum_that_changes_from_step_to_step_is_named():
-    model = make("momentum None")
-    inputs, targets = images(8)
-    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=8, static_graph=True)
-    with pytest.raises(ib.Unsupported, match="aten::batch_norm with other numbers"):
-        for _ in range(3):
-            batch.backward(inputs, targets)
-
-
 def test_values_of_the_data_are_named():
     def forward(self, x):
         return self.net(x * float(x.abs().max()))
@@ -182,3 +173,23 @@ def test_misuse():
         )
     with pytest.raises(ib.InvalidArgument, match="use_tapes"):
         ib.VirtualBatch(mlp(), nn.CrossEntropyLoss(), static_graph=True, use_tapes=False)
+
+
+@pytest.mark.parametrize("n", [9, 11])
+@pytest.mark.parametrize("which", LOSSES)
+def test_a_momentum_that_counts_steps(which, n):
+    """Python reads it from a buffer, so that no step's number is that of the next."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 5))
+    twin = copy.deepcopy(model.double())
+    loss = LOSSES[which]
+    batch = ib.VirtualBatch(model, ours_of(loss), micro_batch_size=3, static_graph=True)
+    for _ in range(4):
+        inputs, targets = classification(n)
+        for m in (model, twin):
+            m.zero_grad()
+        batch.backward(inputs, targets)
+        loss(twin(inputs), targets).backward()
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+        for a, b in zip(model.buffers(), twin.buffers(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)

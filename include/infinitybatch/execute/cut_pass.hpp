@@ -135,6 +135,8 @@ class CutPass {
 
   tape::Tape record_tape(const Batch& inputs, coupled::CouplingWatch& watch,
                          const std::function<Batch()>& forward, bool disturbed, Batch* outputs);
+  Batch record_anew(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
+                    const std::function<Batch()>& forward, const Elsewhere& elsewhere);
   void begin(Part& part, std::shared_ptr<const Recorded> recorded);
   bool draws(const coupled::CouplingWatch& watch) const;
   void rewind_random() const;
@@ -199,6 +201,7 @@ class CutPass {
   std::vector<std::unique_ptr<coupled::WholeBatchOp>> ops_;  // in front of segments 1, 2, …
   coupled::SettledBuffers settled_;
   bool checked_ = false;
+  bool warm_ = false;                    // the first recording was thrown away, see `record_anew`
   std::map<int64_t, Batch> to_compare_;  // outputs of recordings that no replay confirmed yet
   std::shared_ptr<coupled::RandomStreams> streams_;
   std::optional<RngSnapshot> foreign_;  // Python's and NumPy's numbers, as the step found them

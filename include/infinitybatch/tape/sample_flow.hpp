@@ -14,4 +14,8 @@ namespace infinitybatch::tape {
 /// \param inputs of the recording, without their tensors maybe; shared leaves hold no samples
 std::vector<bool> from_samples(const Tape& tape, const Batch& inputs);
 
+/// Whether two recordings of the same micro-batch do the same with the samples, op by op: they may
+/// differ in what forward makes of nothing but constants and parameters (a table that it keeps).
+bool same_of_samples(const Tape& a, const Tape& b, const Batch& inputs);
+
 }  // namespace infinitybatch::tape
