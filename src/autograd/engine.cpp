@@ -1,5 +1,6 @@
 #include <infinitybatch/autograd/engine.hpp>
 
+#include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/unwatched.hpp>
 
@@ -10,6 +11,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
+#include <string>
 #include <vector>
 
 namespace infinitybatch::autograd {
@@ -102,6 +104,21 @@ void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Te
   edges.reserve(roots.size());
   for (const at::Tensor& root : roots) edges.push_back(torch::autograd::impl::gradient_edge(root));
   execute_or_drain(edges, gradients, keep);
+}
+
+void run_backward_of_part(const std::vector<at::Tensor>& roots,
+                          const std::vector<at::Tensor>& gradients) {
+  try {
+    run_backward(roots, gradients);
+  } catch (const c10::Error& error) {
+    const std::string what = error.what_without_backtrace();
+    if (what.find("Trying to backward through the graph a second time") == std::string::npos) throw;
+    throw Unsupported(
+        "backward came to a graph that an earlier backward has used up: forward, or the loss, "
+        "reads a tensor that was computed before the step with a graph, which micro-batches (and "
+        "measuring them) would go through more than once; pass it as an input (shared, if every "
+        "sample needs it), or compute it inside forward");
+  }
 }
 
 std::vector<at::Tensor> gradients_at(const at::Tensor& root, const edge_list& edges) {

@@ -262,7 +262,7 @@ void CutPass::backward(Rows rows, int64_t segment, std::vector<at::Tensor> roots
   work_.values.clear();
   if (!roots.empty()) {
     sinks_.redirect_other_leaves(roots, leaves());
-    autograd::run_backward(roots, gradients);
+    autograd::run_backward_of_part(roots, gradients);
   }
   collect(rows, segment);
 }

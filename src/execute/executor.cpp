@@ -269,6 +269,12 @@ Batch Executor::call_model(Rows rows) {
 void Executor::record(Rows rows, bool retain) {
   load(rows);
   const Batch& seen = two_pass_->first(rows, inputs_, retain, [&] { return call_model(rows); });
+  if (wrote_inputs_ && two_pass_->keeps_graph_before(rows)) {
+    throw Unsupported(
+        "forward changes its inputs in place, which are rows of one tensor: for torch that spoils "
+        "the graphs of other micro-batches that are kept; write that out of place, as in x = x - "
+        "mean, or keep no graphs (retained_micro_batches=0). The rows that it ran on are changed");
+  }
   if (job_.on_micro_batch) job_.on_micro_batch({rows.begin, rows.end, seen, targets_});
   const Batch inputs = without_tensors(inputs_);
   look_at(rows, inputs_, two_pass_->tape(rows), seen);
@@ -438,7 +444,7 @@ void Executor::differentiate(const at::Tensor& share, const std::vector<at::Tens
   at::Tensor gradient = job_.loss_scale.defined()
                             ? job_.loss_scale.to(share.device(), share.scalar_type()).reshape({})
                             : at::ones_like(share);
-  autograd::run_backward({share}, {gradient});
+  autograd::run_backward_of_part({share}, {gradient});
 }
 
 void Executor::backward(Rows rows, int64_t segment) {

@@ -9,6 +9,7 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace infinitybatch {
@@ -33,7 +34,8 @@ const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain,
   }
   Batch outputs;
   if (!job_.use_tapes) {
-    part.tape.opaque = "an earlier replay gave other outputs than its recording";
+    part.tape.opaque = job_.tapes_failed ? "an earlier replay gave other outputs than its recording"
+                                         : "use_tapes=false was given";
     outputs = run();
   } else if (retain && !job_.tapes_stay && job_.buffers.empty() && !job_.learns_output_law(rows) &&
              !job_.examines(rows)) {
@@ -54,6 +56,11 @@ const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain,
   const Batch& seen = outputs_.add(rows, outputs);
   if (retain) part.graph = std::move(outputs);
   return seen;
+}
+
+bool TwoPass::keeps_graph_before(Rows rows) const {
+  return std::any_of(parts_.begin(), parts_.lower_bound(rows.begin),
+                     [](const auto& part) { return part.second.graph.has_value(); });
 }
 
 void TwoPass::drop_graph(Rows rows) {
@@ -141,7 +148,7 @@ void TwoPass::backward(Rows rows) {
   // The graph keeps what it needs of them.
   at_work_ = Batch();
   sinks_.redirect_other_leaves(roots);
-  autograd::run_backward(roots, gradients);
+  autograd::run_backward_of_part(roots, gradients);
 }
 
 void TwoPass::seed() {

@@ -69,6 +69,7 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   job.loss = std::get_if<SeparableLoss>(&loss_);
   job.coupled = std::get_if<CoupledLoss>(&loss_);
   job.use_tapes = use_tapes_;
+  job.tapes_failed = options_.use_tapes && !use_tapes_;
   job.inputs = &inputs;
   job.targets = &targets;
   job.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
@@ -151,6 +152,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       // From now on this model's forward runs again instead.
       use_tapes_ = false;
       job.use_tapes = false;
+      job.tapes_failed = true;
       job.examined = nullptr;
     } catch (const SegmentsChanged& changed) {
       check_inputs();

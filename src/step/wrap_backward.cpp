@@ -173,7 +173,7 @@ void BackwardPass::differentiate(const WrappedCall::Part& part, const Batch& mic
   outputs = Batch();
   if (!roots.empty()) {
     sinks_.redirect_other_leaves(roots, micro.tensors());
-    autograd::run_backward(roots, seeds);
+    autograd::run_backward_of_part(roots, seeds);
     roots.clear();
     seam_.collect(part.rows, micro);
   }

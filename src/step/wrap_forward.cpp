@@ -30,6 +30,18 @@ namespace infinitybatch {
 using torch::autograd::AccumulateGrad;
 using torch::autograd::Node;
 
+namespace {
+
+std::vector<uint32_t> versions_of(const Batch& batch) {
+  std::vector<uint32_t> versions;
+  for (const at::Tensor& tensor : batch.tensors()) {
+    versions.push_back(tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version()));
+  }
+  return versions;
+}
+
+}  // namespace
+
 Rerunnable::Rerunnable(const Batch& inputs) {
   for (const at::Tensor& tensor : inputs.tensors()) {
     versions_.push_back(Version::of("an input", tensor));
@@ -322,6 +334,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
     return given;
   };
   const uint64_t first_node = at::sequence_number::peek();
+  const std::vector<uint32_t> versions = versions_of(micro);
   const bool first = row_counts_.empty();
   if (!recording_ && first && rows.size() < total) {
     // Nothing will be replayed: it only tells what comes from the samples.
@@ -380,8 +393,10 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   outputs = Batch();
   buffer_rule_.end_micro_batch();
   parameter_rule_->end_micro_batch();
-  // What was restored under a graph could belong to what it has saved.
-  if (keep && (buffer_rule_.written() || parameter_rule_->written())) call_->keep().graphs.clear();
+  // What was restored under a graph could belong to what it has saved; and micro-batches are rows
+  // of one tensor, so that torch takes what one of them writes for written in all.
+  const bool restored = buffer_rule_.written() || parameter_rule_->written();
+  if (keep && (restored || versions_of(micro) != versions)) call_->keep().graphs.clear();
   if (parks) leave(call_->parts.size() - 1);
 }
 

@@ -15,6 +15,11 @@ namespace infinitybatch::autograd {
 void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients,
                   bool keep = false);
 
+/// The same for the graph of a part of the batch: other parts run backward, too.
+/// \throws Unsupported where they share a graph that only one of them can use
+void run_backward_of_part(const std::vector<at::Tensor>& roots,
+                          const std::vector<at::Tensor>& gradients);
+
 /// The gradients of `root`, one number, at `edges`: they are caught there and go no further. The
 /// graph stays. Autocast and failures as in `run_backward`.
 /// \return one for each edge; undefined where `root` does not depend on it

@@ -61,6 +61,7 @@ struct Job {
                              ///< nobody asks
   bool check_recordings = true;  ///< with `cut`: whether the first recording is checked
   bool use_tapes = true;         ///< false: a second forward always runs the user's code
+  bool tapes_failed = false;     ///< then: because a replay gave other outputs
   bool tapes_stay = false;       ///< what a recording keeps is held beyond its replay
   std::function<void(const MicroBatch&)> on_micro_batch;
   bool nested = false;    ///< may run inside another step of this thread

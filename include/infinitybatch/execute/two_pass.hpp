@@ -33,6 +33,8 @@ class TwoPass {
                      const std::function<Batch()>& forward);
   /// The graph of these rows cannot be kept after all (buffers were restored under it).
   void drop_graph(Rows rows);
+  /// Whether graphs of earlier rows are kept.
+  bool keeps_graph_before(Rows rows) const;
 
   /// With `Job::store`: what waits of these rows, outputs and, with `Job::parks_graphs`, a graph
   /// that is kept, begins to leave the device, has left, is there again (with `ahead` it begins to
