@@ -9,6 +9,10 @@ bool same_form(const at::Tensor& a, const at::Tensor& b) {
   return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && a.device() == b.device();
 }
 
+void resize_to(const at::Tensor& tensor, const at::Tensor& like) {
+  if (tensor.sizes() != like.sizes()) tensor.resize_(like.sizes());
+}
+
 at::Tensor any_bit_differs(const at::Tensor& a, const at::Tensor& b) {
   const auto bytes = [](const at::Tensor& tensor) {
     // A single element counts as contiguous with any stride, which no view of bytes may have.

@@ -72,7 +72,8 @@ void BufferRule::begin_loss() {
   for (Entry& entry : entries_) {
     const at::Tensor& after = entry.settled.defined() ? entry.settled : entry.left;
     if (!after.defined()) continue;
-    if (!entry.rebound && same_form(after, entry.tensor)) {
+    if (!entry.rebound && after.options().type_equal(entry.tensor.options())) {
+      resize_to(entry.tensor, after);
       entry.tensor.variable_data().copy_(after);
     } else {
       entry.slot.set(after.clone());
@@ -119,6 +120,7 @@ bool BufferRule::silently_written(const Entry& entry) {
 void BufferRule::restore(Entry& entry) {
   if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
   // Written at least once in this step, perhaps without a new version.
+  resize_to(entry.tensor, entry.initial);
   entry.tensor.copy_(entry.initial);
   entry.version = entry.tensor._version();
 }
@@ -126,6 +128,7 @@ void BufferRule::restore(Entry& entry) {
 /// Without raising the version: where nothing was written, graphs of others stay valid.
 void BufferRule::restore_unseen(Entry& entry) {
   if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
+  resize_to(entry.tensor, entry.initial);
   entry.tensor.variable_data().copy_(entry.initial);
   entry.version = entry.tensor._version();
 }
@@ -166,8 +169,9 @@ void BufferRule::commit() {
   }
   for (Entry& entry : entries_) {
     if (!entry.left.defined()) continue;
-    if (!entry.rebound && same_form(entry.left, entry.tensor)) {
+    if (!entry.rebound && entry.left.options().type_equal(entry.tensor.options())) {
       if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
+      resize_to(entry.tensor, entry.left);
       entry.tensor.copy_(entry.left);
     } else {
       entry.slot.set(entry.left);

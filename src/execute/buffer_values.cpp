@@ -1,5 +1,7 @@
 #include <infinitybatch/execute/buffer_values.hpp>
 
+#include <infinitybatch/core/bits.hpp>
+
 #include <c10/core/GradMode.h>
 
 namespace infinitybatch {
@@ -16,6 +18,7 @@ void BufferValues::restore() const {
   const at::NoGradGuard no_grad;
   for (const Entry& entry : entries_) {
     if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
+    resize_to(entry.tensor, entry.values);
     entry.tensor.variable_data().copy_(entry.values);
   }
 }

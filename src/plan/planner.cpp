@@ -515,9 +515,8 @@ Plan Planner::make_plan() const {
     if (power >= request_.batch_size) break;
   }
   if (const Timing* timing = timing_of(cap)) {
-    plan.predicted_seconds =
-        timing->estimate(kept_share(plan.micro_batch_size(), plan.retained)) / work_ratio_ *
-        static_cast<double>(request_.batch_size);
+    plan.predicted_seconds = timing->estimate(kept_share(plan.micro_batch_size(), plan.retained)) /
+                             work_ratio_ * static_cast<double>(request_.batch_size);
   }
   plan.reason = reason(cap);
   return plan;
@@ -544,8 +543,9 @@ std::string Planner::reason(int64_t cap) const {
   } else {
     text = cap == caps.back() && cap < request_.batch_size
                ? "the fastest size that fits, bounded by the budget"
-           : stays_whole(size_under(cap)) ? "the whole batch fits, and splitting it saves less than 3 %"
-                                          : "the fastest of the sizes that fit";
+           : stays_whole(size_under(cap))
+               ? "the whole batch fits, and splitting it saves less than 3 %"
+               : "the fastest of the sizes that fit";
   }
   if (borrowed_) text += "; planned as longer samples are, so that the peak is a bound";
   if (known_->irregular) {

@@ -33,7 +33,8 @@ bool Memories::inside_another(const at::Tensor& tensor) const {
   for (const auto& [other, memory] : memories_) {
     if (other == storage || !memory->made_here || memory->storage.expired()) continue;
     const auto* begin = static_cast<const char*>(other->data());
-    if (begin != nullptr && address >= begin && address < begin + compat::bytes_in(*other)) return true;
+    if (begin != nullptr && address >= begin && address < begin + compat::bytes_in(*other))
+      return true;
   }
   return false;
 }

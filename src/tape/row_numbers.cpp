@@ -34,9 +34,8 @@ bool is_near(double number, double wanted) {
 bool is_made_of(double number, int64_t rows) {
   const auto count = static_cast<double>(rows);
   return number != 0 && std::abs(number) != 1 &&
-         std::any_of(kForms.begin(), kForms.end(), [&](const Form form) {
-           return is_near(std::abs(number), form(count));
-         });
+         std::any_of(kForms.begin(), kForms.end(),
+                     [&](const Form form) { return is_near(std::abs(number), form(count)); });
 }
 
 /// The number of elements of something with a row for each sample, the count doubled or halved, or
@@ -57,8 +56,7 @@ bool is_made_of_multiple(double number, int64_t rows) {
 bool follow_rows(double here, int64_t rows, double there, int64_t other_rows) {
   if (here == there || !std::isfinite(here) || !std::isfinite(there)) return false;
   if (here * there > 0) {
-    const double log_rows =
-        std::log(static_cast<double>(rows) / static_cast<double>(other_rows));
+    const double log_rows = std::log(static_cast<double>(rows) / static_cast<double>(other_rows));
     const double power = std::abs(std::log(here / there) / log_rows);
     for (const double known : {0.25, 1.0 / 3, 0.5, 1.0, 1.5, 2.0}) {
       if (std::abs(power - known) <= kPrecision / std::abs(log_rows)) return true;
@@ -217,9 +215,8 @@ std::vector<GivenNumbers> numbers_for_samples(const Tape& tape, const Batch& inp
 
 bool may_count_rows(const std::vector<GivenNumbers>& given, int64_t rows) {
   return std::any_of(given.begin(), given.end(), [&](const GivenNumbers& op) {
-    return op.arithmetic &&
-           std::any_of(op.numbers.begin(), op.numbers.end(),
-                       [&](double number) { return is_made_of(number, rows); });
+    return op.arithmetic && std::any_of(op.numbers.begin(), op.numbers.end(),
+                                        [&](double number) { return is_made_of(number, rows); });
   });
 }
 

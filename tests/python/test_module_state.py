@@ -528,5 +528,58 @@ def test_buffers_of_modules_that_come_out_of_a_pickle_are_buffers(layer):
     x, y = torch.randn(10, 6).double(), torch.randint(4, (10,))
     CRITERION(native(x), y).backward()
     ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=3).backward(x, y)
-    for ours, theirs in zip(model.parameters(), native.parameters(), strict=True):
-        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-10, atol=1e-14)
+    for found, wanted in zip(model.parameters(), native.parameters(), strict=True):
+        assert torch.allclose(found.grad, wanted.grad, rtol=1e-10, atol=1e-14)
+
+
+def observed(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """As an observer of quantization does it, which learns its shape from the first batch."""
+    with torch.no_grad():
+        if self.most.numel() == 0:
+            self.most.resize_(8)
+        self.most.copy_(self.first.weight.amax(1))
+    return self.head(self.first(x))
+
+
+@pytest.mark.parametrize("options", [dict(micro_batch_size=3), dict(memory_budget="64MiB")])
+@pytest.mark.parametrize("way", ["streaming", "coupled", "wrap"])
+def test_a_buffer_that_forward_resizes(way, options):
+    torch.manual_seed(0)
+    layers = dict(first=nn.Linear(6, 8), head=nn.Linear(8, 5))
+    model = Calls(observed, most=torch.empty(0), **layers).double()
+    theirs = copy.deepcopy(model)
+    buffer = model.most
+    x, y = classification(10)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        theirs.zero_grad(set_to_none=True)
+        CRITERION(theirs(x), y).backward()
+        if way == "wrap":
+            CRITERION(ib.wrap(model, **options)(x), y).backward()
+        else:
+            loss = (
+                ib.losses.coupled(lambda z, t: CRITERION(z, t)) if way == "coupled" else CRITERION
+            )
+            ib.VirtualBatch(model, loss, **options).backward(x, y)
+        assert model.most is buffer and torch.equal(buffer, theirs.most)
+        for found, wanted in zip(model.parameters(), theirs.parameters(), strict=True):
+            assert torch.allclose(found.grad, wanted.grad, rtol=1e-10, atol=1e-14)
+
+
+def test_a_step_that_fails_leaves_a_buffer_in_its_old_shape():
+    def forward(self, x):
+        observed(self, x)
+        if len(x) == 1:
+            raise KeyError("the last of ten")
+        return self.head(self.first(x))
+
+    layers = dict(first=nn.Linear(6, 8), head=nn.Linear(8, 5))
+    model = Calls(forward, most=torch.empty(0), **layers).double()
+    x, y = classification(10)
+    for step in (
+        lambda: ib.VirtualBatch(model, CRITERION, micro_batch_size=3).backward(x, y),
+        lambda: ib.wrap(model, micro_batch_size=3)(x),
+    ):
+        with pytest.raises(KeyError):
+            step()
+        assert model.most.shape == (0,)

@@ -9,6 +9,10 @@ namespace infinitybatch {
 /// Same shape, type and device.
 bool same_form(const at::Tensor& a, const at::Tensor& b);
 
+/// Resizes `tensor`, in its own memory if that is enough, to the shape of `like`: a forward may
+/// have resized it in place (an observer of quantization that sees its first batch).
+void resize_to(const at::Tensor& tensor, const at::Tensor& like);
+
 /// Whether any bit differs between two tensors of the same form, as a 0-dimensional bool tensor on
 /// their device: nothing waits for the device, and NaN equals NaN.
 at::Tensor any_bit_differs(const at::Tensor& a, const at::Tensor& b);
