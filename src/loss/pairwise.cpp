@@ -22,6 +22,7 @@ using torch::autograd::edge_list;
 using torch::autograd::Node;
 
 constexpr const char* kName = "pairwise";
+constexpr const char* kFunction = "the function of losses.pairwise";
 
 /// Evaluates one tile after the other, each forward and, where gradients are wanted, backward.
 class Tiles {
@@ -39,8 +40,7 @@ class Tiles {
     if (wants_a_) rows = rows.detach().set_requires_grad(true);
     const at::Tensor positions =
         at::arange(begin, end, a_.options().dtype(at::kLong).requires_grad(false));
-    const at::Tensor value = one_number(function(rows, b_, positions, targets),
-                                        std::string("the function of losses.") + kName);
+    const at::Tensor value = one_number(function(rows, b_, positions, targets), kFunction);
     type_ = value.scalar_type();
     total_.add_(value.detach());
     if (!value.requires_grad()) return;

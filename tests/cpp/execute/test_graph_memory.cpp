@@ -51,7 +51,9 @@ TEST(GraphMemory, LeavesAndComesBackBitForBit) {
     forward.outside.reset();
     const auto version = outputs.leaves()[0].tensor._version();
     const int64_t before = memory::stats(at::kCPU).live;
-    if (beside) EXPECT_GT(memory.start_leaving(store, {}), 0);
+    if (beside) {
+      EXPECT_GT(memory.start_leaving(store, {}), 0);
+    }
     memory.park(store, {});
     // h, its sine, the exponential and the output: each once, and nothing of x or the weight.
     EXPECT_EQ(memory.bytes().parked, 4 * kBytes);
@@ -59,7 +61,9 @@ TEST(GraphMemory, LeavesAndComesBackBitForBit) {
     EXPECT_EQ(before - memory::stats(at::kCPU).live, 4 * kBytes);
     EXPECT_EQ(store.statistics().host_bytes, 4 * kBytes);
     EXPECT_THROW(outputs.leaves()[0].tensor.sum(), c10::Error);
-    if (beside) EXPECT_EQ(memory.fetch(/*ahead=*/true), 4 * kBytes);
+    if (beside) {
+      EXPECT_EQ(memory.fetch(/*ahead=*/true), 4 * kBytes);
+    }
     EXPECT_EQ(memory.fetch(/*ahead=*/false), beside ? 0 : 4 * kBytes);
     EXPECT_EQ(memory::stats(at::kCPU).live, before);
     EXPECT_EQ(store.statistics().host_bytes, 0);
@@ -109,7 +113,9 @@ TEST(GraphMemory, InputsThatWereMadeForItBelongToIt) {
     inputs = Batch();
     memory.park(store, {});
     EXPECT_EQ(memory.bytes().parked, (shared ? 4 : 5) * kBytes);
-    if (shared) EXPECT_TRUE(whole.abs().sum().item<float>() > 0);
+    if (shared) {
+      EXPECT_TRUE(whole.abs().sum().item<float>() > 0);
+    }
   }
 }
 
