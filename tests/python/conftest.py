@@ -4,6 +4,15 @@ import sys
 import pytest
 
 
+def pytest_collectstart(collector):
+    """What a file of tests draws while it is imported is the same in each run: of data at random
+    some in a thousand condition a gradient so badly that rounding alone passes a tolerance."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+        random.seed(0)
+
+
 @pytest.fixture(autouse=True)
 def one_thread_one_seed():
     """Every test starts from the same random state, on one thread (sums are then reproducible)."""
