@@ -215,7 +215,12 @@ def test_without_room_copies_run_in_turn_and_the_budget_is_kept() -> None:
             parameter.grad = None
         again = batch.backward(images, labels)
         assert again.restarts == 0
-        assert (again.parked_seconds_hidden < 1e-3) == (budget is not None)
+        if budget is not None:
+            assert again.parked_seconds_hidden < 1e-3
+        else:  # a machine with other work may let compute wait for every copy of one step
+            assert any(
+                batch.backward(images, labels).parked_seconds_hidden >= 1e-3 for _ in range(10)
+            )
         plan = batch.plan(images, labels)
         assert plan.parks
         assert plan.overlaps == (budget is None)
