@@ -1,0 +1,134 @@
+"""One random case: a model, what it returns, a loss, a way to compute it, and the steps taken."""
+
+from dataclasses import dataclass, field, replace
+
+from .losses import LOSSES, Loss
+from .outputs import OUTPUTS
+from .statement import WIDTH, Statement
+
+HEAD = """\
+import collections
+import random
+
+import infinitybatch as ib
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+W, CLASSES = {width}, 4
+FIRED = collections.Counter()  # calls of hooks
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+"""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the library computes it. What is at its default is not said to the library."""
+
+    #: "stream" (a separable loss), "coupled" (the same, or any other, as a coupled one) or "wrap".
+    api: str = "stream"
+    #: Samples of a micro-batch; None: all of them, or what a budget allows.
+    size: int | None = None
+    #: Of what native needs beyond what is there anyway; None: no budget.
+    budget: float | None = None
+    #: use_tapes, static_graph, checkpoint_segments, park, match_native_rng, retained_micro_batches.
+    options: dict[str, object] = field(default_factory=dict)
+    #: A criterion of torch.nn instead of losses.separable.
+    criterion: bool = False
+    #: With wrap: "once", "two calls", "retain_graph", "no_grad between" or "autograd.grad".
+    loop: str = "once"
+    #: Gradients of x, too.
+    input_gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    statements: tuple[Statement, ...]
+    output: str
+    loss: str
+    way: Way
+    #: Samples of each step.
+    rows: tuple[int, ...]
+    momentum: float = 0.0
+    #: A look in eval mode after each step.
+    evaluate: bool = False
+
+    @property
+    def tags(self) -> frozenset[str]:
+        return frozenset().union(*(s.tags for s in self.statements), OUTPUTS[self.output].tags)
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        return frozenset().union(*(s.inputs for s in self.statements))
+
+    @property
+    def criterion(self) -> Loss:
+        return LOSSES[self.loss]
+
+    def having(self, **changes: object) -> "Case":
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def model_source(self) -> str:
+        """A class `Model` and a function `logits` of what it returns."""
+        output = OUTPUTS[self.output]
+        init, forward = ["self.inlet = nn.Linear(5, W)"], ["h = self.inlet(x)", "kept = [h]"]
+        for number, statement in enumerate(self.statements):
+            made, run = statement.numbered(number)
+            init += made
+            forward += run
+        init += ["self.out = nn.Linear(W, CLASSES)", *filter(None, [output.init])]
+        forward.append(f"return {output.returned}")
+        arguments = ", ".join(["self", "x", *sorted(self.inputs)])
+        lines = ["class Model(nn.Module):", "    def __init__(self):", "        super().__init__()"]
+        lines += [f"        {line}" for line in init]
+        lines += ["", f"    def forward({arguments}):", *(f"        {line}" for line in forward)]
+        lines += ["", "", "def logits(outputs):", f"    return {output.logits}"]
+        return HEAD.format(width=WIDTH) + "\n\n" + "\n".join(lines) + "\n"
+
+    def loss_source(self) -> str:
+        """`loss(outputs, targets)`, and `ours`, what VirtualBatch is given for it."""
+        loss = self.criterion
+        native = f"def loss(outputs, y):\n    z = logits(outputs)\n    return {loss.value}\n"
+        if self.way.api == "wrap":
+            return native
+        if self.way.api == "coupled":
+            ours = "ours = ib.losses.coupled(loss)"
+        elif self.way.criterion:
+            ours = f"ours = {loss.criterion}"
+        else:
+            part = "None" if loss.denominator == "None" else f"lambda y: {loss.denominator}"
+            ours = (
+                f"def summed(outputs, y):\n    z = logits(outputs)\n    return {loss.sum}\n\n\n"
+                f"ours = ib.losses.separable(summed, {part})"
+            )
+        return f"{native}\n\n{ours}\n"
+
+    def source(self) -> str:
+        return f"{self.model_source()}\n\n{self.loss_source()}"
+
+    def __str__(self) -> str:
+        names = ", ".join(s.name for s in self.statements) or "nothing"
+        return f"[{names}] -> {self.output}, {self.loss}, rows {self.rows}, {self.way}"

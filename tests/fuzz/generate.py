@@ -1,0 +1,76 @@
+"""A case for each seed."""
+
+import random
+
+from .case import Case, Way
+from .losses import LOSSES
+from .outputs import OUTPUTS
+from .statements_batch import MIXING, RANDOM, WHOLE_BATCH
+from .statements_layers import LAYERS
+from .statements_state import CODE, HOOKS, IN_PLACE, STATE
+
+#: Groups of statements, and how often one is taken where the group takes part.
+GROUPS = [
+    (LAYERS, 6),
+    (IN_PLACE, 2),
+    (STATE, 1),
+    (HOOKS, 1),
+    (CODE, 1),
+    (WHOLE_BATCH, 1),
+    (RANDOM, 1),
+]
+
+
+def statements_of(chance: random.Random) -> tuple:
+    taking_part = [GROUPS[0], *(group for group in GROUPS[1:] if chance.random() < 0.35)]
+    weights = [weight for _, weight in taking_part]
+    count = chance.choice([1, 2, 3, 4, 5, 7])
+    chosen = [chance.choice(group) for group, _ in chance.choices(taking_part, weights, k=count)]
+    if chance.random() < 0.25:  # one that mixes, where it stands is left to chance
+        chosen.insert(chance.randrange(len(chosen) + 1), chance.choice(MIXING))
+    return tuple(chosen)
+
+
+def way_of(chance: random.Random, rows: int, loss: str, output: str, tags: frozenset) -> Way:
+    separable = LOSSES[loss].separable
+    api = chance.choice(["stream", "coupled", "wrap", "wrap"] if separable else ["coupled", "wrap"])
+    size = chance.choice([1, 1, 2, 3, 5, rows, None])
+    budget = None
+    if size is None or chance.random() < 0.1:
+        budget = chance.choice([0.1, 0.3, 0.5, 0.8, 1.5, 3.0, 200.0])
+    options: dict[str, object] = {}
+    if "random" in tags and chance.random() < 0.85 or chance.random() < 0.1:
+        options["match_native_rng"] = True
+    if chance.random() < 0.2:
+        options["static_graph"] = True
+    if chance.random() < 0.25:
+        options["park"] = chance.choice(["always", "never"])
+    if size is not None and (api != "stream" or "whole" in tags) and chance.random() < 0.3:
+        options["retained_micro_batches"] = chance.choice([1, 2, 9])
+    tapes = {"static_graph", "match_native_rng"}.isdisjoint(options)
+    if api == "coupled" and tapes and chance.random() < 0.2:
+        options["use_tapes"] = False
+    alone = {"use_tapes", "retained_micro_batches", "static_graph"}.isdisjoint(options)
+    if api != "wrap" and size is not None and chance.random() < 0.2 and alone:
+        options["checkpoint_segments"] = chance.choice([2, 3, 9])
+    loop = "once"
+    if api == "wrap" and chance.random() < 0.6:
+        loop = chance.choice(["two calls", "retain_graph", "no_grad between", "autograd.grad"])
+    criterion = bool(LOSSES[loss].criterion) and output == "tensor" and chance.random() < 0.7
+    return Way(api, size, budget, options, criterion, loop, chance.random() < 0.15)
+
+
+def case_of(seed: int) -> Case:
+    chance = random.Random(seed)
+    statements = statements_of(chance)
+    output = chance.choice(["tensor"] * 6 + list(OUTPUTS))
+    loss = chance.choice(list(LOSSES))
+    rows = chance.choice([4, 5, 6, 7, 8, 9, 11, 13])
+    steps = chance.choice(
+        [(rows,), (rows, rows), (rows, rows, max(3, rows // 2)), (rows, rows, rows + 3)]
+    )
+    tags = frozenset().union(*(s.tags for s in statements), OUTPUTS[output].tags)
+    way = way_of(chance, rows, loss, output, tags)
+    return Case(
+        seed, statements, output, loss, way, steps, chance.choice([0.0, 0.9]), chance.random() < 0.3
+    )

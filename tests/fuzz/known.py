@@ -1,0 +1,134 @@
+"""Failures that are known, each with its reason; the list has to shrink.
+
+A finding that one of these describes is printed and passes. Where a seed is named it shows the
+failure today, and `run.py --known` tells whether it still does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .case import Case
+from .runner import Outcome
+
+
+@dataclass(frozen=True)
+class Known:
+    reason: str
+    describes: Callable[[Case, Outcome], bool]
+    seeds: tuple[int, ...] = ()
+
+
+def _wrong(outcome: Outcome) -> bool:
+    return outcome.signature.startswith("wrong")
+
+
+def _one_row(case: Case) -> bool:
+    return case.way.size == 1 or case.way.budget is not None
+
+
+def _counts(case: Case) -> bool:
+    return "counts" in case.tags
+
+
+def _blind(case: Case) -> bool:
+    """Where no tape tells, or it is not believed."""
+    return case.way.options.get("use_tapes") is False or not case.tags.isdisjoint(
+        ("opaque", "host_read", "dynamic", "dispatch_only")
+    )
+
+
+KNOWN = [
+    Known(
+        "mixing is not noticed in micro-batches of one row",
+        lambda c, o: _wrong(o) and "mixes" in c.tags and _one_row(c),
+    ),
+    Known(
+        "mixing is not noticed where no tape can be trusted",
+        lambda c, o: _wrong(o) and "mixes" in c.tags and _blind(c),
+        (173,),
+    ),
+    Known(
+        "mixing is not noticed beside layers that see the whole batch",
+        lambda c, o: _wrong(o) and {"mixes", "whole"} <= c.tags,
+        (217, 266),
+    ),
+    Known(
+        "what the number of rows decides is not noticed in micro-batches of two",
+        lambda c, o: _wrong(o) and _counts(c),
+        (185,),
+    ),
+    Known(
+        "static_graph draws a number for kernels that could drop out and do not",
+        lambda c, o: o.signature == "wrong generator" and "static_graph" in c.way.options,
+    ),
+    Known(
+        "capacities that no micro-batch reaches are not met",
+        lambda c, o: _wrong(o) and any(s.name == "expert capacity" for s in c.statements),
+        (672,),
+    ),
+    Known(
+        "coupling weaker than 1e-4 is not noticed",
+        lambda c, o: _wrong(o) and any(s.name == "weak mean" for s in c.statements),
+        (717,),
+    ),
+    Known(
+        "buffers that count samples are not noticed by wrap in micro-batches of one row",
+        lambda c, o: o.signature == "wrong buffer" and "samples_in_state" in c.tags and _one_row(c),
+        (1293,),
+    ),
+    Known(
+        "lists of numbers are not put back after an error",
+        lambda c, o: (
+            o.signature.startswith("changed")
+            and o.signature.endswith("attribute")
+            and "number_state" in c.tags
+        ),
+        (1064,),
+    ),
+    Known(
+        "match_native_rng under a budget: memory runs out where a draw is stood in for",
+        lambda c, o: _wrong(o) and "match_native_rng" in c.way.options and c.way.budget is not None,
+        (998,),
+    ),
+    Known(
+        "match_native_rng with static_graph and Python's or NumPy's numbers",
+        lambda c, o: (
+            _wrong(o)
+            and {"match_native_rng", "static_graph"} <= set(c.way.options)
+            and "python_random" in c.tags
+        ),
+        (1094,),
+    ),
+    Known(
+        "an output that stands once in a static graph is refused in another length",
+        lambda c, o: "no dimension follows" in o.text and "static_graph" in c.way.options,
+        (603,),
+    ),
+    Known(
+        "wrap under a budget: a batch as long as another dimension of an output",
+        lambda c, o: (
+            "samples could lie along any of several" in o.text and c.way.budget is not None
+        ),
+        (369,),
+    ),
+    Known(
+        "outputs of one row and one column are refused",
+        lambda c, o: "samples could lie along any of several" in o.text and _one_row(c),
+    ),
+    Known(
+        "outputs that stand once are not told from others in micro-batches of one row",
+        lambda c, o: "could be the same for any samples" in o.text and _one_row(c),
+    ),
+    Known(
+        "numbers that forward counts in plain attributes advance with each micro-batch",
+        lambda c, o: _wrong(o) and "number_state" in c.tags,
+    ),
+    Known(
+        "hooks that forward installs once are not undone with the flag",
+        lambda c, o: "first_call" in c.tags and "attribute" in o.signature,
+    ),
+]
+
+
+def known(case: Case, outcome: Outcome) -> Known | None:
+    return next((each for each in KNOWN if each.describes(case, outcome)), None)

@@ -1,0 +1,268 @@
+"""Writing in place, buffers, plain attributes, hooks, code that no recording can hold."""
+
+from .statement import of
+
+IN_PLACE = [
+    of("multiply in place", "h = h * 1.0\nh.mul_(1.2)"),
+    of(
+        "columns in place",
+        "h = h.clone()\nh[:, :2] += self.p$\nh[:, 3].mul_(0.5)",
+        "self.p$ = nn.Parameter(torch.randn(2))",
+    ),
+    of("activation in place", "h = F.leaky_relu_(self.m$(h), 0.2)", "self.m$ = nn.Linear(W, W)"),
+    of("through a view", "h = h * 1.0\nv$ = h.view(-1)\nv$.add_(0.25)\nh = torch.tanh(h)"),
+    of("base after view", "h = h * 1.0\nv$ = h.t()[0]\nh.mul_(1.5)\nh = h + v$.unsqueeze(1)"),
+    of(
+        "into an empty tensor",
+        """
+e$ = torch.empty_like(h)
+e$[:, ::2] = h[:, 1::2] * 2
+e$[:, 1::2] = h[:, ::2]
+h = e$""",
+    ),
+    of("split written", "a$, b$ = (h * 1.0).split(3, 1)\nh = torch.cat([a$ * b$, b$], 1)"),
+    of("masked fill", "h = (h * 1.0).masked_fill_(h.detach() > 1.5, 1.5)"),
+    of("scatter in place", "h = (h * 1.0).scatter_add_(1, h.detach().argsort(1), h * 0.5)"),
+    of(
+        "out=",
+        "with torch.no_grad():\n    o$ = torch.empty_like(h)\n    torch.exp(-h * h, out=o$)\nh = h * o$",
+    ),
+    of(
+        "writes the input",
+        "z.mul_(1.01)\nh = h + z.sum(1, keepdim=True)",
+        tags="input_write",
+        inputs="z",
+    ),
+    of("detached write", "h = h * 1.0\nh.detach().mul_(2.0)", tags="dispatch_only"),
+    of("data write", "h = h * 1.0\nh.data.add_(0.5)", tags="dispatch_only"),
+]
+
+STATE = [
+    of(
+        "counter buffer",
+        "self.b$ += 1\nh = h * 1.0",
+        "self.register_buffer('b$', torch.zeros((), dtype=torch.long))",
+    ),
+    of(
+        "counter buffer that is read",
+        "self.b$ += 1\nh = h * (1 + 0.1 * self.b$)",
+        "self.register_buffer('b$', torch.zeros((), dtype=torch.long))",
+    ),
+    of(
+        "decaying buffer",
+        "h = h * self.b$.clone()\nself.b$.mul_(0.9)",
+        "self.register_buffer('b$', torch.ones(W))",
+    ),
+    of(
+        "new buffer",
+        "self.b$ = self.b$ * 0.5 + 0.5\nh = h + self.b$",
+        "self.register_buffer('b$', torch.zeros(W))",
+    ),
+    of(
+        "buffer of weights",
+        """
+with torch.no_grad():
+    self.b$.lerp_(self.m$.weight, 0.1)
+h = self.m$(h) + F.linear(h, self.b$)""",
+        """
+self.m$ = nn.Linear(W, W)
+self.register_buffer('b$', torch.zeros(W, W))""",
+    ),
+    of(
+        "momentum encoder",
+        """
+with torch.no_grad():
+    for a$, b$ in zip(self.m$.parameters(), self.n$.parameters()):
+        a$.mul_(0.9).add_(b$, alpha=0.1)
+    t$ = self.m$(h)
+h = self.n$(h) * torch.sigmoid(t$)""",
+        """
+self.n$ = nn.Linear(W, W)
+self.m$ = nn.Linear(W, W).requires_grad_(False)""",
+        tags="weight_written",
+    ),
+    of(
+        "moving average",
+        """
+if self.training:
+    with torch.no_grad():
+        self.b$.lerp_(h.mean(0), 0.1)
+h = h - self.b$""",
+        "self.register_buffer('b$', torch.zeros(W))",
+        tags="samples_in_state mixes",
+    ),
+    of(
+        "sample count",
+        "self.b$ += len(h)\nh = h * 1.0",
+        "self.register_buffer('b$', torch.zeros(()))",
+        tags="samples_in_state",
+    ),
+    of("call counter", "self.calls$ += 1\nh = h * 1.0", "self.calls$ = 0", tags="number_state"),
+    of(
+        "warm-up",
+        "self.calls$ += 1\nh = h * min(1.0, 0.3 * self.calls$)",
+        "self.calls$ = 0",
+        tags="number_state number_read",
+    ),
+    of("schedule by phase", "h = h * self.phase$ if self.training else h", "self.phase$ = 0.7"),
+    of(
+        "switch that flips",
+        """
+self.flip$ = not self.flip$
+h = torch.tanh(h) if self.flip$ else torch.sin(h)""",
+        "self.flip$ = False",
+        tags="number_state number_read",
+    ),
+    of(
+        "list of numbers",
+        "self.seen$.append(len(self.seen$))\nh = h * 1.0",
+        "self.seen$ = []",
+        tags="number_state",
+    ),
+    of("left features", "self.left$ = h.detach()", "self.left$ = None", tags="leaves"),
+    of(
+        "hidden state",
+        """
+if self.left$ is not None and self.left$.shape == h.shape:
+    h = h + 0.1 * self.left$
+self.left$ = h.detach()""",
+        "self.left$ = None",
+        tags="carried samples_in_state",
+    ),
+    of(
+        "cache made once",
+        """
+if self.table$ is None:
+    self.table$ = torch.linspace(0, 1, W, dtype=h.dtype)
+h = h + self.table$""",
+        "self.table$ = None",
+        tags="first_call",
+    ),
+]
+
+HOOKS = [
+    of(
+        "forward hook",
+        "h = self.m$(h)",
+        """
+self.m$ = nn.Linear(W, W)
+self.m$.register_forward_hook(lambda module, given, made: made * 1.1)""",
+    ),
+    of(
+        "forward pre-hook",
+        "h = self.m$(h)",
+        """
+self.m$ = nn.Linear(W, W)
+self.m$.register_forward_pre_hook(lambda module, given: (torch.sin(given[0]),))""",
+    ),
+    of(
+        "counting forward hook",
+        "h = self.m$(h)",
+        """
+self.m$ = nn.Linear(W, W)
+self.m$.register_forward_hook(lambda module, given, made: FIRED.update(['forward $']))""",
+    ),
+    of(
+        "backward hook",
+        "h = self.m$(h)",
+        """
+self.m$ = nn.Linear(W, W)
+self.m$.register_full_backward_hook(lambda module, inward, outward: (inward[0] * 0.5,))""",
+        tags="opaque",
+    ),
+    of(
+        "parameter hook",
+        "h = self.m$(h)",
+        """
+self.m$ = nn.Linear(W, W)
+self.m$.weight.register_hook(lambda gradient: FIRED.update(['parameter $']) or gradient * 2)""",
+    ),
+    of(
+        "post-accumulate hook",
+        "h = self.m$(h)",
+        """
+self.m$ = nn.Linear(W, W)
+self.m$.weight.register_post_accumulate_grad_hook(lambda p: FIRED.update(['accumulated $']))""",
+    ),
+    of(
+        "tensor hook",
+        """
+h = h * 1.0
+if h.requires_grad:
+    h.register_hook(lambda gradient: gradient * 0.7)""",
+        tags="opaque",
+    ),
+    of(
+        "hook installed once",
+        """
+if not self.on$:
+    self.m$.register_forward_hook(lambda module, given, made: made * 0.9)
+    self.on$ = True
+h = self.m$(h)""",
+        "self.m$ = nn.Linear(W, W)\nself.on$ = False",
+        tags="first_call number_state",
+    ),
+    of(
+        "hook for each call",
+        """
+handle$ = self.m$.register_forward_hook(lambda module, given, made: made + 0.1)
+h = self.m$(h)
+handle$.remove()""",
+        "self.m$ = nn.Linear(W, W)",
+    ),
+]
+
+CODE = [
+    of("no_grad stretch", "with torch.no_grad():\n    s$ = torch.sigmoid(h) * 2\nh = h * s$"),
+    of("detach", "h = h + torch.tanh(h).detach() * 0.5"),
+    of(
+        "enable_grad within no_grad",
+        """
+with torch.no_grad():
+    s$ = torch.cos(h)
+    with torch.enable_grad():
+        h = h * s$ + torch.sin(h)""",
+    ),
+    of(
+        "checkpoint",
+        "h = checkpoint(lambda t: torch.tanh(self.m$(t)) + t, h, use_reentrant=False)",
+        "self.m$ = nn.Linear(W, W)",
+        tags="opaque",
+    ),
+    of(
+        "re-entrant checkpoint",
+        "h = checkpoint(self.m$, h, use_reentrant=True)",
+        "self.m$ = nn.Sequential(nn.Linear(W, W), nn.Tanh())",
+        tags="opaque",
+    ),
+    of("autograd.Function", "h = Square.apply(torch.tanh(h)) + h", tags="opaque"),
+    of("straight through", "h = h + (h.round() - h).detach()"),
+    of("autograd.Function that is straight through", "h = Sign.apply(h) * 0.5 + h", tags="opaque"),
+    of(
+        "gradient in forward",
+        """
+with torch.enable_grad():
+    t$ = h.detach().requires_grad_()
+    g$, = torch.autograd.grad(torch.sin(t$).sum(), t$)
+h = h + g$""",
+        tags="opaque",
+    ),
+    of(
+        "read by the host for a table",
+        """
+order$ = [int(i) for i in self.b$.tolist()]
+h = h[:, order$]""",
+        "self.register_buffer('b$', torch.arange(W).flip(0))",
+        tags="host_read",
+    ),
+    of(
+        "read by the host",
+        "h = torch.stack([r * (1.5 if float(r[0]) > 0 else 0.5) for r in h])",
+        tags="host_read dynamic",
+    ),
+    of(
+        "through NumPy",
+        "h = h + torch.from_numpy(np.sin(h.detach().numpy()))",
+        tags="opaque host_read",
+    ),
+]
