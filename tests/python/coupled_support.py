@@ -6,7 +6,7 @@ from typing import Any
 
 import infinitybatch as ib
 import torch
-from support import Calls, Result, call, result_of, worst_error
+from support import Calls, Result, assert_same_buffers, call, result_of, worst_error
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -225,12 +225,7 @@ def ours_coupled(model: nn.Module, loss: Any, inputs: Any, targets: Any, **optio
 def assert_same_step(found: Result, wanted: Result, where: Any, tolerance: float = 1e-12) -> None:
     worst = worst_error(found, wanted)
     assert worst <= tolerance, f"{where}: relative error {worst}"
-    torch.testing.assert_close(found.loss, wanted.loss, rtol=max(tolerance, 1e-13), atol=0)
-    assert found.buffers.keys() == wanted.buffers.keys()
-    for name, buffer in wanted.buffers.items():
-        torch.testing.assert_close(
-            found.buffers[name], buffer, rtol=tolerance, atol=0, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_same_buffers(found, wanted, tolerance)
 
 
 def same_bits(a: Result, b: Result) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fault_support import LONG
+from measure import gradients
 from support import gradient_error
 from torch import nn
 
@@ -106,14 +107,14 @@ def contrast(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.softplus(-(outputs @ targets.T)).mean() + outputs.var()
 
 
-def wanted_gradients(model: nn.Module, loss, inputs, targets) -> list[torch.Tensor]:
+def wanted_gradients(model: nn.Module, loss, inputs, targets) -> dict[str, torch.Tensor]:
     """Of all rows, each by its own way, with the whole batch's loss."""
     whole = copy.deepcopy(model)
     rows = [whole(inputs[i : i + 1]) for i in range(len(inputs))]
     for parameter in whole.parameters():
         parameter.grad = torch.zeros_like(parameter)
     loss(torch.cat(rows), targets).backward()
-    return [parameter.grad for parameter in whole.parameters()]
+    return gradients(whole)
 
 
 def check_step(model: nn.Module, batch, loss, inputs, targets, refused: bool) -> None:

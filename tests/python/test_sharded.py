@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import infinitybatch as ib
+import measure
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,16 +57,11 @@ def off(
     """How far `.grad` is from the mean over both ranks' whole batches, at most, relatively."""
     native = made(make)
     (sum(loss(rank, native(batch(rank)[0])) for rank in range(2)) / 2).backward()
-    worst = 0.0
-    wanted = dict(native.named_parameters())
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
+    found = measure.gradients(model)
+    for name, gradient in found.items():
         if isinstance(gradient, sharding.DTensor):
-            gradient = gradient.full_tensor()
-        expected = wanted.pop(name).grad
-        worst = max(worst, float((gradient - expected).norm() / expected.norm()))
-    assert not wanted
-    return worst
+            found[name] = gradient.full_tensor()
+    return measure.worst(found, measure.gradients(native))
 
 
 def mesh() -> DeviceMesh:
@@ -174,8 +170,8 @@ def hidden_leaf(rank: int, placement: Any) -> float:
             ib.VirtualBatch(model, CRITERION, **CUT).backward(*batch(0))
         else:
             separable(0, model(batch(0)[0])).backward()
-        gradients.append(model.hidden[0].grad.full_tensor())
-    return float((gradients[0] - gradients[1]).norm() / gradients[1].norm())
+        gradients.append({"hidden": model.hidden[0].grad.full_tensor()})
+    return measure.worst(*gradients)
 
 
 EXACT |= {
@@ -272,8 +268,8 @@ def refused_batch(rank: int, how: Callable[..., None], side: int) -> str:
 def everything(rank: int) -> dict[Any, Any]:
     """All of it in one pair of processes: starting them is what takes time."""
     found: dict[Any, Any] = {}
-    for name, measure in EXACT.items():
-        found[name] = measure(rank)
+    for name, far in EXACT.items():
+        found[name] = far(rank)
     for key, (make, how, _) in REFUSED.items():
         found[key] = refusal(make, how, rank)
     found["inputs"] = refused_batch(rank, in_virtual_batch, 0)

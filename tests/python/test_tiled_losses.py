@@ -5,6 +5,7 @@ import itertools
 import infinitybatch as ib
 import pytest
 import torch
+from measure import excess, numbered
 from support import Calls, assert_exact, mlp
 from torch import nn
 from torch.nn import functional as F
@@ -172,13 +173,9 @@ def test_float32_is_at_least_as_exact_as_native():
         plain = lambda a, b, t=temperature: plain_info_nce(a, b, t)  # noqa: E731
         tiled = lambda a, b, t=temperature: ib.losses.info_nce(a, b, temperature=t)  # noqa: E731
         truth = gradients(plain, torch.float64)
-        errors = [
-            [float((g - t).norm() / t.norm()) for g, t in zip(found, truth, strict=True)]
-            for found in (gradients(tiled, torch.float32), gradients(plain, torch.float32))
-        ]
+        ours, native = (numbered(gradients(way, torch.float32)) for way in (tiled, plain))
         eps = torch.finfo(torch.float32).eps
-        for ours, native in zip(*errors, strict=True):
-            assert ours <= max(2 * native, 8 * eps)
+        assert excess(ours, numbered(truth), [native], least=8 * eps, times=2) == {}
 
 
 # ---- the head of a language model ---------------------------------------------------------------
@@ -234,9 +231,8 @@ def test_head_of_a_virtual_batch(name, tied):
         report = ib.VirtualBatch(model, loss, **way).backward(words, targets)
         assert report.strategy == "stream"
         torch.testing.assert_close(report.loss, plain.detach(), rtol=1e-12, atol=0)
-        for parameter, gradient in zip([*model.parameters(), bias], wanted, strict=True):
-            error = float((parameter.grad - gradient).norm() / gradient.norm())
-            assert error <= 1e-12, (way, error)
+        found = [parameter.grad for parameter in [*model.parameters(), bias]]
+        assert excess(numbered(found), numbered(wanted)) == {}, way
 
 
 def test_head_as_a_function_and_under_autocast():

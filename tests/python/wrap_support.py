@@ -7,6 +7,7 @@ from typing import Any
 
 import infinitybatch as ib
 import torch
+from measure import excess, numbered
 from support import Calls, classification, mlp
 from torch import nn
 from torch.utils import _pytree
@@ -14,21 +15,16 @@ from torch.utils import _pytree
 X, Y = classification(13)
 
 
-def close(found: Any, wanted: Any, tolerance: float = 1e-12) -> None:
-    """Every tensor within `tolerance` of the one that native gives, relative to its norm."""
-    found, wanted = _pytree.tree_leaves(found), _pytree.tree_leaves(wanted)
-    assert len(found) == len(wanted)
-    scale = max((float(w.detach().double().norm()) for w in wanted if w is not None), default=1.0)
-    for a, b in zip(found, wanted, strict=True):
-        assert (a is None) == (b is None)
-        if a is None:
-            continue
-        a, b = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (a, b))
-        assert a.shape == b.shape and a.dtype == b.dtype
-        a, b = (t.double() for t in (a, b))
-        norm = float(b.norm())
-        limit = tolerance * (norm if norm > 1e-8 * scale else scale)
-        assert float((a - b).norm()) <= limit
+def close(found: Any, wanted: Any, tolerance: float = 1e-12, moved: Any = None) -> None:
+    """Every tensor within `tolerance` of the one that native gives, relative to its norm.
+
+    Args:
+        moved: what native gives of the batch reversed; ten times what that moves is allowed.
+    """
+    trees = [tree for tree in (found, wanted, moved) if tree is not None]
+    found, wanted, *moved = (numbered(_pytree.tree_leaves(tree)) for tree in trees)
+    beyond = excess(found, wanted, moved, least=tolerance)
+    assert beyond == {}, beyond
 
 
 def contrastive(z: torch.Tensor) -> torch.Tensor:
