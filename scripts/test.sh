@@ -21,6 +21,8 @@ cd "$ROOT"
 # A test uses one thread. Files stay together, for what is set up once in each.
 say "Python, command line and packaging tests, as many at once as there are cores"
 "$VENV_PYTHON" -m pytest tests -m "not alone" -n auto --dist loadfile || status=1
+say "Tests on a simulated accelerator"
+"$VENV_PYTHON" -m pytest tests/sim --device sim || status=1
 say "Python and command line tests that measure times, one after the other"
 "$VENV_PYTHON" -m pytest tests -m alone || status=1
 exit "$status"
