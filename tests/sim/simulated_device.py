@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import torch
 
-
 _root = pathlib.Path(__file__).parents[2]
 _build = pathlib.Path(os.environ.get("INFINITYBATCH_BUILD_DIR", _root / "build" / "release"))
 _library = os.environ.get("INFINITYBATCH_SIM", _build / "lib" / "libinfinitybatch_sim.so")
