@@ -36,6 +36,7 @@ from .errors import (
     BudgetExceeded,
     CoupledLossNotice,
     CouplingError,
+    DroppedCacheNotice,
     Error,
     InvalidArgument,
     InvalidType,
@@ -43,11 +44,12 @@ from .errors import (
     ParkingError,
     StateError,
     Unsupported,
+    UnwrappedMethodNotice,
 )
 from .sources import from_batches, from_dataset
 from .verify import verify
 from .virtual_batch import MicroBatch, VirtualBatch
-from .wrap import wrap
+from .wrap import Wrapped, unwrap, wrap
 
 __all__ = [
     "BatchError",
@@ -57,6 +59,7 @@ __all__ = [
     "Candidate",
     "CoupledLossNotice",
     "CouplingError",
+    "DroppedCacheNotice",
     "Error",
     "Instruction",
     "InvalidArgument",
@@ -68,9 +71,11 @@ __all__ = [
     "StateError",
     "StepReport",
     "Unsupported",
+    "UnwrappedMethodNotice",
     "VerifyReport",
     "VirtualBatch",
     "WrapReport",
+    "Wrapped",
     "__version__",
     "across_batch",
     "batch_dim",
@@ -83,6 +88,7 @@ __all__ = [
     "memory",
     "shared",
     "tape",
+    "unwrap",
     "verify",
     "wrap",
 ]

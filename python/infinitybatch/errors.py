@@ -12,12 +12,14 @@ __all__ = [
     "CoupledLossNotice",
     "LeftTensorNotice",
     "CouplingError",
+    "DroppedCacheNotice",
     "Error",
     "InvalidArgument",
     "InvalidType",
     "ParkingError",
     "StateError",
     "Unsupported",
+    "UnwrappedMethodNotice",
 ]
 
 
@@ -99,3 +101,11 @@ class CoupledLossNotice(UserWarning):
 
 class LeftTensorNotice(UserWarning):
     """IB102: a wrapped module leaves a tensor on itself that a loss must not read."""
+
+
+class DroppedCacheNotice(UserWarning):
+    """IB104: a cache of keys and values is left out of the outputs of a wrapped module."""
+
+
+class UnwrappedMethodNotice(UserWarning):
+    """IB105: a method of a wrapped module computes a batch past its micro-batches."""

@@ -1,14 +1,16 @@
 """A module that is computed micro-batch by micro-batch, for training loops that stay as they are."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import distributed, nn
 
-from . import _C, _options, _tree
-from ._face import Face, shared
+from . import _C, _options
+from ._caches import Dropped
 from ._model import ModelView
-from .errors import BatchError, InvalidType, StateError
+from ._wrapped import Wrapped, unwrap, wrapped
+from .errors import InvalidArgument, InvalidType, StateError
 
 
 def wrap(
@@ -27,8 +29,9 @@ def wrap(
     host_bandwidth: float = 0.0,
     reduce: Literal["sum", "mean"] | None = None,
     output_batch_dim: int | None = None,
+    methods: tuple[str, ...] = (),
     process_group: "distributed.ProcessGroup | None" = None,
-) -> "Wrapped":
+) -> Wrapped:
     """`model` with a forward that is computed micro-batch by micro-batch, exact under any loss.
 
     The outputs carry one graph node for the whole batch; the loop stays as it is.
@@ -36,8 +39,9 @@ def wrap(
         model = ib.wrap(model, memory_budget="8GiB")
         criterion(model(images), labels).backward()
 
-    The module returned shares parameters, buffers and submodules with `model`: optimizers, hooks,
-    `state_dict` and checkpoints see the same names. Forward takes any nested structure: every
+    The module returned is an instance of `model`'s class, too, and shares its state: optimizers,
+    hooks, `state_dict` and checkpoints see the same names, methods and attributes are the same.
+    `unwrap` returns `model`. Forward takes any nested structure: every
     tensor is split along its first dimension (`shared` and `batch_dim` say otherwise); tensors of
     dimension 0 and whatever is no tensor are seen whole. With DistributedDataParallel the order is
     DDP(ib.wrap(model, process_group=torch.distributed.group.WORLD)).
@@ -113,6 +117,10 @@ def wrap(
             `reduce` says.
         output_batch_dim: the dimension of outputs along which samples lie, where several could be
             it (by default the one whose size follows the micro-batch's).
+        methods: names of more methods that are computed as forward is, ("encode",): on the whole
+            batch in micro-batches, with a plan and knowledge of their own. Other methods run on the
+            module returned, so that `self(x)` in them is computed in micro-batches; one that calls
+            submodules instead runs natively, and warns once (UnwrappedMethodNotice, IB105).
         process_group: whose ranks agree, at the end of each backward through the outputs and before
             DistributedDataParallel sees a gradient, that it has worked on all of them. Where it
             failed on one, that one raises its error and the others StateError, and none waits in an
@@ -124,7 +132,8 @@ def wrap(
         InvalidArgument: for options out of range, or that contradict each other.
 
         Warns (LeftTensorNotice, IB102) of attributes in which each micro-batch leaves another tensor
-        with a graph that is no output: the loss would see the last micro-batch's alone.
+        with a graph that is no output: the loss would see the last micro-batch's alone; and of a
+        cache of a language model among the outputs, which is left out (DroppedCacheNotice, IB104).
 
         From forward: BatchError, CouplingError, Unsupported as VirtualBatch.backward, BudgetExceeded
         where no size stays inside the budget, and whatever the model raises; buffers and random
@@ -139,7 +148,7 @@ def wrap(
     _options.one_of("batch_coupling", batch_coupling, "exact", "per_micro_batch")
     _options.one_of("park", park, "needed", "always", "never")
     _options.one_of("reduce", reduce, "sum", "mean", None)
-    return Wrapped(
+    return make(
         model,
         {
             "micro_batch_size": _options.optional_whole_number(
@@ -160,6 +169,7 @@ def wrap(
             "reduce": reduce,
             "output_batch_dim": _options.dimension("output_batch_dim", output_batch_dim),
         },
+        _methods_of(model, methods),
         None if process_group is None else _Agreement(process_group),
     )
 
@@ -199,51 +209,39 @@ class _Agreement:
             )
 
 
-class Wrapped(Face):
-    """What `wrap` returns: the face of the inner module, with a forward in micro-batches."""
+def make(
+    model: nn.Module,
+    options: dict[str, Any],
+    methods: tuple[str, ...],
+    agreement: _Agreement | None,
+) -> Wrapped:
+    """A wrapped module of checked options."""
+    if isinstance(model, Wrapped):
+        methods = tuple(sorted({*methods, *model._infinitybatch.methods}))
+    dropped = Dropped()
 
-    def __init__(
-        self, model: nn.Module, options: dict[str, Any], agreement: _Agreement | None = None
-    ) -> None:
-        super().__init__(model)
-        view = ModelView(model, options["exact_coupling"])
-
+    def step_of(name: str, method: Callable[..., Any]) -> _C.Wrap:
         def forward(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            return model(*arguments, **keywords)
+            return dropped.out_of(method(*arguments, **keywords))
 
-        step = _C.Wrap(model=view, forward=forward, agree=agreement, **options)
-        self.__dict__.update(_options=options, _agreement=agreement, _step=step)
+        view = ModelView(model, options["exact_coupling"])
+        return _C.Wrap(model=view, forward=forward, agree=agreement, **options)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._agreement is not None:
-            self._agreement.prepare(self._inner)
-        try:
-            return self._step.forward(args, kwargs)
-        except BatchError:
-            leaves, dims, _, spec = _tree.flatten((args, kwargs))
-            if torch.is_grad_enabled() or not _tree.are_empty(leaves, dims):
-                raise
-        # No rows are no micro-batch, but the last of a dataset may well have none.
-        args, kwargs = _tree.unflatten(leaves, spec)
-        return self._inner(*args, **kwargs)
-
-    @property
-    def last_report(self) -> _C.WrapReport | None:
-        """What the last call did, and its backward so far; None before the first one."""
-        return self._step.last_report()
-
-    def extra_repr(self) -> str:
-        given = ("micro_batch_size", "memory_budget")
-        said = [f"{k}={self._options[k]!r}" for k in given if self._options[k] is not None]
-        return ", ".join([type(self._inner).__name__, *said])
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        made = {"_inner", "_options", "_agreement", "_step", *shared(self._inner)}
-        own = {name: value for name, value in self.__dict__.items() if name not in made}
-        return Wrapped, (self._inner, self._options), own
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+    steps = {name: step_of(name, getattr(model, name)) for name in methods}
+    steps["forward"] = step_of("forward", model)
+    return wrapped(model, options, methods, agreement, steps, dropped)
 
 
-__all__ = ["Wrapped", "wrap"]
+def _methods_of(model: nn.Module, methods: Any) -> tuple[str, ...]:
+    if not isinstance(methods, (tuple, list)) or not all(isinstance(n, str) for n in methods):
+        raise InvalidType(f'methods must be a tuple of names, ("encode",), not {methods!r}')
+    for name in methods:
+        if not callable(getattr(type(model), name, None)) or hasattr(nn.Module, name):
+            raise InvalidArgument(
+                f"methods names {name!r}, which is no method that {type(model).__name__} has "
+                f"beside forward and those of nn.Module"
+            )
+    return tuple(sorted(set(methods)))
+
+
+__all__ = ["Wrapped", "unwrap", "wrap"]

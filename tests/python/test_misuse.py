@@ -451,9 +451,9 @@ MISUSES = {
         r"outputs\[1\] is a Wrapped",
     ),
     "a language model's cache among the outputs": (
-        lambda: ib.wrap(returns(lambda y: (y, DynamicCache())), micro_batch_size=4)(X),
+        lambda: ib.wrap(returns(lambda y: (y, [DynamicCache()])), micro_batch_size=4)(X),
         ib.InvalidType,
-        r"outputs\[1\] is a DynamicCache.*use_cache=False",
+        r"outputs\[1\]\[0\] is a DynamicCache.*use_cache=False",
     ),
     "outputs that cannot be joined": (
         lambda: step(

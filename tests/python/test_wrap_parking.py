@@ -237,7 +237,7 @@ def test_one_thread_at_a_time():
 def test_copies_park_too_and_without_gradients():
     torch.manual_seed(9)
     wrapped = copy.deepcopy(ib.wrap(small(), micro_batch_size=4, park="always", **HOST))
-    native = copy.deepcopy(wrapped._inner)
+    native = copy.deepcopy(ib.unwrap(wrapped))
     with torch.no_grad():
         close(wrapped(X), native(X))
     assert wrapped.last_report.parked_bytes > 0

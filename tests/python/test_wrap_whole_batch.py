@@ -487,7 +487,7 @@ def test_copies_and_hooks():
     contrastive(twin(X)).backward()
     assert len(fired) == 1 and torch.equal(fired[0], inner[0].weight.grad)
     close([p.grad for p in twin.parameters()], [p.grad for p in inner.parameters()])
-    close(buffers(twin._inner), buffers(inner))
+    close(buffers(ib.unwrap(twin)), buffers(inner))
 
 
 def opaque_beside() -> nn.Module:

@@ -1,0 +1,94 @@
+"""Subclasses of a module's class whose objects share that module's state."""
+
+import abc
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._programs import no_program
+
+
+def known(kind: type, mixin: type, key: Any) -> type | None:
+    """What `subclass_of` has made, with "_infinitybatch_key": key among the names."""
+    for made in type.__subclasses__(kind):  # held by nothing but its objects
+        if mixin in made.__bases__ and vars(made).get("_infinitybatch_key") == key:
+            return made
+    return None
+
+
+def subclass_of(kind: type, mixin: type, names: dict[str, Any], slots: tuple[str, ...]) -> type:
+    """`kind` with `mixin` in front of it and the name of `kind`.
+
+    Args:
+        names: more of the namespace.
+        slots: what each object has of its own, beside the shared `__dict__`.
+    """
+    namespace = {
+        "__slots__": slots,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "_infinitybatch_kind": kind,
+        **dict(_slots(kind)),
+        **names,
+    }
+    # As Python makes classes: the author's metaclass may keep a list of what people wrote.
+    maker: Any = abc.ABCMeta if isinstance(kind, abc.ABCMeta) else type
+    return maker.__new__(type(kind), kind.__name__, (mixin, kind), namespace)
+
+
+def _slots(kind: type) -> Iterator[tuple[str, property]]:
+    """Slots of the inner class lie in its objects, not in the shared dict."""
+    for base in reversed(kind.__mro__):
+        for name, slot in vars(base).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                yield name, _forwarded(slot)
+
+
+def _forwarded(slot: Any) -> property:
+    return property(
+        lambda self: slot.__get__(self._infinitybatch.inner),
+        lambda self, value: slot.__set__(self._infinitybatch.inner, value),
+        lambda self: slot.__delete__(self._infinitybatch.inner),
+    )
+
+
+def with_state_of(inner: nn.Module, kind: type) -> Any:
+    """An object of `kind` on the very dict of `inner`. Raises TypeError where objects of the class
+    have state elsewhere, as those of C do (a module that is a dict, too)."""
+    module = object.__new__(kind)
+    object.__setattr__(module, "__dict__", inner.__dict__)
+    return module
+
+
+class Forward:
+    """`forward` of such a class: what is set in its place is the object's own. What is set on the
+    inner module lies in the shared dict, and is run where that one is called."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self.function = function
+
+    def __get__(self, module: Any, _: type | None = None) -> Any:
+        if module is None:
+            return self.function
+        if torch.compiler.is_exporting():  # which would stumble over the next lines
+            raise no_program("torch.export")
+        own = module._infinitybatch.forward
+        return types.MethodType(self.function, module) if own is None else own
+
+    def __set__(self, module: Any, forward: Any) -> None:
+        module._infinitybatch.forward = forward
+
+    def __delete__(self, module: Any) -> None:
+        module._infinitybatch.forward = None
+
+
+def is_graph_module(kind: type) -> bool:
+    """Whether `kind` writes its forward on the class of what it is called on."""
+    return issubclass(kind, torch.fx.GraphModule)
+
+
+__all__ = ["Forward", "is_graph_module", "known", "subclass_of", "with_state_of"]
