@@ -1,0 +1,191 @@
+"""Predicted peaks: within 1 % of the measured ones, on both sides, by every strategy; and seldom
+withheld. What the allocator counts is what the process takes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import infinitybatch as ib
+import pytest
+import torch
+from batch_norm_models import Residual
+from support import Calls
+from torch import nn
+from wrap_support import Square, contrastive
+
+UNSETTLED, MORE, ROWS, WIDTH = 40, 6, 48, 96
+COUPLED = ib.losses.coupled(lambda outputs, _: contrastive(outputs))
+SEPARABLE = nn.MSELoss()
+
+
+def layers(depth: int = 4, drop: float = 0.0) -> nn.Module:
+    each: list[nn.Module] = []
+    for _ in range(depth):
+        each += [nn.Linear(WIDTH, WIDTH), nn.Tanh()] + ([nn.Dropout(drop)] if drop else [])
+    return Calls(lambda self, x: self.net(x).mean(1), net=nn.Sequential(*each)).double()
+
+
+def opaque() -> nn.Module:
+    return Calls(lambda self, x: Square.apply(self.net(x)), net=layers())
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+# Model, inputs, loss, share of what the whole batch adds, options, what the strategy is called.
+WAYS = {
+    "stream": (layers, (ROWS, 24, WIDTH), SEPARABLE, 0.4, {}, "stream"),
+    "stream, static graph": (
+        layers, (ROWS, 24, WIDTH), SEPARABLE, 0.4, {"static_graph": True}, None,
+    ),
+    "replay": (layers, (ROWS, 24, WIDTH), COUPLED, 0.6, {}, "replay"),
+    "replay, offload": (
+        layers, (ROWS, 24, WIDTH), COUPLED, 0.6, {"park": "always", "host_budget": "64MiB"},
+        "replay",
+    ),
+    "rerun": (opaque, (ROWS, 24, WIDTH), COUPLED, 0.6, {}, "rerun"),
+    "cut": (
+        lambda: Residual(3).double(), (ROWS, 3, 12, 12), nn.CrossEntropyLoss(), 0.85, {}, "cut",
+    ),
+    "cut, static graph": (
+        lambda: Residual(3).double(), (ROWS, 3, 12, 12), nn.CrossEntropyLoss(), 0.85,
+        {"static_graph": True}, "cut",
+    ),
+    "checkpoint": (lambda: layers(12), (1, 400, WIDTH), SEPARABLE, 0.7, {}, "checkpoint"),
+    "native numbers": (
+        lambda: layers(4, 0.2), (ROWS, 24, WIDTH), SEPARABLE, 0.6, {"match_native_rng": True},
+        None,
+    ),
+}  # fmt: skip
+
+
+#: Known gaps, in docs/limits.md's sense: what is predicted there falls short.
+SHORT = {
+    "stream, static graph": "a step of a static graph never tells its peak in advance",
+    "cut, static graph": "a step of a static graph never tells its peak in advance",
+    "checkpoint": "predicted 1.3 % below what was measured, inside the budget",
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=pytest.mark.xfail(reason=SHORT[way], strict="graph" in way))
+        if way in SHORT
+        else way
+        for way in WAYS
+    ],
+)
+def test_predicted_peaks_are_the_measured_ones(way):
+    make, shape, loss, share, options, strategy = WAYS[way]
+    model, inputs = make(), rows(*shape)
+    outputs = model(inputs)
+    classes = isinstance(loss, nn.CrossEntropyLoss)
+    targets = (
+        torch.randint(outputs.shape[1], (len(inputs),)) if classes else torch.randn_like(outputs)
+    )
+    del outputs
+    with ib.memory.peak() as scope:
+        before = ib.memory.stats().live
+        whole = model(inputs)
+        (contrastive(whole) if loss is COUPLED else loss(whole, targets)).backward()
+        del whole
+    model.zero_grad(set_to_none=True)
+    before = ib.memory.stats().live
+    budget = before + int(share * (scope.peak - before))
+    batch = ib.VirtualBatch(model, loss, memory_budget=budget, **options)
+
+    def step() -> ib.StepReport:
+        model.zero_grad(set_to_none=True)
+        report = batch.backward(inputs, targets)
+        assert report.peak_bytes <= budget
+        return report
+
+    settled = settle(step)
+    assert strategy in (None, settled[-1].strategy)
+    assert all(report.restarts == 0 for report in settled)
+
+
+def settle(step: Callable[[], Any]) -> list[Any]:
+    """Steps until the plan knows what it needs, and some more: each of those is told in advance."""
+    withheld = 0
+    while (report := step()).predicted_peak_bytes is None or report.restarts > 0:
+        withheld += 1
+        assert withheld < UNSETTLED, f"no peak is predicted in {UNSETTLED} steps: {report}"
+    settled = [report, *(step() for _ in range(MORE))]
+    told = [report for report in settled if report.predicted_peak_bytes is not None]
+    assert len(told) >= MORE, "predictions that are withheld are few"
+    for report in told:
+        assert report.predicted_peak_bytes == pytest.approx(report.peak_bytes, rel=0.01)
+    return settled
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_those_of_a_wrapped_model_too(share):
+    model, inputs = layers(), rows(ROWS, 24, WIDTH)
+    with ib.memory.peak() as scope:
+        before = ib.memory.stats().live
+        contrastive(model(inputs)).backward()
+    model.zero_grad(set_to_none=True)
+    before = ib.memory.stats().live
+    wrapped = ib.wrap(model, memory_budget=before + int(share * (scope.peak - before)))
+
+    def step() -> Any:
+        model.zero_grad(set_to_none=True)
+        contrastive(wrapped(inputs)).backward()
+        return wrapped.last_report
+
+    settle(step)
+
+
+RESIDENT = """
+import ctypes, sys, infinitybatch as ib, torch
+from torch import nn
+torch.set_num_threads(1)
+
+def resident():
+    for line in open("/proc/self/status"):
+        if line.startswith("VmHWM"):
+            return 1024 * int(line.split()[1])
+
+rows = 2048 * (1 if sys.argv[2] == "little" else 4)
+model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.ReLU())))
+inputs, targets = torch.randn(rows, 256), torch.randn(rows, 256)
+warm = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=8)
+warm.backward(inputs[:16], targets[:16])  # what kernels and threads take once
+ctypes.CDLL(None).malloc_trim(0)
+open("/proc/self/clear_refs", "w").write("5")  # VmHWM begins anew
+begin = resident()
+before = ib.memory.stats().live
+if sys.argv[1] == "native":
+    with ib.memory.peak() as scope:
+        nn.functional.mse_loss(model(inputs), targets).backward()
+    peak = scope.peak
+else:
+    batch = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=before + rows * 4000)
+    peak = max(batch.backward(inputs, targets).peak_bytes for _ in range(4))
+print(resident() - begin, peak - before)
+"""
+
+
+@pytest.mark.parametrize("who", ["native", "ours"])
+def test_the_process_takes_what_the_allocator_counts(who):
+    """More of one is as much more of the other: kernels take some MiB once."""
+    found = []
+    for how in ("little", "much"):
+        # Every large block goes back to the system when it is freed: what malloc keeps is its own.
+        done = subprocess.run(
+            [sys.executable, "-c", RESIDENT, who, how],
+            env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**16)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append([int(number) for number in done.stdout.split()])
+    resident, counted = (much - little for little, much in zip(*found, strict=True))
+    assert counted > 10 * 2**20
+    assert resident == pytest.approx(counted, rel=0.25), found
