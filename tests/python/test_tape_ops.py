@@ -1,13 +1,18 @@
 """Every differentiable operator of torch's own database, as function, method, in place and with
-`out=`: recorded and replayed, outputs and gradients bit for bit.
+`out=`: recorded and replayed, outputs and gradients bit for bit those of a plain run beside it.
 
-INFINITYBATCH_LONG_TESTS=1 takes every sample; else the first few of each operator.
+INFINITYBATCH_LONG_TESTS=1 takes every sample; else the first few of each operator. Which calls are
+made stands in tests/results/op_db.json, so that none falls out unnoticed:
+
+    INFINITYBATCH_WRITE=1 python -m pytest tests/python/test_tape_ops.py
 """
 
 import collections
 import itertools
+import json
 import os
 import warnings
+from pathlib import Path
 
 import infinitybatch as ib
 import pytest
@@ -17,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 LONG = os.environ.get("INFINITYBATCH_LONG_TESTS", "0") != "0"
 SAMPLES = 100 if LONG else 3
+CALLS = Path(__file__).resolve().parents[1] / "results" / "op_db.json"
 
 # Torch's own kernel gives other bits when it is called twice in a row: gelsy's depend on where its
 # workspace lies, and the `out=` of these transforms is left unwritten where it is resized.
@@ -82,8 +88,8 @@ def clone(value):
 
 
 def attempt(function, args):
-    """What became of one call: "replays", "wrong: …", why the tape is opaque or refused, or None
-    where torch itself refuses the call."""
+    """What became of one call: "replays", "wrong: …", why the tape is opaque or refused, what
+    recording raised, or None where torch itself refuses the call."""
     leaves, spec = tree_flatten(args)
     tensors = [i for i, leaf in enumerate(leaves) if is_tensor(leaf)]
     inputs = tuple(leaves[i] for i in tensors)
@@ -96,13 +102,26 @@ def attempt(function, args):
         outputs = function(*a, **k)
         return [t for t in tree_leaves(outputs) if is_tensor(t)]
 
+    wanted = [t for t in inputs if t.requires_grad and t.is_leaf]
+    start = [clone(t.detach()) for t in inputs]
+    torch.manual_seed(0)
+    try:
+        native = forward(*inputs)
+        expected = results_with_gradients(native, wanted)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
+        return None
+    with torch.no_grad():
+        for tensor, value in zip(inputs, start, strict=True):
+            if tensor._version > 0 and not same_bits(tensor, value):
+                tensor.copy_(value)
     torch.manual_seed(0)
     try:
         outputs, tape = ib.tape.record(forward, inputs)
-        wanted = [t for t in inputs if t.requires_grad and t.is_leaf]
-        expected = results_with_gradients(outputs, wanted)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
-        return None
+        recorded = results_with_gradients(outputs, wanted)
+    except Exception as error:  # natively it runs
+        return f"recording raises {type(error).__name__}: {str(error).splitlines()[0]}"
+    if not bits_equal(outputs, native) or not bits_equal(recorded, expected):
+        return "wrong: recorded otherwise than natively"
     if tape.refusal is not None:
         return "refused: " + tape.refusal
     if tape.opaque is not None:
@@ -127,6 +146,14 @@ def sweep(op, dtype):
             if outcome is not None:
                 found[name].add(outcome)
     return {name: sorted(outcomes - {"replays"}) for name, outcomes in found.items()}
+
+
+def listed(calls):
+    """{operator: the ways in which it is called}, of (operator, way)."""
+    found = collections.defaultdict(list)
+    for name, variant in sorted(calls):
+        found[name].append(variant)
+    return dict(found)
 
 
 def copy_of(args):
@@ -160,6 +187,13 @@ def test_all_replay(found):
         for variant, reasons in outcome.items()
         if (name, variant) not in UNREPEATABLE
     }
-    assert len(found) > 500 and len(calls) > 1100, "the database is not what it was"
+    made = {"torch": torch.__version__.split("+")[0], "calls": listed(calls)}
+    if os.environ.get("INFINITYBATCH_WRITE") == "1":
+        text = json.dumps(made, indent=0).replace("\n]", "]").replace("[\n", "[")
+        CALLS.write_text(text.replace('",\n"', '", "') + "\n")
+    committed = json.loads(CALLS.read_text())
+    assert len(committed["calls"]) > 500
+    if made["torch"] == committed["torch"]:
+        assert made["calls"] == committed["calls"]
     # Not one wrong, and not one that a tape cannot replay either.
     assert {call: reasons for call, reasons in calls.items() if reasons} == {}
