@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
+from . import _packed
 from ._C import Marked
 from ._mapping import Opened, opened
+from ._packed import is_packed
 
 
 def is_node(value: Any) -> bool:
@@ -26,9 +29,9 @@ def flatten(value: Any) -> tuple[list[Any], list[int], list[str], _pytree.TreeSp
     A mapping of a class that is not registered keeps it where `_mapping` can make another one; but
     one that is the whole value and no dict is a dict, for models are called with its items.
     """
-    leaves, spec = _pytree.tree_flatten(value)
+    leaves, spec = _pytree.tree_flatten(value, is_leaf=is_packed)
     dims = [0] * len(leaves)
-    if any(isinstance(leaf, (Marked, Mapping)) for leaf in leaves):
+    if any(isinstance(leaf, (Marked, Mapping, PackedSequence)) for leaf in leaves):
         value, dims = _open(value, 0, whole=True)
         leaves, spec = _pytree.tree_flatten(value)
     return leaves, dims, _names(value, len(leaves)), spec
@@ -37,13 +40,16 @@ def flatten(value: Any) -> tuple[list[Any], list[int], list[str], _pytree.TreeSp
 def _open(value: Any, dim: int, whole: bool = False) -> tuple[Any, list[int]]:
     """`value` with all leaves opened that hold more leaves (marked values, mappings that are not
     registered), and the dimension along which each leaf is split."""
-    leaves, spec = _pytree.tree_flatten(value)
+    leaves, spec = _pytree.tree_flatten(value, is_leaf=is_packed)
     dims: list[int] = []
     for i, leaf in enumerate(leaves):
         here = whole and leaf is value
         opened_dims = [dim]
         if isinstance(leaf, Marked):
             leaves[i], opened_dims = _open(leaf.value, leaf.dim, here)
+        elif isinstance(leaf, PackedSequence):
+            leaves[i] = _packed.opened(leaf)
+            opened_dims = [dim, dim]
         elif isinstance(leaf, Mapping):
             node = dict(leaf) if here and not isinstance(leaf, dict) else opened(leaf)
             if isinstance(node, Opened):

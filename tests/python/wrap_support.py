@@ -21,7 +21,7 @@ def close(found: Any, wanted: Any, tolerance: float = 1e-12, moved: Any = None) 
     Args:
         moved: what native gives of the batch reversed; ten times what that moves is allowed.
     """
-    trees = [tree for tree in (found, wanted, moved) if tree is not None]
+    trees = [found, wanted] if moved is None else [found, wanted, moved]
     found, wanted, *moved = (numbered(_pytree.tree_leaves(tree)) for tree in trees)
     beyond = excess(found, wanted, moved, least=tolerance)
     assert beyond == {}, beyond
