@@ -15,14 +15,15 @@ from .errors import UnwrappedMethodNotice
 
 
 class Watch:
-    """Sees, while it is open, whether submodules run on a batch outside of micro-batches, with
+    """Sees, while it is open, which methods run submodules on a batch outside of micro-batches, with
     gradients. Inside a second `with` it looks away."""
 
     def __init__(self, inner: nn.Module) -> None:
         self.modules = set(inner.modules()) - {inner}
         self.thread = threading.get_ident()
         self.depth = 0
-        self.seen = False
+        self.running: list[str] = []  # methods, the innermost last
+        self.past: list[str] = []
 
     def __enter__(self) -> None:
         self.depth += 1
@@ -36,9 +37,12 @@ class Watch:
             self.handle.remove()
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.depth == 1 and module in self.modules and torch.is_grad_enabled():
-            rows = any(isinstance(a, torch.Tensor) and a.dim() and len(a) > 1 for a in args)
-            self.seen |= rows and threading.get_ident() == self.thread
+        if self.depth != 1 or module not in self.modules or not torch.is_grad_enabled():
+            return
+        rows = any(isinstance(a, torch.Tensor) and a.dim() and len(a) > 1 for a in args)
+        name = self.running[-1]
+        if rows and threading.get_ident() == self.thread and name not in self.past:
+            self.past.append(name)
 
 
 def own_methods(kind: type[nn.Module]) -> Iterator[tuple[str, types.FunctionType]]:
@@ -62,24 +66,32 @@ def watched(name: str, method: types.FunctionType) -> Any:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._infinitybatch
-        if name in state.judged or not torch.is_grad_enabled() or not _can_watch(state):
-            return method(self, *args, **kwargs)
+        watch = state.watch
+        if watch is None:
+            if name in state.judged or not torch.is_grad_enabled() or not _can_watch(state):
+                return method(self, *args, **kwargs)
+            watch = state.watch = Watch(state.inner)
+            try:
+                with watch:
+                    result = call(self, *args, **kwargs)
+            finally:
+                state.watch = None
+            for past in watch.past:
+                text = _text(type(self).__name__, past)
+                warnings.warn(text, UnwrappedMethodNotice, stacklevel=2)
+            return result
         state.judged.add(name)
-        watch = state.watch = Watch(state.inner)
+        watch.running.append(name)
         try:
-            with watch:
-                result = method(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         finally:
-            state.watch = None
-        if watch.seen:
-            warnings.warn(_text(type(self).__name__, name), UnwrappedMethodNotice, stacklevel=2)
-        return result
+            watch.running.pop()
 
     return call
 
 
 def _can_watch(state: Any) -> bool:
-    if state.watch is not None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return False
     # torch warns of hooks on all modules where a compiled one runs.
     return not any(type(m).__name__ == "OptimizedModule" for m in state.inner.modules())

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +65,32 @@ def refuse_hidden_rows(value: Any, samples: int, name: str) -> None:
             f"know, so every micro-batch would see it whole; register it with "
             f"torch.utils._pytree.register_dataclass({kind}), or wrap it in shared(...)"
         )
+
+
+def explain_lists(error: Exception, given: Any) -> None:
+    """Notes on an error of the model's own that a list of tensors was split tensor by tensor: one
+    with a tensor for each sample (images of several sizes) looks the same."""
+    for name, values in _lists(given, "inputs"):
+        error.add_note(
+            f"infinitybatch: {name} is a list of {len(values)} tensors, and each of them was split "
+            f"along its first dimension, of {len(values[0])}. If it has one tensor for each sample, "
+            f"pad them and pass torch.stack(tensors)"
+        )
+
+
+def _lists(value: Any, name: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    if type(value) is list and len(value) > 1 and all(_can_be_sample(item) for item in value):
+        yield name, value
+    elif type(value) in (list, tuple):
+        for i, child in enumerate(value):
+            yield from _lists(child, f"{name}[{i}]")
+    elif isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _lists(child, f"{name}[{key!r}]")
+
+
+def _can_be_sample(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 1
 
 
 def _is_rows(row: list[Any] | tuple[Any, ...]) -> bool:

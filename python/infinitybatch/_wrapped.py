@@ -14,6 +14,7 @@ from . import _C, _subclass, _tree
 from ._caches import Dropped, has_cache, natively
 from ._methods import Watch, own_methods, watched
 from ._programs import is_program, no_program, outside_of_program
+from ._rows import explain_lists
 from .errors import BatchError, Unsupported
 
 WrappedT = TypeVar("WrappedT", bound="Wrapped")
@@ -216,6 +217,9 @@ def in_micro_batches(name: str, like: Any) -> Any:
                     outputs = step.forward(args, kwargs)
         except BatchError:
             return _without_rows(state, name, args, kwargs)
+        except Exception as error:
+            explain_lists(error, (args, kwargs))
+            raise
         if state.dropped.name and not state.dropped.told:
             # nn.Module has two frames of its own between forward and who calls the module.
             state.dropped.tell(stacklevel=4 if name == "forward" else 2)

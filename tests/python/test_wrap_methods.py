@@ -135,6 +135,17 @@ def test_harmless_methods_are_silent():
     assert not torch.nn.modules.module._has_any_global_hook()
 
 
+def test_the_innermost_method_is_named():
+    class Outer(TwoTowers):
+        def optimizer_step(self, x):
+            return self.encode(x), self(x, x), self.get_right(x)
+
+    wrapped = ib.wrap(Outer(), micro_batch_size=4)
+    with pytest.warns(ib.UnwrappedMethodNotice) as told:
+        wrapped.optimizer_step(X)
+    assert [str(w.message).split()[1] for w in told] == ["Outer.encode", "Outer.get_right"]
+
+
 def test_after_an_exception_nothing_is_watched():
     wrapped = ib.wrap(TwoTowers(), micro_batch_size=4)
     with pytest.raises(RuntimeError):

@@ -11,7 +11,7 @@ import weakref
 import infinitybatch as ib
 import pytest
 import torch
-from support import mlp
+from support import Calls, mlp
 from torch import nn
 from wrap_support import X, close, contrastive, grads
 
@@ -309,3 +309,13 @@ def test_torch_compile_calls(method):
         contrastive(compiled(X[:rows])).backward()
         close(grads(inner), wanted)
         assert sum(wrapped.last_report.micro_batch_sizes) == rows
+
+
+def test_a_list_with_one_tensor_for_each_sample_is_explained():
+    def forward(self, images):
+        return torch.stack([self.net(image).mean((1, 2)) for image in images])
+
+    images = [torch.randn(3, 8 + i, 8) for i in range(5)]
+    wrapped = ib.wrap(Calls(forward, net=nn.Conv2d(3, 4, 3)), micro_batch_size=2)
+    with pytest.raises(RuntimeError, match="inputs.* is a list of 5 tensors.*torch.stack"):
+        wrapped(images)
