@@ -11,13 +11,9 @@ import torch
 from .errors import DroppedCacheNotice, Unsupported
 
 
-def has_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(map(_is_cache, args)) or any(map(_is_cache, kwargs.values()))
-
-
-def _is_cache(value: Any) -> bool:
-    kind = type(value)
-    return kind is not torch.Tensor and kind.__name__.endswith("Cache")
+def is_cache(value: Any) -> bool:
+    """Hugging Face's classes say so by their name."""
+    return type(value).__name__.endswith("Cache")
 
 
 def natively(inner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,13 +39,13 @@ class Dropped:
         if isinstance(outputs, torch.Tensor):
             return outputs
         if isinstance(outputs, Mapping):
-            found = [key for key, value in outputs.items() if _is_cache(value)]
+            found = [key for key, value in outputs.items() if is_cache(value)]
             return self._without(outputs, found) if found else outputs
         if type(outputs) in (tuple, list):
-            found = [i for i, value in enumerate(outputs) if _is_cache(value)]
+            found = [i for i, value in enumerate(outputs) if is_cache(value)]
             if found:
                 self.name = self.name or f"[{found[0]}]"
-                return type(outputs)(None if _is_cache(value) else value for value in outputs)
+                return type(outputs)(None if is_cache(value) else value for value in outputs)
         return outputs
 
     def _without(self, outputs: Any, found: list[Any]) -> Any:
@@ -70,4 +66,4 @@ class Dropped:
         )
 
 
-__all__ = ["Dropped", "has_cache", "natively"]
+__all__ = ["Dropped", "is_cache", "natively"]

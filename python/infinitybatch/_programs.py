@@ -7,11 +7,6 @@ import torch
 from .errors import Unsupported
 
 
-def is_program(args: Any) -> bool:
-    """Whether a call with `args` is to become a program."""
-    return type(args) is not tuple or torch.jit.is_tracing() or torch.compiler.is_compiling()
-
-
 def outside_of_program(call: Any, module: Any, args: Any, kwargs: Any) -> Any:
     """What `call` returns, where the program can go on behind it; Unsupported elsewhere."""
     if type(args) is not tuple:  # a proxy
@@ -30,4 +25,4 @@ def no_program(of: str) -> Unsupported:
     )
 
 
-__all__ = ["is_program", "no_program", "outside_of_program"]
+__all__ = ["no_program", "outside_of_program"]

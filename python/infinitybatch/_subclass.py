@@ -3,10 +3,12 @@
 import abc
 import types
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_exporting
 
 from ._programs import no_program
 
@@ -74,10 +76,10 @@ class Forward:
     def __get__(self, module: Any, _: type | None = None) -> Any:
         if module is None:
             return self.function
-        if torch.compiler.is_exporting():  # which would stumble over the next lines
+        if is_exporting():  # which would stumble over the next lines
             raise no_program("torch.export")
         own = module._infinitybatch.forward
-        return types.MethodType(self.function, module) if own is None else own
+        return MethodType(self.function, module) if own is None else own
 
     def __set__(self, module: Any, forward: Any) -> None:
         module._infinitybatch.forward = forward

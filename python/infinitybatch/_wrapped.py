@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
+from torch.jit import is_tracing
 
 from . import _C, _subclass, _tree
-from ._caches import Dropped, has_cache, natively
+from ._caches import Dropped, is_cache, natively
 from ._methods import Watch, own_methods, watched
-from ._programs import is_program, no_program, outside_of_program
+from ._programs import no_program, outside_of_program
 from ._rows import explain_lists
 from .errors import BatchError, Unsupported
 
@@ -202,10 +204,14 @@ def in_micro_batches(name: str, like: Any) -> Any:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._infinitybatch
-        if is_program(args):
+        if type(args) is not tuple or is_compiling() or is_tracing():
             return outside_of_program(call, self, args, kwargs)
-        if has_cache(args, kwargs):
-            return natively(state.inner, name, args, kwargs)
+        for value in args:
+            if type(value) is not torch.Tensor and is_cache(value):
+                return natively(state.inner, name, args, kwargs)
+        for value in kwargs.values():
+            if type(value) is not torch.Tensor and is_cache(value):
+                return natively(state.inner, name, args, kwargs)
         if state.agreement is not None:
             state.agreement.prepare(state.inner)
         step = state.last = state.steps[name]
