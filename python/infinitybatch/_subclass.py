@@ -3,7 +3,7 @@
 import abc
 import types
 from collections.abc import Iterator
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -66,11 +66,12 @@ def with_state_of(inner: nn.Module, kind: type) -> Any:
     return module
 
 
-class Forward:
-    """`forward` of such a class: what is set in its place is the object's own. What is set on the
-    inner module lies in the shared dict, and is run where that one is called."""
+class Method:
+    """A method of such a class. What is set in its place is the object's own (mixed precision sets
+    forward); what is set on the inner module lies in the shared dict, and is run by that one."""
 
-    def __init__(self, function: types.FunctionType) -> None:
+    def __init__(self, name: str, function: FunctionType) -> None:
+        self.name = name
         self.function = function
 
     def __get__(self, module: Any, _: type | None = None) -> Any:
@@ -78,14 +79,14 @@ class Forward:
             return self.function
         if is_exporting():  # which would stumble over the next lines
             raise no_program("torch.export")
-        own = module._infinitybatch.forward
-        return MethodType(self.function, module) if own is None else own
+        own = module._infinitybatch.own
+        return own[self.name] if self.name in own else MethodType(self.function, module)
 
-    def __set__(self, module: Any, forward: Any) -> None:
-        module._infinitybatch.forward = forward
+    def __set__(self, module: Any, method: Any) -> None:
+        module._infinitybatch.own[self.name] = method
 
     def __delete__(self, module: Any) -> None:
-        module._infinitybatch.forward = None
+        module._infinitybatch.own.pop(self.name, None)
 
 
 def is_graph_module(kind: type) -> bool:
@@ -93,4 +94,4 @@ def is_graph_module(kind: type) -> bool:
     return issubclass(kind, torch.fx.GraphModule)
 
 
-__all__ = ["Forward", "is_graph_module", "known", "subclass_of", "with_state_of"]
+__all__ = ["Method", "is_graph_module", "known", "subclass_of", "with_state_of"]

@@ -17,7 +17,7 @@ from ._caches import Dropped, is_cache, natively
 from ._methods import Watch, own_methods, watched
 from ._programs import no_program, outside_of_program
 from ._rows import explain_lists
-from .errors import BatchError, Unsupported
+from .errors import BatchError, Error, Unsupported
 
 WrappedT = TypeVar("WrappedT", bound="Wrapped")
 
@@ -47,7 +47,7 @@ class State:
     steps: dict[str, _C.Wrap]  # by the name of the method
     last: _C.Wrap  # the one that was called last
     dropped: Dropped
-    forward: Callable[..., Any] | None = None  # set on the object, as mixed precision does
+    own: dict[str, Callable[..., Any]] = field(default_factory=dict)  # set on the object
     judged: set[str] = field(default_factory=set)  # other methods, once one call was watched
     watch: Watch | None = None
 
@@ -152,8 +152,10 @@ def wrapped(
     fresh = nn.Module()
     for name in _SLOTS[1:]:
         object.__setattr__(module, name, getattr(fresh, name))
-    if "forward" in inner.__dict__:
-        state.forward = types.MethodType(_bound_like(inner.forward), module)
+    for name in steps:
+        if name in inner.__dict__:
+            like = _bound_like(name, getattr(inner, name))
+            state.own[name] = types.MethodType(like, module)
     return module
 
 
@@ -184,12 +186,12 @@ def _class_of(kind: type[nn.Module], methods: tuple[str, ...]) -> type:
 
 
 def _names(kind: type[nn.Module], methods: tuple[str, ...]) -> dict[str, Any]:
-    forward = in_micro_batches("forward", getattr(kind, "forward", None))
-    names = {"_infinitybatch_key": methods, "forward": _subclass.Forward(forward)}
+    names: dict[str, Any] = {"_infinitybatch_key": methods}
     for name, method in own_methods(kind):
         names[name] = watched(name, method)
-    for name in methods:
-        names[name] = in_micro_batches(name, getattr(kind, name, None))
+    for name in ("forward", *methods):
+        method = in_micro_batches(name, getattr(kind, name, None))
+        names[name] = _subclass.Method(name, method)
     for name in ("__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward"):
         native = getattr(nn.Module, name)
         if getattr(kind, name) is not native:  # runs where the inner module itself is called
@@ -223,6 +225,8 @@ def in_micro_batches(name: str, like: Any) -> Any:
                     outputs = step.forward(args, kwargs)
         except BatchError:
             return _without_rows(state, name, args, kwargs)
+        except (Error, torch.OutOfMemoryError):
+            raise
         except Exception as error:
             explain_lists(error, (args, kwargs))
             raise
@@ -242,10 +246,9 @@ def in_micro_batches(name: str, like: Any) -> Any:
     return call
 
 
-def _bound_like(forward: Any) -> Any:
-    """`forward` of a wrapped module, with the signature of a function that is set on the inner one
-    and takes no `self`."""
-    call = in_micro_batches("forward", forward)
+def _bound_like(name: str, like: Any) -> Any:
+    """The method `name` with the signature of what is set on the inner module, and takes no `self`."""
+    call = in_micro_batches(name, like)
     if hasattr(call, "__signature__"):
         me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         parameters = [me, *call.__signature__.parameters.values()]

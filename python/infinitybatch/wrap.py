@@ -220,15 +220,21 @@ def make(
         methods = tuple(sorted({*methods, *model._infinitybatch.methods}))
     dropped = Dropped()
 
-    def step_of(name: str, method: Callable[..., Any]) -> _C.Wrap:
-        def forward(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            return dropped.out_of(method(*arguments, **keywords))
+    def forward(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return dropped.out_of(model(*arguments, **keywords))
 
+    def runs(name: str) -> Callable[..., Any]:
+        def run(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            return dropped.out_of(getattr(model, name)(*arguments, **keywords))
+
+        return run
+
+    def step_of(forward: Callable[..., Any]) -> _C.Wrap:
         view = ModelView(model, options["exact_coupling"])
         return _C.Wrap(model=view, forward=forward, agree=agreement, **options)
 
-    steps = {name: step_of(name, getattr(model, name)) for name in methods}
-    steps["forward"] = step_of("forward", model)
+    steps = {name: step_of(runs(name)) for name in methods}
+    steps["forward"] = step_of(forward)
     return wrapped(model, options, methods, agreement, steps, dropped)
 
 

@@ -86,6 +86,21 @@ def test_named_methods_are_computed_in_micro_batches():
         close(torch.autograd.grad(found, parameters), torch.autograd.grad(wanted, parameters))
 
 
+def test_what_is_set_on_the_inner_module_runs_in_micro_batches():
+    inner = TwoTowers()
+    inner.encode = lambda x, power=2: inner.left(x) ** power
+    wrapped = ib.wrap(inner, micro_batch_size=4, methods=("encode", "get_right"))
+    assert list(inspect.signature(wrapped.encode).parameters) == ["x", "power"]
+    inner.get_right = lambda y: inner.right(y) * 3
+    for name in ("encode", "get_right"):
+        close(getattr(wrapped, name)(X), getattr(inner, name)(X))
+        assert sizes(wrapped) == [4, 4, 4, 1]
+    wrapped.encode = lambda x: x
+    assert wrapped.encode(X) is X
+    del wrapped.encode
+    close(wrapped.encode(X), inner.encode(X))
+
+
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
 )
