@@ -40,6 +40,19 @@ class Sign(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient
+
+
+class Bomb(Exception):
+    pass
+
+
+FUSE = [0]  # forwards until one fails; none does where it is not above 0
+
+
+def tick():
+    FUSE[0] -= 1
+    if FUSE[0] == 0:
+        raise Bomb("of the user's own")
 """
 
 
@@ -75,6 +88,10 @@ class Case:
     momentum: float = 0.0
     #: A look in eval mode after each step.
     evaluate: bool = False
+    #: Gradients of all steps add up.
+    accumulate: bool = False
+    #: What goes wrong in a first try: ("raise", in which forward) or ("memory", which allocation).
+    fault: tuple[str, int] | None = None
 
     @property
     def tags(self) -> frozenset[str]:
@@ -100,6 +117,8 @@ class Case:
             init += made
             forward += run
         init += ["self.out = nn.Linear(W, CLASSES)", *filter(None, [output.init])]
+        if self.fault is not None and self.fault[0] == "raise":
+            forward.append("tick()")
         forward.append(f"return {output.returned}")
         arguments = ", ".join(["self", "x", *sorted(self.inputs)])
         lines = ["class Model(nn.Module):", "    def __init__(self):", "        super().__init__()"]
@@ -131,4 +150,6 @@ class Case:
 
     def __str__(self) -> str:
         names = ", ".join(s.name for s in self.statements) or "nothing"
-        return f"[{names}] -> {self.output}, {self.loss}, rows {self.rows}, {self.way}"
+        more = "".join([", eval"] * self.evaluate + [", accumulated"] * self.accumulate)
+        more += f", fault {self.fault}" if self.fault else ""
+        return f"[{names}] -> {self.output}, {self.loss}, rows {self.rows}{more}, {self.way}"

@@ -53,6 +53,8 @@ def way_of(chance: random.Random, rows: int, loss: str, output: str, tags: froze
     alone = {"use_tapes", "retained_micro_batches", "static_graph"}.isdisjoint(options)
     if api != "wrap" and size is not None and chance.random() < 0.2 and alone:
         options["checkpoint_segments"] = chance.choice([2, 3, 9])
+    if api != "wrap" and chance.random() < 0.15:
+        options["keep_outputs"] = True
     loop = "once"
     if api == "wrap" and chance.random() < 0.6:
         loop = chance.choice(["two calls", "retain_graph", "no_grad between", "autograd.grad"])
@@ -71,6 +73,18 @@ def case_of(seed: int) -> Case:
     )
     tags = frozenset().union(*(s.tags for s in statements), OUTPUTS[output].tags)
     way = way_of(chance, rows, loss, output, tags)
+    fault = None
+    if chance.random() < 0.2:
+        fault = chance.choice([("raise", chance.randint(1, 6)), ("memory", chance.randint(1, 200))])
     return Case(
-        seed, statements, output, loss, way, steps, chance.choice([0.0, 0.9]), chance.random() < 0.3
+        seed,
+        statements,
+        output,
+        loss,
+        way,
+        steps,
+        momentum=chance.choice([0.0, 0.9]),
+        evaluate=chance.random() < 0.3,
+        accumulate=chance.random() < 0.15,
+        fault=fault,
     )

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .case import Case
-from .runner import Outcome, run
+from .found import Outcome
+from .runner import run
 
 
 def _smaller(case: Case) -> Iterator[Case]:
@@ -28,6 +29,13 @@ def _smaller(case: Case) -> Iterator[Case]:
         yield case.having(way=replace(way, loop="once"))
     if case.evaluate:
         yield case.having(evaluate=False)
+    if case.accumulate:
+        yield case.having(accumulate=False)
+    if case.fault is not None:
+        yield case.having(fault=None)
+        for count in (1, 2, case.fault[1] // 2):
+            if 0 < count < case.fault[1]:
+                yield case.having(fault=(case.fault[0], count))
     if case.momentum:
         yield case.having(momentum=0.0)
     for plainer in ("squared error", "ranking"):

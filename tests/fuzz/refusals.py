@@ -34,6 +34,9 @@ def _single(case: Case) -> bool:
     return case.way.budget is not None or any(rows % size == 1 % size for rows in case.rows)
 
 
+#: Outputs that are the same for any samples.
+STANDING = ("temperature", "penalty", "prototypes")
+
 RULES: list[Rule] = [
     (ib.BudgetExceeded, lambda c: c.way.budget is not None and c.way.budget < 50, "a tight budget"),
     (ib.CouplingError, _has("mixes"), "ordinary ops mix samples"),
@@ -61,13 +64,18 @@ RULES: list[Rule] = [
     (
         ib.BatchError,
         lambda c: (
-            c.output in ("temperature", "penalty", "prototypes")
+            c.output in STANDING
             and (
                 _has("opaque", "host_read", "dynamic", "dispatch_only")(c)
                 or c.way.options.get("use_tapes") is False
             )
         ),
         "whether an output stands once is told by tapes",
+    ),
+    (
+        ib.BatchError,
+        lambda c: c.output in STANDING and "keep_outputs" in c.way.options,
+        "an output that stands once is not kept while streaming",
     ),
     (
         ib.CouplingError,

@@ -17,10 +17,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import torch  # noqa: E402
 
 from fuzz.case import Case  # noqa: E402
+from fuzz.found import Outcome
 from fuzz.generate import case_of  # noqa: E402
 from fuzz.known import KNOWN, known  # noqa: E402
 from fuzz.minimise import minimised  # noqa: E402
-from fuzz.runner import Outcome, run  # noqa: E402
+from fuzz.runner import run  # noqa: E402
 from fuzz.script import script_of  # noqa: E402
 
 

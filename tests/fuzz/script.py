@@ -29,8 +29,7 @@ def train(call, model, one_step, look):
     found = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum={momentum})
     for step, rows in enumerate({rows}):
-        optimizer.zero_grad()
-        seeded(step)
+{zero}        seeded(step)
         inputs, y = batch(step, rows)
         other, y_other = batch(step, rows, further=True)
         value = one_step(inputs, y, other, y_other)
@@ -136,6 +135,7 @@ def script_of(case: Case, comment: str = "") -> str:
         rows=case.rows,
         loop=LOOPS[way.loop],
         look=case.evaluate,
+        zero="" if case.accumulate else "        optimizer.zero_grad()\n",
         options=f"dict({given})",
         call=(WRAP if way.api == "wrap" else VIRTUAL).format(look=case.evaluate),
     )

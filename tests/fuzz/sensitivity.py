@@ -13,7 +13,8 @@ def _states(case: Case, last: int, nudge: float) -> State:
         for parameter in side.model.parameters():
             parameter.mul_(1 + nudge * torch.rand_like(parameter.abs()))
     for step, rows in enumerate(case.rows[: last + 1]):
-        side.optimizer.zero_grad()
+        if not case.accumulate:
+            side.optimizer.zero_grad()
         seeded(case.seed + step)
         state = drive(side, side.model, step, rows, lambda _, run: run())
         if case.evaluate:

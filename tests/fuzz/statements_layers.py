@@ -76,8 +76,8 @@ h = h + F.scaled_dot_product_attention(q$, k$, v$).flatten(1)""",
     ),
     of(
         "encoder layer",
-        "h = self.m$(h.unflatten(1, (3, 2))).flatten(1)",
-        "self.m$ = nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True)",
+        "h = self.m$(torch.stack([h, h.flip(1), h * 0.5], 1)).mean(1)",
+        "self.m$ = nn.TransformerEncoderLayer(W, 2, 8, dropout=0.0, batch_first=True)",
     ),
     of(
         "spectral norm",

@@ -1,0 +1,36 @@
+"""Failures made on purpose: of memory, or of the user's own forward, in a first try of a step."""
+
+from collections.abc import Callable
+
+import infinitybatch as ib
+import torch
+
+from .oracle import State
+from .side import Side
+
+#: State that a wrapped model's forward changes, and that its failed backward leaves so.
+STAYS = {"number_state", "first_call", "carried", "samples_in_state"}
+
+
+def tried(side: Side, step_of: Callable[[int, int], State]) -> State | None:
+    """What the first step leaves, if it gets over the fault; else the model is as before."""
+    case = side.case
+    assert case.fault is not None
+    kind, count = case.fault
+    if case.way.api == "wrap" and not STAYS.isdisjoint(case.tags):
+        return None
+    before = {name: value.clone() for name, value in side.model.state_dict().items()}
+    try:
+        if kind == "raise":
+            side.space["FUSE"][0] = count
+            return step_of(0, case.rows[0])
+        with ib.memory.fail_allocation(count):
+            return step_of(0, case.rows[0])
+    except (side.space["Bomb"], torch.OutOfMemoryError):
+        if case.way.api == "wrap":
+            side.model.load_state_dict(before)
+            side.model.zero_grad()
+        side.space["FIRED"].clear()
+        return None
+    finally:
+        side.space["FUSE"][0] = 0

@@ -1,0 +1,107 @@
+"""What is wrong with a step of ours."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import infinitybatch as ib
+import torch
+
+from .case import Case
+from .oracle import TOLERANCE, State, differences, state_of
+from .sensitivity import moved
+from .side import Side
+
+KINDS = """gradient parameter buffer attribute output further eval loss generator fired""".split()
+#: What a failure must leave as it was.
+KEPT = ("gradient", "parameter", "buffer", "attribute", "generator")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    #: "exact", "refused" (with good reason), "invalid" (native fails) or "finding".
+    kind: str
+    #: What kind of finding it is, so that a smaller case can be told to show the same.
+    signature: str = ""
+    text: str = ""
+    #: Of a refusal of the first step: the budget that is said to do.
+    smallest: int | None = None
+
+
+class Found(Exception):
+    """A finding."""
+
+    def __init__(self, signature: str, text: str) -> None:
+        super().__init__(text)
+        self.signature, self.text = signature, text
+
+
+def guard_of(side: Side, budget: int | None) -> Callable[[str, Callable[[], Any]], Any]:
+    """Runs a part of a step inside the budget; where it fails everything has to be as before."""
+
+    way = side.case.way
+    # A wrapped model runs natively where the batch is one micro-batch and nothing but a size was given.
+    one = way.size is None or way.size >= max(side.case.rows)
+    native_below = way.api == "wrap" and budget is None and one
+
+    def guard(part: str, run: Callable[[], Any]) -> Any:
+        before = state_of(side)
+        try:
+            with ib.memory.peak() as scope:
+                result = run()
+        except Exception as error:
+            if native_below and not isinstance(error, ib.Error):
+                raise
+            changed = differences(state_of(side), before, KEPT)
+            if changed:
+                kinds = ", ".join(sorted({name.split(" ")[0] for name in changed}))
+                name = type(error).__name__
+                raise Found(
+                    f"changed after {name} in {part}: {kinds}", f"{changed} after {error}"
+                ) from error
+            raise
+        if budget is not None and scope.peak > budget:
+            raise Found("the budget was passed", f"{scope.peak} of {budget} bytes in {part}")
+        return result
+
+    return guard
+
+
+def kinds_of(case: Case) -> tuple[str, ...]:
+    """What can be compared with native."""
+    kinds = set(KINDS)
+    if case.way.api != "wrap":
+        kinds -= {"further"}
+        if "keep_outputs" not in case.way.options:
+            kinds -= {"output"}
+    if "random" in case.tags and not case.way.options.get("match_native_rng"):
+        kinds = {"fired"}
+    return tuple(sorted(kinds))
+
+
+def _raise(wrong: dict[str, float], step: int, before: str = "wrong") -> None:
+    kinds = ", ".join(sorted({name.split(" ")[0] for name in wrong}))
+    raise Found(f"{before} {kinds}", f"step {step}: {wrong}")
+
+
+def compared(case: Case, found: State, wanted: State, step: int) -> None:
+    """Raises what differs."""
+    errors = differences(found, wanted, kinds_of(case))
+    for name in list(errors):
+        if name.startswith("attribute") and isinstance(wanted.get(name), torch.Tensor):
+            del errors[name]  # the last micro-batch's, as documented
+        elif name.startswith("fired forward"):  # once for each micro-batch
+            del errors[name]
+    wrong = {name: error for name, error in errors.items() if error > TOLERANCE}
+    if wrong and max(wrong.values()) < 1e-3:
+        moves = moved(case, step)
+        wrong = {name: error for name, error in wrong.items() if error > 100 * moves.get(name, 0)}
+    if wrong:
+        _raise(wrong, step)
+
+
+def same_again(first: list[State], second: list[State]) -> None:
+    """The same seed and plan give the same bits, whatever is drawn."""
+    for step, (one, two) in enumerate(zip(first, second, strict=True)):
+        if wrong := differences(two, one, ("gradient", "buffer", "loss", "generator")):
+            _raise(wrong, step, "another draw with the same seed:")
