@@ -7,8 +7,10 @@
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 namespace infinitybatch {
@@ -118,7 +120,22 @@ CutPass::Work CutPass::play(Part& part, Rows rows, const Batch& inputs, int64_t 
       return op_before(part, index).apply(rows, arguments, work.op_leaves);
     };
   }
-  tape::play(part.recorded->tape, segment, inputs, work.values, random, first);
+  try {
+    tape::play(part.recorded->tape, segment, inputs, work.values, random, first);
+  } catch (const Error&) {
+    throw;
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const c10::Error& error) {
+    if (job_.static_tapes == nullptr) throw;
+    const std::string why = error.what_without_backtrace();
+    throw Unsupported(
+        "static_graph says that forward depends on shapes only, but what was recorded of it does "
+        "not run on rows " +
+        std::to_string(rows.begin) + " to " + std::to_string(rows.end) + " (" +
+        why.substr(0, why.find('\n')) +
+        "): sizes in it follow the samples' values; leave static_graph out");
+  }
   return work;
 }
 

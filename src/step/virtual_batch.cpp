@@ -271,6 +271,9 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
       inputs_written_ = inputs_written_ || executor->wrote_inputs();
       executor->roll_back();
     }
+    // Nobody has looked at recordings of a step that failed: what mixes samples is looked for in
+    // recordings alone, and would not be met again.
+    if (job.static_tapes != nullptr) job.static_tapes->by_rows.clear();
     random.restore();
     throw;
   }

@@ -246,13 +246,14 @@ void BudgetedForward::choose_graphs() {
 
 /// From now on what waits of batches of this kind leaves the device; false where it cannot.
 bool BudgetedForward::begin_parking() {
-  const bool possible = options_.parking.when != Parking::When::never &&
-                        (options_.micro_batch_size ? job_.cut || options_.retained_micro_batches > 0
-                                                   : job_.cut && planner().smallest_failed());
+  const bool keeps = with_gradients_ && options_.retained_micro_batches > 0;
+  const bool possible =
+      options_.parking.when != Parking::When::never &&
+      (options_.micro_batch_size ? job_.cut || keeps : job_.cut && planner().smallest_failed());
   if (!possible || job_.store != nullptr) return false;
   const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-  wrapped_->parked.insert(signature_of(job_));
-  return true;
+  // What was said before and has not helped would not help again.
+  return wrapped_->parked.insert(signature_of(job_)).second;
 }
 
 /// Second forwards instead, where a plan found no room for graphs, on the device or beyond it.

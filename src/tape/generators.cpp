@@ -34,7 +34,6 @@ Generators::Generators(const std::vector<at::Device>& devices) {
 }
 
 void Generators::before_draw(std::vector<Draw>& draws) {
-  drew_ = true;
   for (Watched& watched : watched_) {
     if (!watched.moved()) continue;
     strayed_ = true;
@@ -50,6 +49,7 @@ bool Generators::after_draw() {
     drew = drew || !(now == watched.expected);
     watched.expected = std::move(now);
   }
+  drew_ = drew_ || drew;
   return drew;
 }
 

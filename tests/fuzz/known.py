@@ -33,7 +33,7 @@ def _counts(case: Case) -> bool:
 def _blind(case: Case) -> bool:
     """Where no tape tells, or it is not believed."""
     return case.way.options.get("use_tapes") is False or not case.tags.isdisjoint(
-        ("opaque", "host_read", "dynamic", "dispatch_only")
+        ("opaque", "host_read", "dynamic", "dispatch_only", "weight_written")
     )
 
 
@@ -133,6 +133,28 @@ KNOWN = [
         "numbers that forward counts make a second forward another one",
         lambda c, o: o.signature.startswith("needless") and "number_read" in c.tags,
         (3367,),
+    ),
+    Known(
+        "a state that is read only where its shape fits is not told where no shape fits",
+        lambda c, o: _wrong(o) and "carried" in c.tags,
+        (2276, 3361),
+    ),
+    Known(
+        "mixing that gradients alone show is not noticed (behind a straight-through rounding)",
+        lambda c, o: (
+            _wrong(o)
+            and "mixes" in c.tags
+            and any(
+                s.name in ("straight through", "autograd.Function that is straight through")
+                for s in c.statements
+            )
+        ),
+        (5787,),
+    ),
+    Known(
+        "static_graph, one micro-batch whose graph is kept: a loss that writes its outputs is refused",
+        lambda c, o: c.loss == "in place" and "when it was replayed" in o.text,
+        (3688,),
     ),
     Known(
         "tensors that a failed forward has left in attributes stay",

@@ -424,3 +424,17 @@ def test_outputs_that_stand_once_in_training_and_evaluation_by_turns(n):
         with torch.no_grad():
             z, scale = wrapped(x)
         assert scale.dim() == 0 and torch.allclose(z, model.body(x), atol=1e-6)
+
+
+def test_a_call_without_gradients_that_does_not_fit_says_so():
+    """Graphs that such a call does not keep were to be parked, again and again without an end."""
+    model = mlp(width=64)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    wrapped = ib.wrap(
+        model,
+        micro_batch_size=8,
+        retained_micro_batches=2,
+        memory_budget=ib.memory.stats().live + 6000,
+    )
+    with torch.no_grad(), pytest.raises(ib.BudgetExceeded):
+        wrapped(x)
