@@ -68,10 +68,6 @@ KNOWN = [
         (185,),
     ),
     Known(
-        "static_graph draws a number for kernels that could drop out and do not",
-        lambda c, o: o.signature == "wrong generator" and "static_graph" in c.way.options,
-    ),
-    Known(
         "capacities that no micro-batch reaches are not met",
         lambda c, o: _wrong(o) and any(s.name == "expert capacity" for s in c.statements),
         (672,),
