@@ -37,12 +37,13 @@ class Watch:
             self.handle.remove()
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.depth != 1 or module not in self.modules or not torch.is_grad_enabled():
+        if threading.get_ident() != self.thread or self.depth != 1 or not self.running:
+            return
+        if module not in self.modules or not torch.is_grad_enabled():
             return
         rows = any(isinstance(a, torch.Tensor) and a.dim() and len(a) > 1 for a in args)
-        name = self.running[-1]
-        if rows and threading.get_ident() == self.thread and name not in self.past:
-            self.past.append(name)
+        if rows and self.running[-1] not in self.past:
+            self.past.append(self.running[-1])
 
 
 def own_methods(kind: type[nn.Module]) -> Iterator[tuple[str, types.FunctionType]]:

@@ -129,14 +129,14 @@ def test_trainer_trains_and_evaluates_as_natively(loop, columns, tmp_path):
 def test_trainer_with_the_model_s_own_loss(tmp_path):
     """Trainer divides by the tokens of the batch, so that the loss is a sum over samples."""
     results = []
-    for make in (
-        lambda model: model,
-        lambda model: ib.wrap(model, micro_batch_size=3, reduce="sum"),
-    ):
+    for options in ({}, {"micro_batch_size": 3, "reduce": "sum"}):
         inner = language_model(use_cache=False)
-        trainer(make(inner), tmp_path).train()
-        results.append(inner.state_dict())
-    close(results[1], results[0])
+        run = trainer(ib.wrap(inner, **options) if options else inner, tmp_path)
+        run.train()
+        results.append((inner.state_dict(), run.evaluate()["eval_loss"]))
+    close(results[1][0], results[0][0])
+    # The model computes its loss in fp32.
+    assert results[1][1] == pytest.approx(results[0][1], rel=1e-6)
     with pytest.raises(ib.BatchError, match="reduce="):
         trainer(wrap(inner), tmp_path).train()
 
