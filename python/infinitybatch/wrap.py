@@ -9,6 +9,7 @@ from torch import distributed, nn
 from . import _C, _options
 from ._caches import Dropped
 from ._model import ModelView
+from ._packed import keep_longest
 from ._wrapped import Wrapped, unwrap, wrapped
 from .errors import InvalidArgument, InvalidType, StateError
 
@@ -220,21 +221,25 @@ def make(
         methods = tuple(sorted({*methods, *model._infinitybatch.methods}))
     dropped = Dropped()
 
-    def forward(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return dropped.out_of(model(*arguments, **keywords))
-
-    def runs(name: str) -> Callable[..., Any]:
+    def runs(method: Callable[..., Any]) -> Callable[..., Any]:
         def run(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            return dropped.out_of(getattr(model, name)(*arguments, **keywords))
+            outputs = method(*arguments, **keywords)
+            if type(outputs) is torch.Tensor:
+                return outputs
+            keep_longest(outputs, (*arguments, *keywords.values()))
+            return dropped.out_of(outputs)
 
         return run
+
+    def late(name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: getattr(model, name)(*args, **kwargs)
 
     def step_of(forward: Callable[..., Any]) -> _C.Wrap:
         view = ModelView(model, options["exact_coupling"])
         return _C.Wrap(model=view, forward=forward, agree=agreement, **options)
 
-    steps = {name: step_of(runs(name)) for name in methods}
-    steps["forward"] = step_of(forward)
+    steps = {name: step_of(runs(late(name))) for name in methods}
+    steps["forward"] = step_of(runs(model))
     return wrapped(model, options, methods, agreement, steps, dropped)
 
 

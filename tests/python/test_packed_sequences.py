@@ -6,7 +6,11 @@ import infinitybatch as ib
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import (
+    pack_padded_sequence,
+    pack_sequence,
+    pad_packed_sequence,
+)
 from wrap_support import Square, close, contrastive, grads
 
 LENGTHS = (3, 5, 2, 4, 4, 1, 5)
@@ -67,7 +71,7 @@ def test_sorted_ones_keep_their_order():
     close(ib.wrap(inner, micro_batch_size=2)(packed), inner(packed))
 
 
-@pytest.mark.parametrize("lengths", [(4, 4, 4, 4, 4), (3, 5, 2, 5, 4, 5)])
+@pytest.mark.parametrize("lengths", [(4, 4, 4, 4, 4), (3, 5, 2, 4, 4), LENGTHS])
 def test_packed_outputs_are_joined(lengths):
     inner = Recurrent(keep=True)
     packed = pack_sequence(sequences(lengths), enforce_sorted=False)
@@ -84,11 +88,18 @@ def test_packed_outputs_are_joined(lengths):
     )
 
 
-def test_packed_outputs_of_other_lengths_are_refused():
-    inner = Recurrent(keep=True)
-    packed = pack_sequence(sequences((3, 5, 2, 4, 4)), enforce_sorted=False)
+def test_packed_outputs_of_padded_inputs():
+    """Nobody knows the longest sequence of the whole batch there, unless it is the padding's."""
+
+    class Packing(Recurrent):
+        def forward(self, padded, lengths):
+            packed = pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=False)
+            return super().forward(packed)
+
+    wrapped = ib.wrap(Packing(keep=True), micro_batch_size=2)
+    lengths = torch.tensor([3, 5, 2, 4, 4])
     with pytest.raises(ib.BatchError, match="total_length="):
-        ib.wrap(inner, micro_batch_size=2)(packed)
+        wrapped(torch.randn(5, 5, 3, dtype=torch.float64), lengths)
 
 
 def test_streamed_steps_take_them():
