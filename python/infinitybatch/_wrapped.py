@@ -87,10 +87,11 @@ class Wrapped(nn.Module):
         # The class of the inner module has changed since, as parametrize and lazy modules do it.
         return getattr(inner, name)
 
-    def apply(self: WrappedT, fn: Callable[[nn.Module], None]) -> WrappedT:
-        # What `fn` does may hang on the very class of the module that it is given.
-        self._infinitybatch.inner.apply(fn)
-        return self
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        # What a function does may hang on the very class of the module that it is given.
+        inner = self._infinitybatch.inner
+        result = inner.apply(*args, **kwargs)
+        return self if result is inner else result
 
     def _register_load_state_dict_pre_hook(self, hook: Any, with_module: bool = False) -> Any:
         # It would refer to the wrapped module: copies of the inner one alone would come upon it.

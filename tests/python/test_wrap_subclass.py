@@ -110,6 +110,14 @@ def test_what_is_made_of_its_class_is_a_plain_module():
     assert type(type(wrapped)(nn.Tanh())) is nn.Sequential
 
 
+def test_an_apply_of_the_inner_class_s_own():
+    class Functional(nn.Module):
+        def apply(self, left, right=2):
+            return left * right
+
+    assert ib.wrap(Functional()).apply(3, right=5) == 15
+
+
 class Meta(abc.ABCMeta):
     def __init__(cls, name, bases, namespace):
         super().__init__(name, bases, namespace)
