@@ -1,6 +1,7 @@
 #include <infinitybatch/autograd/gradient_sinks.hpp>
 
 #include <infinitybatch/autograd/engine.hpp>
+#include <infinitybatch/autograd/node_at_work.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
@@ -96,7 +97,10 @@ class GradientSinks::Sink : public Node {
 
   std::string name() const override { return "infinitybatch::GradientSink"; }
 
-  bool of_this_thread() const { return slot_->thread == std::this_thread::get_id(); }
+  /// Whether other sinks may stand inside: those of a node that gives its gradients here.
+  bool is_around() const {
+    return slot_->thread == std::this_thread::get_id() || NodeAtWork::leads_to(*this);
+  }
 
  private:
   // Summed in fp32: many small addends would be lost in a half precision buffer.
@@ -129,7 +133,7 @@ GradientSinks::GradientSinks(const std::vector<NamedParameter>& parameters, bool
     if (!seen.insert(parameter.tensor.unsafeGetTensorImpl()).second) continue;  // tied weights
     const NodePtr current = compat::accumulator_of(parameter.tensor);
     const auto* other = dynamic_cast<const Sink*>(current.get());
-    if (other != nullptr && !(nested && other->of_this_thread())) {
+    if (other != nullptr && !(nested && other->is_around())) {
       uninstall();
       throw StateError(
           "another step is running on parameter '" + parameter.name +

@@ -29,7 +29,8 @@ void note_difference(const at::Tensor& before, const at::Tensor& now, at::Tensor
   if (!same_form(before, now)) {
     differs.fill_(true);
   } else {
-    differs.logical_or_(any_bit_differs(before, now));
+    // A model over several devices has its outputs elsewhere.
+    differs.logical_or_(any_bit_differs(before, now).to(differs.device()));
   }
 }
 

@@ -7,6 +7,11 @@ namespace {
 
 std::string budget_message(int64_t needed, int64_t limit, std::optional<int64_t> smallest,
                            const std::string& what) {
+  const char* const way_out = "raise memory_budget, or make the model or a single sample smaller";
+  // How much more nobody knows: the device has refused it.
+  if (!smallest && needed <= limit + 1) {
+    return what + " needs more than the budget of " + format_bytes(limit) + "; " + way_out;
+  }
   // A figure that rounds to the budget's own would say nothing.
   const bool alike = format_bytes(needed) == format_bytes(limit);
   const auto write = [alike](int64_t bytes) {
@@ -15,7 +20,7 @@ std::string budget_message(int64_t needed, int64_t limit, std::optional<int64_t>
   std::string message = what + " needs " + (smallest ? "" : "at least ") + write(needed) +
                         ", the budget is " + write(limit) + "; ";
   if (smallest) return message + "the smallest budget that works is " + write(*smallest);
-  return message + "raise memory_budget, or make the model or a single sample smaller";
+  return message + way_out;
 }
 
 }  // namespace

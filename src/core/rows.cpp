@@ -4,6 +4,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/following_dims.hpp>
 #include <infinitybatch/core/join.hpp>
+#include <infinitybatch/core/pinned_copies.hpp>
 #include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/core/transforms.hpp>
 
@@ -88,7 +89,10 @@ Batch to_device(const Batch& batch, at::Device device) {
   return with_tensors(batch, [&](const Leaf& leaf) {
     if (!leaf.tensor.device().is_cpu()) return leaf.tensor;
     // Only pinned memory can be copied while the host goes on.
-    return leaf.tensor.to(device, /*non_blocking=*/leaf.tensor.is_pinned());
+    const bool pinned = leaf.tensor.is_pinned();
+    at::Tensor moved = leaf.tensor.to(device, /*non_blocking=*/pinned);
+    if (pinned) PinnedCopies::started(device);
+    return moved;
   });
 }
 
@@ -164,6 +168,21 @@ Dims dims_of(const Batch& batch) {
   return dims;
 }
 
+namespace {
+
+struct KeptRows {
+  Batch batch;
+  Batch operator()(int64_t begin, int64_t end) const {
+    return infinitybatch::rows(batch, begin, end);
+  }
+};
+
+}  // namespace
+
+bool keeps_rows(const BatchSource& source) {
+  return source.rows.target<KeptRows>() != nullptr;
+}
+
 BatchSource BatchSource::from(const Batch& batch, std::string_view name) {
   std::string signature;
   for (size_t i = 0; i < batch.leaves().size(); ++i) {
@@ -175,12 +194,9 @@ BatchSource BatchSource::from(const Batch& batch, std::string_view name) {
     signature += '/' + std::to_string(leaf.batch_dim) + '/' + std::to_string(leaf.tensor.dim());
     signature += ';';
   }
-  return {batch_size(batch, name),
-          [batch](int64_t begin, int64_t end) { return infinitybatch::rows(batch, begin, end); },
-          std::move(signature),
-          dims_of(batch),
-          /*uniform=*/true,
-          identity_of_plain_leaves(batch)};
+  return {batch_size(batch, name), KeptRows{batch},
+          std::move(signature),    dims_of(batch),
+          /*uniform=*/true,        identity_of_plain_leaves(batch)};
 }
 
 }  // namespace infinitybatch

@@ -3,11 +3,13 @@
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/batch_form.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/pinned_copies.hpp>
 #include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/foreign_draws.hpp>
 #include <infinitybatch/coupled/part_of_batch.hpp>
 #include <infinitybatch/execute/outside_loss.hpp>
+#include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/park/store.hpp>
 
 #include <ATen/DeviceAccelerator.h>
@@ -23,11 +25,15 @@
 namespace infinitybatch {
 namespace {
 
+Batch rows_of(const BatchSource& source, Rows rows) {
+  if (!keeps_rows(source)) PinnedCopies::wait();  // it may write to the memory of the last ones
+  return source.rows(rows.begin, rows.end);
+}
+
 /// Leaves on the host go to the model's device; leaves on an accelerator stay where the user put
 /// them.
 Batch load_rows(const BatchSource& source, Rows rows, const at::Device& device) {
-  Batch batch = source.rows(rows.begin, rows.end);
-  return to_device(batch, device);
+  return to_device(rows_of(source, rows), device);
 }
 
 /// Of each leaf's memory; writes raise them.
@@ -79,6 +85,12 @@ Executor::Executor(const Job& job)
 }
 
 void Executor::run(const Instruction& instruction, Rows rows) {
+  perform_and_time(instruction, rows);
+  // Nothing comes back once gradients have been handed out.
+  if (instruction.operation != Operation::hand_out) memory::Limit::check();
+}
+
+void Executor::perform_and_time(const Instruction& instruction, Rows rows) {
   if (job_.store == nullptr) return perform(instruction, rows);
   using Clock = std::chrono::steady_clock;
   const park::StoreStatistics before = job_.store->statistics();
@@ -188,7 +200,7 @@ int64_t Executor::park(Rows rows, int64_t segment, bool back) {
 }
 
 Batch Executor::load_inputs(Rows rows) {
-  const Batch given = job_.inputs->rows(rows.begin, rows.end);
+  const Batch given = rows_of(*job_.inputs, rows);
   const bool again = job_.cut || job_.coupled != nullptr;
   if (again && !job_.inputs->uniform && !wrote_inputs_) sources_.meet(rows, given);
   return to_device(given, job_.device);

@@ -20,7 +20,8 @@ void LossTotal::add(const at::Tensor& share) {
   if (!tensor_.defined()) {
     tensor_ = at::zeros({}, at::TensorOptions().dtype(sum_type(device_)).device(device_));
   }
-  tensor_.add_(share.detach());
+  // A model over several devices may have its outputs, and so its loss, elsewhere.
+  tensor_.add_(share.detach().to(device_, /*non_blocking=*/!device_.is_cpu()));
 }
 
 at::Tensor LossTotal::get() const {

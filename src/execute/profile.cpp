@@ -119,7 +119,8 @@ std::vector<Step> steps_of(const Plan& plan) {
 
 std::optional<MicroBatchProfile> MicroBatchProfile::fit(const MicroBatchTrace& a,
                                                         const MicroBatchTrace& b,
-                                                        const std::vector<Step>& steps) {
+                                                        const std::vector<Step>& steps,
+                                                        int64_t rounding) {
   const Story first = StoryTeller(a).tell();
   const Story second = StoryTeller(b).tell();
   if (a.size == b.size || !same_plot(first, second)) return std::nullopt;
@@ -128,8 +129,16 @@ std::optional<MicroBatchProfile> MicroBatchProfile::fit(const MicroBatchTrace& a
   profile.events_ = first.events;
   profile.operation_starts_ = first.starts;
   for (size_t i = 0; i < first.sizes.size(); ++i) {
-    const double slope = (second.sizes[i] - first.sizes[i]) / static_cast<double>(b.size - a.size);
-    profile.blocks_.push_back({first.sizes[i] - slope * static_cast<double>(a.size), slope});
+    const bool grows = b.size > a.size;
+    const double small = grows ? first.sizes[i] : second.sizes[i];
+    const double large = grows ? second.sizes[i] : first.sizes[i];
+    const auto samples = static_cast<double>(std::max(a.size, b.size));
+    // A rounded block may be shorter by all but one byte of the rounding: the steepest line that
+    // could be meant.
+    double slope = (large - small + static_cast<double>(rounding - 1)) /
+                   static_cast<double>(std::abs(b.size - a.size));
+    if (rounding > 1) slope = std::min(slope, large / samples);
+    profile.blocks_.push_back({large - slope * samples, slope});
   }
   for (size_t i = 0; i < profile.events_.size(); ++i) {
     // Which gradients became their buffers shows in whichever trace came first.

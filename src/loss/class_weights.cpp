@@ -41,7 +41,9 @@ DenominatorPart weight_of_indices(const at::Tensor& targets, const at::Tensor& w
   const at::Device device = counts.is_cpu() ? weight.device() : counts.device();
   const at::ScalarType type = accumulation_type(device);
   counts = counts.to(device, type, /*non_blocking=*/!device.is_cpu());
-  const at::Tensor weights = weight.reshape(-1).to(device, type, /*non_blocking=*/!device.is_cpu());
+  // Of pinned weights the copy would go on after the step, when their owner may change them.
+  const bool async = !device.is_cpu() && !weight.is_pinned();
+  const at::Tensor weights = weight.reshape(-1).to(device, type, /*non_blocking=*/async);
   // A class that is not there counts nothing, whatever its weight: no 0·inf.
   return counts.mul(weights).masked_fill(counts.eq(0), 0).sum();
 }

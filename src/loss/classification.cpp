@@ -3,6 +3,7 @@
 #include <infinitybatch/core/errors.hpp>
 
 #include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Reduction.h>
 
 #include "arguments.hpp"
@@ -47,6 +48,16 @@ at::Tensor cross_entropy_sum(const std::string& name, const CrossEntropyLossOpti
                                 options.ignore_index, options.label_smoothing);
 }
 
+/// Under autocast torch itself chooses where cross entropy becomes fp32: on accelerators between
+/// the logarithms and their sum. Widened before, the gradient would round otherwise than natively.
+std::vector<at::Tensor> of_cross_entropy(const std::string& name, const Batch& outputs,
+                                         const Batch& targets) {
+  const Signature signature{"(input; target)"};
+  std::vector<at::Tensor> tensors = raw_arguments(name, outputs, targets, signature);
+  if (at::autocast::is_autocast_enabled(tensors[0].device().type())) return tensors;
+  return arguments(name, outputs, targets, signature);
+}
+
 }  // namespace
 
 SeparableLoss cross_entropy(CrossEntropyLossOptions options) {
@@ -54,7 +65,7 @@ SeparableLoss cross_entropy(CrossEntropyLossOptions options) {
   check_reduction(name, options.reduction);
   check_smoothing(name, options.label_smoothing);
   auto sum = [name, options](const Batch& outputs, const Batch& targets) {
-    const auto tensors = arguments(name, outputs, targets, {"(input; target)"});
+    const auto tensors = of_cross_entropy(name, outputs, targets);
     return cross_entropy_sum(name, options, tensors[0], tensors[1]);
   };
   return {name, std::move(sum),

@@ -49,7 +49,6 @@ class CpuAccounting {
     EventSink* trace = nullptr;
     FailAllocation* failure = nullptr;
     PeakScope* scope = nullptr;
-    PeakScope* device_scope = nullptr;  ///< scopes on accelerators, all devices in one chain
   };
 
   static Counters& counters() noexcept;

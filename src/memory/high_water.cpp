@@ -1,6 +1,7 @@
 #include <infinitybatch/memory/high_water.hpp>
 
 #include "cpu_accounting.hpp"
+#include "device_peaks.hpp"
 
 #include <infinitybatch/memory/cpu_allocator.hpp>
 #include <infinitybatch/memory/statistics.hpp>
@@ -12,6 +13,7 @@
 
 namespace infinitybatch::memory {
 
+// On the CPU. On an accelerator the object's own address watches, see DevicePeaks.
 struct HighWater::Mark {
   explicit Mark(c10::Device on) : device(on) {}
 
@@ -26,45 +28,43 @@ struct HighWater::Mark {
   }
 
   /// Tells every mark of this thread what the allocator has seen since the last look.
-  static void look(c10::Device device) {
-    int64_t seen = 0;
-    if (device.is_cpu()) {
-      seen = CpuAccounting::high_water();
-    } else {
-      seen = stats(device).peak;
-      reset_peak(device);
-    }
+  static void look() {
+    const int64_t seen = CpuAccounting::high_water();
     auto& marks = of_thread();
-    bool any_on_cpu = false;
     std::erase_if(marks, [&](const std::weak_ptr<Mark>& weak) {
       const auto mark = weak.lock();
-      if (mark == nullptr) return true;
-      any_on_cpu = any_on_cpu || mark->device.is_cpu();
-      if (mark->device == device) mark->peak = std::max(mark->peak.load(), seen);
-      return false;
+      if (mark != nullptr) mark->peak = std::max(mark->peak.load(), seen);
+      return mark == nullptr;
     });
-    if (device.is_cpu()) CpuAccounting::begin_high_water(any_on_cpu);
+    CpuAccounting::begin_high_water(!marks.empty());
   }
 };
 
 HighWater::HighWater(c10::Device device) : mark_(std::make_shared<Mark>(device)) {
-  if (device.is_cpu()) require_cpu_allocator();
-  Mark::look(device);
+  if (!device.is_cpu()) {
+    DevicePeaks::begin(this, device);
+    return;
+  }
+  require_cpu_allocator();
+  Mark::look();
   mark_->peak = stats(device).live;
   Mark::of_thread().push_back(mark_);
-  if (device.is_cpu()) CpuAccounting::begin_high_water(true);
+  CpuAccounting::begin_high_water(true);
 }
 
 HighWater::~HighWater() {
+  if (!mark_->device.is_cpu()) {
+    DevicePeaks::end(this);
+    return;
+  }
   if (mark_->thread != std::this_thread::get_id()) return;
-  const c10::Device device = mark_->device;
   mark_.reset();
-  // So that the allocator need not watch for nobody.
-  if (device.is_cpu()) Mark::look(device);
+  Mark::look();  // so that the allocator need not watch for nobody
 }
 
 int64_t HighWater::peak() const {
-  if (mark_->thread == std::this_thread::get_id()) Mark::look(mark_->device);
+  if (!mark_->device.is_cpu()) return DevicePeaks::peak(this);
+  if (mark_->thread == std::this_thread::get_id()) Mark::look();
   return mark_->peak;
 }
 

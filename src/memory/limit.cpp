@@ -5,14 +5,32 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/cpu_allocator.hpp>
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
+#include <string>
+#include <utility>
 
 namespace infinitybatch::memory {
 
-Limit::Limit(int64_t bytes) {
+namespace {
+
+Limit*& innermost_measured() {
+  static thread_local Limit* limit = nullptr;
+  return limit;
+}
+
+}  // namespace
+
+Limit::Limit(int64_t bytes, c10::Device device) : bytes_(bytes) {
   if (bytes < 1) {
     throw InvalidArgument("a memory limit of " + std::to_string(bytes) +
                           " bytes was given; it must be at least 1, for example 512 * 1024 * 1024");
+  }
+  if (!device.is_cpu()) {
+    seen_ = std::make_unique<HighWater>(device);
+    outer_measured_ = std::exchange(innermost_measured(), this);
+    return;
   }
   require_cpu_allocator();
   outer_ = CpuAccounting::thread().limit;
@@ -21,16 +39,31 @@ Limit::Limit(int64_t bytes) {
   failures_before_ = CpuAccounting::thread().failures;
 }
 
+void Limit::check() {
+  for (Limit* limit = innermost_measured(); limit != nullptr; limit = limit->outer_measured_) {
+    const int64_t peak = limit->seen_->peak();
+    if (peak <= limit->bytes_) continue;
+    limit->passed_ = peak;
+    throw c10::OutOfMemoryError("infinitybatch: " + std::to_string(peak) +
+                                " bytes were live on the device, the limit is " +
+                                std::to_string(limit->bytes_));
+  }
+}
+
 int64_t Limit::refused() const noexcept {
-  return CpuAccounting::thread().refused;
+  return seen_ ? passed_ : CpuAccounting::thread().refused;
 }
 
 bool Limit::allocation_failed() const noexcept {
-  return CpuAccounting::thread().failures != failures_before_;
+  return seen_ || CpuAccounting::thread().failures != failures_before_;
 }
 
 Limit::~Limit() {
-  CpuAccounting::set_limit(outer_);
+  if (seen_) {
+    innermost_measured() = outer_measured_;
+  } else {
+    CpuAccounting::set_limit(outer_);
+  }
 }
 
 }  // namespace infinitybatch::memory

@@ -2,12 +2,10 @@
 
 #include "accelerator.hpp"
 #include "cpu_accounting.hpp"
+#include "device_peaks.hpp"
 
 #include <infinitybatch/memory/cpu_allocator.hpp>
 #include <infinitybatch/memory/host_memory.hpp>
-
-#include <algorithm>
-#include <utility>
 
 namespace infinitybatch::memory {
 namespace {
@@ -38,7 +36,7 @@ Statistics stats(c10::Device device) {
 }
 
 void reset_peak(c10::Device device) {
-  if (!device.is_cpu()) return Accelerator(device).reset_peak();
+  if (!device.is_cpu()) return DevicePeaks::reset(device);
   CpuAccounting::Counters& counters = CpuAccounting::counters();
   counters.peak.store(counters.live.load(std::memory_order_relaxed), std::memory_order_relaxed);
 }
@@ -52,47 +50,25 @@ int64_t available(c10::Device device) {
   return capacity->free + usage.reserved - usage.live;
 }
 
-// Scopes on accelerators: the device keeps one peak, and every scope resets it when it starts. What
-// it showed before is saved in the scope around.
 PeakScope::PeakScope(c10::Device device) : device_(device) {
-  if (device_.is_cpu()) {
-    require_cpu_allocator();
-    CpuAccounting::open_scope(*this);
+  if (!device_.is_cpu()) {
+    DevicePeaks::begin(this, device_);
     return;
   }
-  const Accelerator accelerator(device);
-  device_ = accelerator.device();
-  PeakScope*& innermost = CpuAccounting::thread().device_scope;
-  for (PeakScope* scope = innermost; scope != nullptr; scope = scope->outer_) {
-    if (scope->device_ != device_) continue;
-    scope->peak_ = std::max(scope->peak_, accelerator.usage().peak);
-    break;
-  }
-  accelerator.reset_peak();
-  outer_ = std::exchange(innermost, this);
+  require_cpu_allocator();
+  CpuAccounting::open_scope(*this);
 }
 
 PeakScope::~PeakScope() {
   if (device_.is_cpu()) {
     CpuAccounting::close_scope(*this);
-    return;
-  }
-  CpuAccounting::thread().device_scope = outer_;
-  for (PeakScope* scope = outer_; scope != nullptr; scope = scope->outer_) {
-    if (scope->device_ != device_) continue;
-    scope->peak_ = std::max(scope->peak_, peak_);
-    break;
+  } else {
+    DevicePeaks::end(this);
   }
 }
 
 int64_t PeakScope::peak() const {
-  if (device_.is_cpu()) return CpuAccounting::scope_peak(*this);
-  int64_t peak = std::max(peak_, Accelerator(device_).usage().peak);
-  for (const PeakScope* inner = CpuAccounting::thread().device_scope;
-       inner != nullptr && inner != this; inner = inner->outer_) {
-    if (inner->device_ == device_) peak = std::max(peak, inner->peak_);
-  }
-  return peak;
+  return device_.is_cpu() ? CpuAccounting::scope_peak(*this) : DevicePeaks::peak(this);
 }
 
 }  // namespace infinitybatch::memory

@@ -8,6 +8,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/profiler/orchestration/observer.h>
 
 #include <mutex>
 
@@ -15,10 +16,14 @@ namespace infinitybatch::memory {
 
 // On the CPU the allocator writes to the sink. Elsewhere torch's caching allocators report to what
 // stands in the profiler's slot of torch's thread-local state, which autograd carries to its
-// threads.
-class AllocationTrace::Recorder final : public c10::MemoryReportingInfoBase {
+// threads. What stands there has to be a profiler: each call of a Python autograd.Function takes it
+// for one, and asks for its configuration. This one is switched off.
+class AllocationTrace::Recorder final : public torch::profiler::impl::ProfilerStateBase {
  public:
-  explicit Recorder(c10::Device device) : device_(device) {}
+  explicit Recorder(c10::Device device)
+      : ProfilerStateBase(
+            torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::Disabled)),
+        device_(device) {}
 
   void reportMemoryUsage(void* address, int64_t bytes, size_t /*total_allocated*/,
                          size_t /*total_reserved*/, c10::Device device) override {
@@ -27,6 +32,9 @@ class AllocationTrace::Recorder final : public c10::MemoryReportingInfoBase {
     sink.record(address, bytes);
   }
   bool memoryProfilingEnabled() const override { return true; }
+  torch::profiler::impl::ActiveProfilerType profilerType() override {
+    return torch::profiler::impl::ActiveProfilerType::NONE;
+  }
 
   EventSink sink;
 

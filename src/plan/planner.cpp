@@ -20,6 +20,11 @@ constexpr int64_t kLargeProbe = 4;
 // less change places from one timing to the next, and the whole batch is the step that native
 // takes.
 constexpr double kWorthSplitting = 0.97;
+// On accelerators, where blocks are rounded: as large as this where that fits, so that it is
+// little.
+constexpr int64_t kMostProbed = 64;
+// Blocks of the caching allocators of CUDA, HIP and XPU.
+constexpr int64_t kRounding = 512;
 // Below this there are not enough samples for both probes: sizes are tried as they are.
 constexpr int64_t kSmallestProfiled = kSmallProbe + kLargeProbe;
 // Added to the largest measured peak per sample where memory depends on the data's values.
@@ -138,7 +143,14 @@ int64_t Planner::predicted_peak(int64_t size) const {
                       std::max(1.0, static_cast<double>(size) / static_cast<double>(measured_size));
     if (known_->irregular) above *= 1.0 + kIrregularMargin;
   }
-  return baseline + static_cast<int64_t>(std::ceil(above * known_->correction));
+  return baseline + static_cast<int64_t>(std::ceil(above * correction(size)));
+}
+
+double Planner::correction(int64_t size) const {
+  if (!request_.measured || request_.two_pass || known_->ratios.empty()) return known_->correction;
+  // What is once, or rounded, is a smaller share of a larger size: a factor falls with the size.
+  const auto above = known_->ratios.upper_bound(size);
+  return above == known_->ratios.begin() ? above->second : std::prev(above)->second;
 }
 
 int64_t Planner::simulated_peak(int64_t size) const {
@@ -169,7 +181,7 @@ bool Planner::fits_here(int64_t size) const {
   const int64_t baseline = request_.baseline_bytes;
   const int64_t peak =
       simulate_peak(measured_plan({size}), *known_->profile, baseline, /*begun=*/true);
-  const double above = std::ceil(static_cast<double>(peak - baseline) * known_->correction);
+  const double above = std::ceil(static_cast<double>(peak - baseline) * correction(size));
   return baseline + static_cast<int64_t>(above) <= request_.budget_bytes;
 }
 
@@ -183,6 +195,10 @@ std::vector<int64_t> Planner::split_rest() const {
 std::optional<int64_t> Planner::probe_size() const {
   const Knowledge& known = *known_;
   if (known.profile || known.irregular || known.whole_batch_only) return std::nullopt;
+  // Two samples first: they show what larger sizes need at most, and take what is taken only once.
+  if (request_.measured && known.peaks.empty()) {
+    return std::min({kSmallProbe, known.largest, request_.batch_size});
+  }
   if (request_.batch_size < kSmallestProfiled) {
     // Too few for a profile: the whole batch first, then halves.
     return known.peaks.empty() ? std::optional(std::min(request_.batch_size, known.largest))
@@ -192,10 +208,20 @@ std::optional<int64_t> Planner::probe_size() const {
   if (known.largest < kSmallProbe) {
     return known.peaks.contains(1) ? std::nullopt : std::optional<int64_t>(1);
   }
-  if (known.traces.empty()) return kSmallProbe;
-  if (known.largest < kLargeProbe) return std::nullopt;
+  const int64_t small = known.traces.empty() ? small_probe() : known.traces.front().size;
+  const int64_t large = small * (kLargeProbe / kSmallProbe);
+  if (request_.measured && !fits(known.traces.empty() ? small : large)) return std::nullopt;
+  if (known.traces.empty()) return small;
+  if (known.largest < large) return std::nullopt;
   // A third trace replaces the first, in which some kernels ran for the first time.
-  return known.traces.size() == 1 ? kLargeProbe : kSmallProbe;
+  return known.traces.size() == 1 ? large : small;
+}
+
+int64_t Planner::small_probe() const {
+  int64_t size = kSmallProbe;
+  if (!request_.measured) return size;
+  while (4 * size <= kMostProbed && 16 * size <= request_.batch_size && fits(4 * size)) size *= 2;
+  return size;
 }
 
 double Planner::Timing::estimate(double kept) const {
@@ -342,7 +368,9 @@ std::optional<Piece> Planner::next() {
     // The next rehearsal begins with all rows again.
     if (count > 1 && remaining < *probe * count) return std::nullopt;
     sizes.assign(static_cast<size_t>(count), std::min(*probe, remaining));
-    piece.trace = sizes.front() >= kSmallProbe && request_.batch_size >= kSmallestProfiled;
+    const bool first = request_.measured && known_->peaks.empty();
+    piece.trace = !first && sizes.front() == *probe && *probe >= kSmallProbe &&
+                  request_.batch_size >= kSmallestProfiled;
   } else if (settled()) {
     sizes = split_rest();
   } else {
@@ -384,6 +412,8 @@ void Planner::observe(const Piece& piece, const Measurement& measured) {
     return observe_two_pass(piece, measured);
   }
   const int64_t size = piece.plan.micro_batch_size();
+  // Workspace of a library, which stays: the next step finds it there when it begins.
+  if (request_.measured && known_->peaks.empty()) request_.baseline_bytes += measured.lasting_bytes;
   const int64_t above = measured.peak_bytes - request_.baseline_bytes;
   int64_t& peak = known_->peaks[size];
   peak = std::max(peak, above);
@@ -394,7 +424,9 @@ void Planner::observe(const Piece& piece, const Measurement& measured) {
     const int64_t predicted =
         simulate_peak(piece.plan, *known_->profile, request_.baseline_bytes, begun) -
         request_.baseline_bytes;
-    if (predicted > 0) {
+    if (predicted > 0 && request_.measured) {
+      known_->ratios[size] = static_cast<double>(above) / static_cast<double>(predicted);
+    } else if (predicted > 0) {
       known_->correction =
           std::max(known_->correction, static_cast<double>(above) / static_cast<double>(predicted));
     }
@@ -435,7 +467,8 @@ void Planner::learn(MicroBatchTrace trace) {
   if (traces.size() < 2) return;
   known_->profile = MicroBatchProfile::fit(
       traces[traces.size() - 2], traces.back(),
-      steps_of(measured_plan(std::vector<int64_t>(probed_micro_batches(), traces.back().size))));
+      steps_of(measured_plan(std::vector<int64_t>(probed_micro_batches(), traces.back().size))),
+      request_.measured ? kRounding : 1);
   known_->irregular = !known_->profile && traces.size() > 2;
   if (known_->profile || known_->irregular) traces.clear();
 }
@@ -483,6 +516,7 @@ void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
 
 bool Planner::try_whole_batch() {
   if (known_->whole_batch_only) return false;
+  if (request_.measured && !fits(request_.batch_size)) return false;
   known_->whole_batch_only = true;
   return true;
 }

@@ -10,6 +10,7 @@
 #include <sys/resource.h>
 #endif
 
+#include <algorithm>
 #include <chrono>
 #include <ctime>
 #include <optional>
@@ -140,6 +141,8 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
   if (!piece.settled) peak.emplace(device);
   if (piece.trace) tracing.emplace(sinks, piece.plan.micro_batch_size(), device);
 
+  const auto sums = [sinks] { return sinks != nullptr ? sinks->bytes() : 0; };
+  const int64_t live = piece.settled ? 0 : memory::stats(device).live - sums();
   const bool timed = piece.timed_cap > 0;
   const Stopwatch watch(device);
   Moment start = timed ? watch.read() : Moment();
@@ -170,7 +173,10 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
   }
 
   if (tracing) measured.trace = tracing->take();
-  if (peak) measured.peak_bytes = peak->peak();
+  if (peak) {
+    measured.peak_bytes = peak->peak();
+    measured.lasting_bytes = std::max<int64_t>(0, memory::stats(device).live - sums() - live);
+  }
   return measured;
 }
 

@@ -7,6 +7,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
+#include <infinitybatch/core/pinned_copies.hpp>
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/coupled/random_draw.hpp>
 #include <infinitybatch/memory/foreign_storage.hpp>
@@ -108,6 +109,7 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
 StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSource& targets,
                                      bool hand_out) {
   const Clock::time_point start = Clock::now();
+  const PinnedCopies copies;
   Job job = this->job(inputs, targets);
   const memory::ForeignStorages counted(reachable_tensors(job));
   const memory::PeakScope peak(job.device);
@@ -131,10 +133,10 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
           "), who would not answer a second time; give every rank a micro_batch_size, or skip this "
           "step on all of them: the next one is planned with what was learned");
     }
-    // The CPU's limit is enforced; an accelerator's is kept by the plan alone. One for each
-    // attempt, so that it tells what failed in this one.
+    // The CPU's limit is enforced; an accelerator's is kept by the plan, and looked at after each
+    // instruction. One for each attempt, so that it tells what failed in this one.
     std::optional<memory::Limit> limit;
-    if (budget && job.device.is_cpu()) limit.emplace(*budget);
+    if (budget) limit.emplace(*budget, job.device);
     try {
       StepReport report = attempt(job, budget, hand_out);
       programs_.left(program_of(job));
@@ -171,7 +173,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
         // The layer was not met before memory ran out, or is met for the first time.
         end_checkpoints(job);
       }
-      if (!answer_by_cuts(job)) answer_coupling(job);
+      if (!answer_by_cuts(job)) answer_coupling();
       if (options_.checkpoint_segments) job.checkpoints = &checkpoints_[signature_of(job)];
       // Nothing has run out of memory: not a restart that the report should count.
       --restarts;
@@ -196,7 +198,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       if (limit && !limit->allocation_failed()) throw;
       if (options_.micro_batch_size && limit && limit->refused() == 0) throw;
       check_inputs();
-      const int64_t needed = limit ? limit->refused() : *budget + 1;
+      const int64_t needed = limit->refused();
       if (job.checkpoints != nullptr) {
         if (checkpoint_smaller(job)) continue;
         give_up_checkpoints(
@@ -428,10 +430,9 @@ bool VirtualBatch::State::answer_by_cuts(Job& job) {
   return true;
 }
 
-void VirtualBatch::State::answer_coupling(const Job& job) {
-  // The whole batch as one micro-batch couples nothing. Without an enforced limit trying it could
-  // pass the budget.
-  const bool may_try = !options_.micro_batch_size && job.device.is_cpu();
+void VirtualBatch::State::answer_coupling() {
+  // The whole batch as one micro-batch couples nothing.
+  const bool may_try = !options_.micro_batch_size;
   if (!coupling_) coupling_ = std::current_exception();
   if (!may_try || !planner_.try_whole_batch()) std::rethrow_exception(coupling_);
 }

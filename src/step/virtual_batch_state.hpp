@@ -93,7 +93,7 @@ class VirtualBatch::State {
   park::Store* store(at::Device device) const;
   /// Whether cutting the tapes, or giving it up again, may be exact.
   bool answer_by_cuts(Job& job);
-  void answer_coupling(const Job& job);
+  void answer_coupling();
   /// \throws Unsupported where forward has to run again on inputs that it has changed
   void check_inputs() const;
 

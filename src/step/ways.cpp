@@ -175,6 +175,7 @@ Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   request.budget_bytes = budget;
   request.penalty = has_penalty();
   request.two_pass = job.coupled != nullptr || job.cut;
+  request.measured = !job.device.is_cpu();
   request.whole_loss = job.coupled != nullptr;
   request.segments = job.cut ? segments_ : 0;
   return request;

@@ -7,6 +7,7 @@
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
+#include <infinitybatch/core/pinned_copies.hpp>
 #include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/core/transforms.hpp>
 #include <infinitybatch/execute/outside_loss.hpp>
@@ -123,6 +124,7 @@ Batch Wrap::forward(const Batch& inputs) const {
     refuse_tangent("inputs" + inputs.structure()->leaf_name(i), inputs.leaves()[i].tensor);
   }
   const int64_t total = batch_size(inputs, "inputs");
+  const PinnedCopies copies;
   Job job;
   job.model = &wrapped_->model;
   job.match_native_rng = wrapped_->options.match_native_rng;

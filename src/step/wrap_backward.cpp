@@ -4,12 +4,15 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/autograd/gradient_sinks.hpp>
+#include <infinitybatch/autograd/node_at_work.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
+#include <infinitybatch/core/pinned_copies.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/core/transforms.hpp>
 #include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/coupling_watch.hpp>
+#include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/tape/draws.hpp>
 
 #include <ATen/Functions.h>
@@ -111,6 +114,7 @@ class BackwardPass {
       } else {
         run(call_.parts[i]);
       }
+      memory::Limit::check();
     }
   }
   bool replayed() const noexcept { return replayed_; }
@@ -228,6 +232,8 @@ class WrapNode : public Node {
     const std::shared_ptr<WrappedCall> call = call_;
     TORCH_CHECK(call != nullptr, torch::autograd::ERR_BACKWARD_TWICE);
     const WrapOptions& options = call->wrapped->options;
+    const PinnedCopies copies;
+    const autograd::NodeAtWork at_work(*this);
     try {
       variable_list sums;
       std::exception_ptr error;

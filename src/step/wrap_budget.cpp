@@ -111,7 +111,7 @@ class BudgetedForward {
     return {piece_.plan.micro_batch_sizes, piece_.plan.retained, piece_.plan.overlaps};
   }
   Batch without_gradients(ForwardPass& pass);
-  void answer_out_of_memory(const memory::Limit* limit, bool finishing);
+  void answer_out_of_memory(const memory::Limit& limit, bool finishing);
 
   const std::shared_ptr<Wrapped> wrapped_;
   const WrapOptions& options_;
@@ -151,6 +151,7 @@ Request BudgetedForward::request() const {
   request.budget_bytes = budget_;
   request.two_pass = with_gradients_ || job_.cut;
   request.copies_one = true;
+  request.measured = !job_.device.is_cpu();
   request.parked = job_.cut ? job_.store != nullptr : job_.parks_graphs;
   request.parks_graphs = job_.parks_graphs;
   if (request.parks_graphs) request.signature += "|graphs are parked";
@@ -170,8 +171,7 @@ Batch BudgetedForward::run() {
                            "what is on the device before forward (parameters, gradients, optimizer "
                            "state, inputs, what other calls hold for their backward)");
     }
-    std::optional<memory::Limit> limit;
-    if (job_.device.is_cpu()) limit.emplace(budget_);
+    const memory::Limit limit(budget_, job_.device);
     planned_ = false;
     finishing_ = false;
     try {
@@ -193,11 +193,11 @@ Batch BudgetedForward::run() {
     } catch (...) {
       if (!is_out_of_memory(std::current_exception())) throw;
       // The user's own error says nothing of our sizes.
-      if (limit && !limit->allocation_failed()) throw;
+      if (!limit.allocation_failed()) throw;
       if (drop_graphs(*wrapped_)) continue;
-      if (options_.micro_batch_size && limit && limit->refused() == 0) throw;
+      if (options_.micro_batch_size && limit.refused() == 0) throw;
       try {
-        answer_out_of_memory(limit ? &*limit : nullptr, finishing_);
+        answer_out_of_memory(limit, finishing_);
       } catch (const BudgetExceeded&) {
         if (!begin_parking() && !give_up_graphs()) throw;
       }
@@ -277,7 +277,7 @@ void BudgetedForward::answer_coupling() {
   const bool was_cut = std::exchange(job_.cut, false);
   uncut_ = true;
   wrapped_->sees_whole_batch() = false;
-  const bool may_try = !options_.micro_batch_size && job_.device.is_cpu();
+  const bool may_try = !options_.micro_batch_size;
   if (!may_try) std::rethrow_exception(coupling_);
   if (was_cut) return;  // the planner has yet to meet the model as it is
   if (!planned_ || !planner().try_whole_batch()) std::rethrow_exception(coupling_);
@@ -294,8 +294,8 @@ void BudgetedForward::answer_other_segments(int64_t segments) {
                       "another gradient with batch_coupling=\"per_micro_batch\"");
 }
 
-void BudgetedForward::answer_out_of_memory(const memory::Limit* limit, bool finishing) {
-  const int64_t needed = std::max(limit ? limit->refused() : 0, budget_ + 1);
+void BudgetedForward::answer_out_of_memory(const memory::Limit& limit, bool finishing) {
+  const int64_t needed = std::max(limit.refused(), budget_ + 1);
   if (finishing) {
     throw BudgetExceeded(needed, budget_, std::nullopt,
                          "the outputs of all " + std::to_string(job_.batch_size()) +
@@ -457,6 +457,7 @@ Batch BudgetedForward::attempt() {
     } else {
       outputs = without_gradients(pass);
     }
+    memory::Limit::check();
     if (job_.cut) wrapped_->sees_whole_batch() = true;
     call->report = report_of(*call, pass.sizes());
     call->report->memory_budget = budget_;

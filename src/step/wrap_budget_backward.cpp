@@ -105,21 +105,21 @@ std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
                          "loss on them, its gradient)");
   }
   for (int64_t restarts = 0;; ++restarts) {
-    std::optional<memory::Limit> limit;
-    if (call.device.is_cpu()) limit.emplace(budget);
+    const memory::Limit limit(budget, call.device);
     try {
       std::vector<at::Tensor> sums = run();
+      memory::Limit::check();
       note(call, restarts);
       if (call.high_water) afterwards.peak(call.high_water->peak());
       return sums;
     } catch (...) {
       note(call, 0);
       if (!is_out_of_memory(std::current_exception())) throw;
-      if (limit && !limit->allocation_failed()) throw;
+      if (!limit.allocation_failed()) throw;
       // `run` has consumed what this call kept.
       const bool kept = restarts == 0 && call.report->retained > 0;
       if (!call.cuts && (drop_graphs(*call.wrapped) || kept)) continue;
-      const int64_t refused = limit ? limit->refused() : budget + 1;
+      const int64_t refused = limit.refused();
       if (refused == 0) throw;  // by the system
       afterwards.peak(refused);
       park_next_time(call);

@@ -11,6 +11,7 @@
 #include <infinitybatch/coupled/foreign_draws.hpp>
 #include <infinitybatch/coupled/row_errors.hpp>
 #include <infinitybatch/coupled/whole_batch_op.hpp>
+#include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/tape/counts.hpp>
 #include <infinitybatch/tape/recorder.hpp>
@@ -264,6 +265,7 @@ Batch ForwardPass::call_model(const Batch& micro, GraphMemory* memory) {
   const auto forward = [&] { return call_->wrapped->model.forward(micro); };
   Batch outputs = memory != nullptr ? memory->watch(forward) : forward();
   watch_.renormed()->rethrow();
+  memory::Limit::check();
   if (recording_) call_->left_on_module = state_->left().with_graph(outputs);
   return outputs;
 }

@@ -95,6 +95,7 @@ class Executor {
 
  private:
   void perform(const Instruction& instruction, Rows rows);
+  void perform_and_time(const Instruction& instruction, Rows rows);
   /// \param last no other micro-batch of this step comes
   void examine(bool last);
   void load(Rows rows);

@@ -74,7 +74,7 @@ class MicroBatchProfile {
   /// \param steps what the micro-batch did, in order, one for each of `operation_starts`; what it
   ///              does while streaming, if left out
   static std::optional<MicroBatchProfile> fit(const MicroBatchTrace& a, const MicroBatchTrace& b,
-                                              const std::vector<Step>& steps);
+                                              const std::vector<Step>& steps, int64_t rounding = 1);
   static std::optional<MicroBatchProfile> fit(const MicroBatchTrace& a, const MicroBatchTrace& b);
 
   /// What one operation does to live memory at `samples`.

@@ -10,8 +10,8 @@ namespace infinitybatch::memory {
 /// The peak of live bytes on `device` between construction and now, like PeakScope, for stretches
 /// that begin in one call and end in another: objects may overlap in any order and may be destroyed
 /// in any thread. On the CPU only allocations of the thread that made it raise the peak; asked from
-/// another thread it says what it knew last. On accelerators the device keeps one peak, which a
-/// PeakScope that starts meanwhile resets: there it is a lower bound.
+/// another thread it says what it knew last. On accelerators whatever happens on the device counts:
+/// backward runs in the device's own thread.
 class HighWater {
  public:
   /// \throws StateError on the CPU where torch does not use this library's allocator

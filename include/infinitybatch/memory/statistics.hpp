@@ -35,7 +35,7 @@ int64_t available(c10::Device device);
 /// The peak of live bytes on `device` between construction and now, which starts at what is live at
 /// construction. On the CPU what other threads hold counts, but only allocations of the thread that
 /// made the scope raise the peak. Scopes nest: what an inner one sees counts towards the outer. On
-/// accelerators each scope resets the device's own peak.
+/// accelerators whatever happens on the device counts, and each scope resets the device's own peak.
 /// Use it in one thread, and end inner scopes first.
 class PeakScope {
  public:
@@ -51,7 +51,7 @@ class PeakScope {
 
   c10::Device device_;
   int64_t peak_ = 0;            // CPU: kept by the allocator while this scope is the innermost
-  PeakScope* outer_ = nullptr;  // the next scope of this thread, on the CPU or on accelerators
+  PeakScope* outer_ = nullptr;  // CPU: the next scope of this thread
 };
 
 }  // namespace infinitybatch::memory

@@ -29,6 +29,9 @@ struct Request {
   bool keeps_graphs = true;   ///< with `two_pass`: as many as fit
   bool parks_graphs = false;  ///< with `parked`: all are kept, away from the device
   bool whole_loss = true;     ///< with `two_pass`: the loss is computed on the outputs of all
+  /// Nothing refuses what passes the budget (accelerators): only sizes that fit by all that is
+  /// known are tried, from two samples on, and blocks are rounded.
+  bool measured = false;
   bool copies_one = false;  ///< outputs of a single micro-batch are copied where others are joined
 };
 
@@ -49,6 +52,7 @@ struct Measurement {
   std::vector<double> seconds;  ///< of each micro-batch of a timed piece
   std::vector<double> again;    ///< of these: forward once more, which a kept graph saves
   int64_t peak_bytes = 0;
+  int64_t lasting_bytes = 0;  ///< live more than before, beside sums of gradients
   /// Of every micro-batch, where they need not be alike: how long its samples are. Else empty.
   std::vector<Dims> dims;
 };
@@ -135,6 +139,7 @@ class Planner {
     std::map<int64_t, Timing> timings;  // by cap
     int64_t largest = INT64_MAX;        // sizes above have run out of memory
     double correction = 1.0;            // measured peak / predicted peak, where that was more
+    std::map<int64_t, double> ratios;   // `Request::measured`: the last, by size
     bool whole_batch_only = false;
     // Of a coupled loss:
     // Measured, by batch size and whether it was one micro-batch, whose outputs are not copied.
@@ -155,6 +160,8 @@ class Planner {
   std::vector<int64_t> candidates() const;
   int64_t size_under(int64_t cap) const;
   int64_t predicted_peak(int64_t size) const;
+  /// Measured peak / predicted peak, of this size or the next smaller one that was measured.
+  double correction(int64_t size) const;
   int64_t simulated_peak(int64_t size) const;
   bool fits(int64_t size) const;
   bool fits_here(int64_t size) const;
@@ -195,6 +202,7 @@ class Planner {
   bool stays_whole(int64_t size) const;
   int64_t fastest() const;
   std::optional<int64_t> probe_size() const;
+  int64_t small_probe() const;
   /// Of cut tapes, where there are rows enough, a second micro-batch tells what there is once.
   size_t probed_micro_batches() const;
   void learn(MicroBatchTrace trace);
