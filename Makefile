@@ -2,7 +2,7 @@
 # repeated. Settings: PYTHON, TORCH, TORCH_ROOT, PIP_ARGS, PIP_* (see scripts/setup.sh) and JOBS.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-long bench check tidy format asan clean distclean
+.PHONY: help setup build train test test-long bench gpu check tidy format asan clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ test-long: setup ## every test with the long variants (full fault tables and swe
 
 bench: setup ## benchmarks against native training; results under benchmarks/results
 	@bash scripts/bench.sh
+
+gpu: setup ## tests and benchmarks on this machine's accelerator; dated results
+	@bash scripts/accelerator.sh
 
 check: setup ## formatters and linters; changes nothing
 	@bash scripts/check.sh

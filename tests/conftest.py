@@ -10,23 +10,26 @@ def pytest_addoption(parser):
     parser.addoption(
         "--device",
         default="cpu",
-        choices=["cpu", "sim"],
-        help="where tensors of the tests are made; sim: an accelerator of the tests' own",
+        help="where tensors of the tests are made: cpu, an accelerator that torch sees, or sim, a "
+        "simulated one",
     )
 
 
 def pytest_configure(config):
-    if config.getoption("--device") == "sim":
-        sys.path.insert(0, str(SIM))
+    device = config.getoption("--device")
+    if device == "cpu":
+        return
+    sys.path.insert(0, str(SIM))
+    if device == "sim":
         import simulated_device  # noqa: F401
-        import torch
+    import torch
 
-        torch.set_default_device("sim")
+    torch.set_default_device(device)
 
 
 def pytest_ignore_collect(collection_path, config):
     # A process that knows the simulated device is another one to torch: it has an accelerator.
-    if config.getoption("--device") == "cpu" and SIM in collection_path.parents:
+    if config.getoption("--device") != "sim" and SIM in collection_path.parents:
         return True
     return None
 
@@ -43,3 +46,14 @@ def nothing_races(request):
     yield
     assert sim.races() == []
     sim.reset()
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--device") == "cpu":
+        return
+    lines = (SIM / "left_out.txt").read_text().splitlines()
+    left_out = dict(line.split(" | ") for line in lines if not line.startswith("#"))
+    for item in items:
+        for name, reason in left_out.items():
+            if name in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -3,10 +3,10 @@
 
 #include "memory.hpp"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/TensorBody.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <atomic>
@@ -151,7 +151,7 @@ struct Generator final : c10::GeneratorImpl {
     offset_ = numbers[1];
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    const at::Tensor state = at::empty({16}, at::TensorOptions(at::kByte).device(at::kCPU));
+    const at::Tensor state = at::detail::empty_cpu({16}, at::kByte);  // no op that others see
     const std::array<uint64_t, 2> numbers{seed_, offset_};
     std::memcpy(state.mutable_data_ptr(), numbers.data(), 16);
     return state.getIntrusivePtr();
@@ -176,9 +176,9 @@ struct Generator final : c10::GeneratorImpl {
 };
 
 const at::Generator& the_generator(int device) {
-  static auto& generators = *new std::array<at::Generator, kDevices>{
-      at::make_generator<Generator>(c10::DeviceIndex{0}),
-      at::make_generator<Generator>(c10::DeviceIndex{1})};
+  static auto& generators =
+      *new std::array<at::Generator, kDevices>{at::make_generator<Generator>(c10::DeviceIndex{0}),
+                                               at::make_generator<Generator>(c10::DeviceIndex{1})};
   return generators.at(static_cast<size_t>(device));
 }
 
@@ -238,8 +238,8 @@ at::Generator default_generator(int device) {
 
 uint64_t draw_seed(const std::optional<at::Generator>& generator, int device) {
   at::Generator used = generator && generator->defined() ? *generator : default_generator(device);
-  TORCH_CHECK(used.device().type() == kType, "Expected a 'sim' device type for generator but found '",
-              used.device(), "'");
+  TORCH_CHECK(used.device().type() == kType,
+              "Expected a 'sim' device type for generator but found '", used.device(), "'");
   const std::lock_guard<std::mutex> lock(used.mutex());
   return used.get<Generator>()->draw();
 }

@@ -42,7 +42,7 @@ bool uses_atomics(const std::string& name) {
 }
 
 bool is_product(const std::string& name) {
-  static const std::set<std::string> names{"aten::mm",    "aten::addmm",  "aten::addmm_",
+  static const std::set<std::string> names{"aten::mm",    "aten::addmm",   "aten::addmm_",
                                            "aten::bmm",   "aten::baddbmm", "aten::linear",
                                            "aten::addmv", "aten::mv"};
   return names.contains(name);
@@ -165,8 +165,8 @@ class Call {
         }
         TORCH_CHECK(!device || *device == tensor.device().index(),
                     "Expected all tensors to be on the same device, but found at least two "
-                    "devices, sim:", *device, " and ", tensor.device(), "! (when checking ", name_,
-                    ")");
+                    "devices, sim:",
+                    *device, " and ", tensor.device(), "! (when checking ", name_, ")");
         device = tensor.device().index();
       });
       if (value.isDevice() && value.toDevice().type() == kType && !device &&
@@ -177,7 +177,8 @@ class Call {
     device_ = device.value_or(current_device());
     TORCH_CHECK(host == nullptr || !device,
                 "Expected all tensors to be on the same device, but found at least two devices, "
-                "sim:", device_, " and cpu! (when checking ", name_, ")");
+                "sim:",
+                device_, " and cpu! (when checking ", name_, ")");
   }
 
   at::Tensor alias(const at::Tensor& tensor, bool written) {
@@ -222,7 +223,8 @@ class Call {
   /// An out= argument that the kernel gave another size.
   void resize_written() const {
     for (const Argument& argument : arguments_) {
-      const bool moved = argument.alias.storage().data() != host_side(argument.ours.storage().data());
+      const bool moved =
+          argument.alias.storage().data() != host_side(argument.ours.storage().data());
       if (argument.alias.sizes() == argument.ours.sizes() && !moved) {
         if (argument.written && argument.alias.strides() != argument.ours.strides()) {
           argument.ours.unsafeGetTensorImpl()->set_sizes_and_strides(
@@ -267,8 +269,8 @@ class Call {
     for (const Argument& argument : arguments_) {
       if (!result.is_alias_of(argument.alias)) continue;
       at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
-          c10::TensorImpl::VIEW, c10::Storage(argument.ours.storage()),
-          argument.ours.key_set(), result.dtype());
+          c10::TensorImpl::VIEW, c10::Storage(argument.ours.storage()), argument.ours.key_set(),
+          result.dtype());
       view.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides(),
                                                         result.storage_offset());
       return view;
@@ -295,9 +297,45 @@ class Call {
   std::vector<Argument> arguments_;
 };
 
+/// Those of kernels.cpp.
+bool is_native(const c10::OperatorName& name) {
+  static const std::set<std::string> names{"aten::empty",
+                                           "aten::empty_strided",
+                                           "aten::resize_",
+                                           "aten::set_",
+                                           "aten::_local_scalar_dense",
+                                           "aten::native_dropout",
+                                           "aten::_fused_sdp_choice"};
+  return names.contains(name.name);
+}
+
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
   Call(op, stack).run();
 }
+
+/// Every op that the CPU has a kernel for is one kernel here too. Without that torch would build
+/// some of them of others (mse_loss of mse_loss.out), as no real device does.
+torch::Library& leaf_kernels() {
+  static auto& library =
+      *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__,
+                          static_cast<uint32_t>(__LINE__));
+  return library;
+}
+
+const bool registered = [] {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findOp(name);
+    if (!op || name.getNamespace() != "aten" || is_native(name) ||
+        !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) {
+      continue;
+    }
+    const std::string full =
+        name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+    leaf_kernels().impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+  return true;
+}();
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
