@@ -2,7 +2,7 @@
 # repeated. Settings: PYTHON, TORCH, TORCH_ROOT, PIP_ARGS, PIP_* (see scripts/setup.sh) and JOBS.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-long bench gpu check tidy format asan clean distclean
+.PHONY: help setup build train test test-long bench figures gpu check tidy format asan clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ bench: setup ## benchmarks against native training; results under benchmarks/res
 
 gpu: setup ## tests and benchmarks on this machine's accelerator; dated results
 	@bash scripts/accelerator.sh
+
+figures: setup ## writes README's figures from the results that are committed
+	@.venv/bin/python benchmarks/figures.py --write
 
 check: setup ## formatters and linters; changes nothing
 	@bash scripts/check.sh

@@ -1,14 +1,19 @@
 """Ways to get the gradient of a logical batch, each as a callable that leaves it in `.grad`."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import deepcopy
+from pathlib import Path
 
 import infinitybatch as ib
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "python"))
+from measure import numbered, worst  # noqa: E402
 
 Gradients = list[np.ndarray]  # NumPy's memory does not count against a budget
 TOLERANCE = 1e-3  # of the largest gradient's norm, in float32
@@ -88,14 +93,13 @@ class Ours(Contestant):
 def check_agreement(contestants: Mapping[str, Contestant]) -> None:
     """Raises ArithmeticError unless all give the gradient of the first: else times say nothing."""
     (first, reference), *others = (
-        (name, contestant.gradients()) for name, contestant in contestants.items()
+        (name, numbered(map(torch.from_numpy, contestant.gradients())))
+        for name, contestant in contestants.items()
     )
-    largest = max(np.linalg.norm(gradient) for gradient in reference)
     for name, gradients in others:
-        for expected, got in zip(reference, gradients, strict=True):
-            error = np.linalg.norm(expected - got) / largest
-            if not error <= TOLERANCE:
-                raise ArithmeticError(
-                    f"{name} gives another gradient than {first}: off by {error:.1e}, more than "
-                    f"{TOLERANCE:.0e} of the largest; there is no point in timing it"
-                )
+        error = worst(gradients, reference, true_zero=1.0)  # all by the largest norm
+        if not error <= TOLERANCE:
+            raise ArithmeticError(
+                f"{name} gives another gradient than {first}: off by {error:.1e}, more than "
+                f"{TOLERANCE:.0e} of the largest; there is no point in timing it"
+            )

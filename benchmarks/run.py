@@ -58,6 +58,8 @@ UNTUNED = {
     "mnist": 0,
 }  # rounds with malloc as it is by default
 WITH_PEERS = ("loop", "coupled", "losses")
+#: Processes for each setting, whose spread is shown: luck in where memory lies lasts for a process.
+PROCESSES = {"coupled": 5, "losses": 5}
 TOY_ROUNDS = 4
 THREADS = [1, 2]
 LOOK = 2.0  # seconds between looks at what a running suite has found
@@ -69,6 +71,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("suites", nargs="*", metavar="suite", help=", ".join(MODULES))
     parser.add_argument("--threads", type=int, nargs="+", default=THREADS, metavar="N")
     parser.add_argument("--rounds", type=int, help="of each tuned run, in place of the suite's own")
+    parser.add_argument(
+        "--processes", type=int, help="for each setting, in place of the suite's own number"
+    )
     parser.add_argument("--toy", action="store_true", help="sizes that only try the harness")
     parser.add_argument("--no-peers", action="store_true", help="install no other libraries")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="FOLDER")
@@ -124,6 +129,8 @@ def run_apart(
                 findings = Findings.from_json(json.loads(output.read_text()))
             return {
                 "setting": str(settings),
+                "failed": True,  # until it has ended well
+                "quiet": None,
                 "others": bystanders.share(),
                 "seconds": round(time.monotonic() - start),
                 "findings": findings,
@@ -146,6 +153,7 @@ def run_apart(
                 process.wait()
         run = so_far()
     notes = run["findings"].notes
+    run["quiet"] = run["others"] is not None and run["others"] <= BUSY
     if code:
         notes.append(f"This run failed (exit code {code}): what it had found till then.")
     run["failed"] = code != 0
@@ -181,22 +189,27 @@ def report_on(
     python: Path,
     reason: str,
     save: Callable[[dict[str, Any]], None],
+    began: datetime.datetime,
 ) -> dict[str, Any]:
     """Runs a suite under each setting. `save` gets the report whenever there is more of it."""
-    from harness.machine import TUNED_MALLOC, describe
+    from harness.machine import TUNED_MALLOC, commit, describe
+    from harness.results import between
 
     module = importlib.import_module(f"suites.{MODULES[suite]}")
     report: dict[str, Any] = {
         "title": module.TITLE,
         "explanation": module.EXPLANATION,
-        "date": datetime.date.today().isoformat(),
+        "date": began.date().isoformat(),
+        "time": began.isoformat(timespec="seconds"),
+        "commit": commit(),
         "command": command,
         "machine": describe(),
         "tuned malloc": " ".join(f"{name}={value}" for name, value in TUNED_MALLOC.items()),
         "runs": [],
     }
     done: list[dict[str, Any]] = report["runs"]
-    for settings in settings_of(suite, options):
+    processes = options.processes or (1 if options.toy else PROCESSES.get(suite, 1))
+    for settings in [each for each in settings_of(suite, options) for _ in range(processes)]:
         print(f"{suite}: {settings} ...", flush=True)
         run = run_apart(
             suite, settings, python, lambda more: save({**report, "runs": [*done, more]})
@@ -204,6 +217,7 @@ def report_on(
         if reason and not done:
             run["findings"].notes.append(f"Peers: {reason}")
         done.append(run)
+        report["between runs"] = between(done)
         save(report)
         print(f"{suite}: {settings} took {run['seconds']} s", flush=True)
     return report
@@ -250,15 +264,18 @@ def main(arguments: list[str]) -> int:
         python, reason = Path(sys.executable), ""
         if suite in WITH_PEERS:
             python, reason = peers_python(options, suite)
-        name = f"{datetime.date.today().isoformat()}-{suite}"
+        began = datetime.datetime.now()
+        name = f"{began:%Y-%m-%d-%H%M%S}-{suite}"
         if options.threads != THREADS:
             name += "-threads-" + "-".join(map(str, options.threads))
         name += "-toy" if options.toy else ""
+        if (options.output / f"{name}.json").exists():
+            raise FileExistsError(f"{name}.json: results are never overwritten")
 
         def save(report: dict[str, Any], name: str = name) -> list[Path]:
             return write(report, options.output, name)
 
-        report = report_on(suite, options, command, python, reason, save)
+        report = report_on(suite, options, command, python, reason, save, began)
         for path in save(report):
             print(f"{suite}: wrote {os.path.relpath(path)}", flush=True)
         failed = failed or any(run["failed"] for run in report["runs"])

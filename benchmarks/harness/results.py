@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 
@@ -61,10 +62,43 @@ def _markdown_table(table: Table) -> list[str]:
     return [f"{table.caption}", "", _cells(table.columns), ruler, *map(_cells, table.rows), ""]
 
 
+def between(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each ratio that several processes found under one setting: the median of their medians, the
+    least and the largest."""
+    found: dict[tuple[str, ...], list[float]] = {}
+    for run in runs:
+        for figure in json.loads(to_json(run["findings"]))["figures"]:
+            for key, ratio in figure.items():
+                if isinstance(ratio, dict) and "median" in ratio:
+                    who = (run["setting"], figure.get("workload", ""), figure.get("contestant", ""))
+                    found.setdefault((*who, key), []).append(ratio["median"])
+    names = ("setting", "workload", "contestant", "ratio")
+    return [
+        dict(zip(names, who, strict=True))
+        | {"processes": len(each), "median": median(each), "least": min(each), "most": max(each)}
+        for who, each in found.items()
+        if len(each) > 1
+    ]
+
+
+def _spread(report: Mapping[str, Any]) -> list[str]:
+    rows = [
+        [each[name] for name in ("workload", "contestant", "ratio", "setting")]
+        + [f"{each['median']:.3f}", f"{each['least']:.3f} to {each['most']:.3f}"]
+        for each in report.get("between runs", [])
+        if each["least"] != each["most"]
+    ]
+    if not rows:
+        return []
+    head = ["workload", "contestant", "ratio", "setting", "median of processes", "spread"]
+    return ["## Between processes", "", _cells(head), _cells(["---"] * 6), *map(_cells, rows), ""]
+
+
 def to_markdown(report: Mapping[str, Any]) -> str:
     """A report as `run.py` makes it: title, date, command, machine, runs."""
     lines = [f"# {report['title']}", "", report["explanation"], ""]
-    lines += [f"- Date: {report['date']}", f"- Command: `{report['command']}`"]
+    lines += [f"- Date: {report['time']}", f"- Commit: {report['commit']}"]
+    lines += [f"- Command: `{report['command']}`"]
     lines += [
         f"- {name[0].upper()}{name[1:]}: {value}" for name, value in report["machine"].items()
     ]
@@ -75,12 +109,13 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         for goal in run["findings"].goals
     ]
     lines += [_cells(["goal", "setting", "measured", "met"]), _cells(["---"] * 4)]
-    lines += [_cells(row) for row in goals] + [""]
+    lines += [_cells(row) for row in goals] + [""] + _spread(report)
     for run in report["runs"]:
         others = run["others"]
         busy = "unknown" if others is None else f"{others:.2f} cores"
         lines += [f"## {run['setting']}", ""]
-        lines += [f"{run['seconds']} s. Used by others meanwhile: {busy}.", ""]
+        quiet = "" if run["quiet"] else " **Not to be quoted.**"
+        lines += [f"{run['seconds']} s. Used by others meanwhile: {busy}.{quiet}", ""]
         for table in run["findings"].tables:
             lines += _markdown_table(table)
         lines += [f"- {note}" for note in run["findings"].notes]

@@ -68,6 +68,14 @@ def test_a_contestant_with_another_gradient_is_not_timed():
     with pytest.raises(ArithmeticError, match="wrong gives another gradient"):
         check_agreement(right | {"wrong": WrongMean(*batch, micro_batch_size=4)})
 
+    class LastIsNan(Native):
+        def backward(self):
+            super().backward()
+            list(self.model.parameters())[-1].grad.fill_(float("nan"))
+
+    with pytest.raises(ArithmeticError, match="wrong gives another gradient"):
+        check_agreement(right | {"wrong": LastIsNan(*batch)})
+
 
 def test_what_is_compiled_for_a_benchmark_is_loaded_or_the_reason_is_told(monkeypatch):
     from harness.native import load

@@ -1,0 +1,100 @@
+"""README's figures: made from results that can be trusted, and the same as they."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def run(ratio=1.0, **changes):
+    figure = {"contestant": "ours", "CPU over native": {"median": ratio}}
+    plain = {"setting": "one thread, tuned malloc", "others": 0.01, "quiet": True, "failed": False}
+    return plain | {"findings": {"figures": [figure], "notes": []}} | changes
+
+
+def put(folder, name, day, *runs, **changes):
+    report = {"date": f"2026-01-{day:02}", "commit": "abc", "runs": list(runs)} | changes
+    (folder / f"2026-01-{day:02}-{name}-threads-1.json").write_text(json.dumps(report))
+
+
+def test_readme_says_what_the_results_say():
+    import figures
+
+    assert figures.main([]) == 0
+
+
+def test_a_figure_that_was_typed_is_found(tmp_path, monkeypatch, capsys):
+    import figures
+
+    readme = tmp_path / "README.md"
+    text = (ROOT / "README.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| convnet, contrastive"))
+    readme.write_text(text.replace(row, row.replace("1.", "0.", 1)))
+    monkeypatch.setattr(figures, "README", readme)
+    assert figures.main([]) == 1
+    assert "other figures" in capsys.readouterr().err
+    assert figures.main(["--write"]) == 0
+    assert readme.read_text() == text
+
+
+DOUBTS = {
+    "another's work": {"quiet": False, "others": 1.77},
+    "an old mark": {"findings": {"figures": [], "notes": ["so: do not trust these times."]}},
+    "nobody knows": {"others": None, "quiet": None},
+    "not finished": {"failed": True},
+    "toy": {"setting": "one thread, tuned malloc, toy sizes"},
+}
+
+
+@pytest.mark.parametrize("doubt", DOUBTS)
+def test_a_run_that_cannot_be_trusted_cannot_be_quoted(doubt, tmp_path):
+    from figures import NotToBeQuoted, latest
+
+    put(tmp_path, "time", 2, run(0.5, **DOUBTS[doubt]))
+    with pytest.raises(NotToBeQuoted, match="2026-01-02-time") as raised:
+        latest("time", folder=tmp_path)
+    assert "scripts/bench.sh time --threads 1" in str(raised.value)
+    put(tmp_path, "time", 1, run(0.9))  # an older one can
+    assert latest("time", folder=tmp_path).ratio(contestant="ours") == 0.9
+
+
+def test_results_of_code_that_nobody_has_cannot_be_quoted(tmp_path):
+    from figures import NotToBeQuoted, latest
+
+    put(tmp_path, "time", 2, run(), commit="abc-dirty")
+    with pytest.raises(NotToBeQuoted, match="abc-dirty"):
+        latest("time", folder=tmp_path)
+
+
+def test_the_latest_is_quoted_and_no_other_suite(tmp_path):
+    from figures import NotToBeQuoted, latest
+
+    put(tmp_path, "time", 1, run(0.9))
+    put(tmp_path, "time", 3, run(0.8))
+    put(tmp_path, "coupled", 4, run(0.7))
+    assert latest("time", folder=tmp_path).ratio(contestant="ours") == 0.8
+    with pytest.raises(NotToBeQuoted, match="has no figure"):
+        latest("time", folder=tmp_path).ratio(contestant="theirs")
+    with pytest.raises(NotToBeQuoted, match="no run of tape"):
+        latest("tape", folder=tmp_path)
+
+
+def test_a_wrong_network_cannot_be_quoted_away(tmp_path, monkeypatch):
+    import figures
+
+    shutil.copytree(figures.FAMILIES, tmp_path / "families")
+    monkeypatch.setattr(figures, "FAMILIES", tmp_path / "families")
+    file = tmp_path / "families" / "foreign.json"
+    listed = json.loads(file.read_text())
+    listed["networks"]["vit"]["wrap"] = "WRONG: gradient of x is 1 off, 1e-12 allowed"
+    file.write_text(json.dumps(listed))
+    with pytest.raises(figures.NotToBeQuoted, match="vit"):
+        figures.families()
