@@ -73,4 +73,4 @@ def outcome(module: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_listed(RESULTS, timm.list_modules, outcome))
+    sys.exit(run_listed(RESULTS, timm.list_modules, outcome, versions={"timm": timm.__version__}))

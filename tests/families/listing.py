@@ -1,12 +1,20 @@
 """Runs networks that nobody here wrote, one by one, and holds what comes out against a list."""
 
 import argparse
+import datetime
 import json
 import pathlib
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
+
+#: What a network's outcome by each strategy has to be.
+GOOD = {"tape": "replays", "streaming": "exact", "wrap": "exact"}
 
 
 def without_chance(model: nn.Module, names: Iterable[str]) -> nn.Module:
@@ -18,11 +26,37 @@ def without_chance(model: nn.Module, names: Iterable[str]) -> nn.Module:
     return model.double().train()
 
 
+def read(results: pathlib.Path) -> dict[str, Any]:
+    """The list: its runs, and the outcome of each network."""
+    if not results.exists():
+        return {"runs": [], "networks": {}}
+    return json.loads(results.read_text())
+
+
+def this_run(names: list[str], versions: dict[str, str]) -> dict[str, Any]:
+    """What a reader needs to judge it. Networks' outcomes are of the latest run that names them."""
+    ask = ["git", "-C", str(pathlib.Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit or "unknown",
+        "command": " ".join(["python", f"tests/families/{pathlib.Path(sys.argv[0]).name}", "--write", *names]),
+        "versions": {"torch": torch.__version__, **versions},
+        "names": names or "all",
+    }  # fmt: skip
+
+
+def plain(outcome: Any) -> str:
+    """Without figures of roundings, which are another machine's elsewhere."""
+    return re.sub(r"\d[\d.]*e-\d+", "…", json.dumps(outcome))
+
+
 def run_listed(
     results: pathlib.Path,
     every: Callable[[], Iterable[str]],
     outcome: Callable[[str], dict[str, str]],
     left_out: Callable[[str], str | None] = lambda name: None,
+    versions: dict[str, str] | None = None,
 ) -> int:
     """The command of a list: the networks named, or all, compared with it or, by --write, put there.
 
@@ -31,6 +65,7 @@ def run_listed(
         every: the names of all networks.
         outcome: what the list says of one.
         left_out: why one cannot be run here; its place in the list stays as it is.
+        versions: of the packages that the networks come from.
 
     Returns:
         1 where an outcome is not as listed.
@@ -40,7 +75,8 @@ def run_listed(
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    listed = json.loads(results.read_text()) if results.exists() else {}
+    listed = read(results)
+    about = this_run(options.names, versions or {})
     found = {}
     for name in options.names or every():
         if why := left_out(name):
@@ -49,11 +85,17 @@ def run_listed(
         found[name] = outcome(name)
         print(f"{name}: {found[name]}", flush=True)
         if options.write:
-            merged = dict(sorted({**listed, **found}.items()))
-            results.write_text(json.dumps(merged, indent=1) + "\n")
-    for strategy in ("streaming", "wrap"):
-        count = sum(result.get(strategy) == "exact" for result in found.values())
-        print(f"{strategy}: exact in {count} of {len(found)}")
-    changed = {name: result for name, result in found.items() if listed.get(name) != result}
+            merged = dict(sorted({**listed["networks"], **found}.items()))
+            # Of the runs before it those stay whose outcomes are still listed.
+            runs = [
+                run for run in listed["runs"] if options.names and run["names"] != about["names"]
+            ]
+            text = json.dumps({"runs": [*runs, about], "networks": merged}, indent=1)
+            results.write_text(text + "\n")
+    for strategy, good in GOOD.items():
+        count = sum(result.get(strategy) == good for result in found.values())
+        print(f"{strategy}: {good} in {count} of {len(found)}")
+    known = listed["networks"]
+    changed = {n: result for n, result in found.items() if plain(known.get(n)) != plain(result)}
     print("not as listed:", changed or "none")
     return 1 if changed and not options.write else 0

@@ -80,6 +80,29 @@ def worst(found: Named, wanted: Named, **options: float) -> float:
     return max(errors(found, wanted, **options).values(), default=0.0)
 
 
+def allowed(
+    wanted: Named,
+    moved: Iterable[Named] = (),
+    least: float = EXACT,
+    times: float = TIMES_NATIVE,
+    **options: float,
+) -> dict[str, float]:
+    """Contract 1's room for each tensor.
+
+    Args:
+        moved: what native gives in other ways that round otherwise, the batch reversed above all; a
+            value that becomes infinite or NaN there gives no room.
+        least: allowed whatever native does.
+        times: how far beyond native's own movement.
+    """
+    room = dict.fromkeys(wanted, least)
+    for way in moved:
+        for name, error in errors(way, wanted, **options).items():
+            if name in room and math.isfinite(error):
+                room[name] = max(room[name], times * error)
+    return room
+
+
 def excess(
     found: Named,
     wanted: Named,
@@ -88,24 +111,12 @@ def excess(
     times: float = TIMES_NATIVE,
     **options: float,
 ) -> dict[str, tuple[float, float]]:
-    """What lies outside of contract 1, with its error and what is allowed.
-
-    Args:
-        moved: what native gives in other ways that round otherwise, the batch reversed above all; a
-            value that becomes infinite or NaN there gives no room.
-        least: allowed whatever native does.
-        times: how far beyond native's own movement.
-    """
-    allowed = dict.fromkeys(wanted, least)
-    for way in moved:
-        for name, error in errors(way, wanted, **options).items():
-            if name in allowed and math.isfinite(error):
-                allowed[name] = max(allowed[name], times * error)
-    found_errors = errors(found, wanted, **options)
+    """What lies outside of contract 1, with its error and what is `allowed`."""
+    room = allowed(wanted, moved, least, times, **options)
     return {
-        name: (error, allowed.get(name, 0.0))
-        for name, error in found_errors.items()
-        if not error <= allowed.get(name, 0.0)
+        name: (error, room.get(name, 0.0))
+        for name, error in errors(found, wanted, **options).items()
+        if not error <= room.get(name, 0.0)
     }
 
 
