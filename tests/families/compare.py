@@ -72,7 +72,7 @@ class State:
     def restore(self) -> None:
         with torch.no_grad():
             for table, name, tensor, value in self.owners:
-                tensor.set_(value.clone())  # type: ignore[call-overload]
+                tensor.data = value.clone()
                 table[name] = tensor
 
 
