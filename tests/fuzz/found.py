@@ -1,5 +1,6 @@
 """What is wrong with a step of ours."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,10 @@ def guard_of(side: Side, budget: int | None) -> Callable[[str, Callable[[], Any]
         before = state_of(side)
         live = ib.memory.stats().live
         try:
-            with ib.memory.peak() as scope:
+            failing = contextlib.nullcontext()
+            if side.fails is not None:
+                failing = ib.memory.fail_allocation(side.fails)
+            with ib.memory.peak() as scope, failing:
                 result = run()
         except Exception as error:
             if native_below and not isinstance(error, ib.Error):
@@ -73,7 +77,8 @@ def kinds_of(case: Case) -> tuple[str, ...]:
     kinds = set(KINDS)
     if case.way.api != "wrap":
         kinds -= {"further"}
-        if "keep_outputs" not in case.way.options:
+        # Those that are kept are as the loss left them.
+        if "keep_outputs" not in case.way.options or case.loss == "in place":
             kinds -= {"output"}
     if "random" in case.tags and not case.way.options.get("match_native_rng"):
         kinds = {"fired"}

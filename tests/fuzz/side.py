@@ -24,6 +24,8 @@ def seeded(seed: int) -> None:
 class Side:
     def __init__(self, case: Case) -> None:
         self.case = case
+        #: Which allocation of each of the library's calls fails, if any does.
+        self.fails: int | None = None
         self.space: dict[str, Any] = {"__name__": "fuzzed"}
         exec(compile(case.source(), f"case {case.seed}", "exec"), self.space)
         seeded(case.seed)
