@@ -107,6 +107,16 @@ KNOWN = [
         (8386,),
     ),
     Known(
+        "a separable loss that reads one number of each micro-batch (a mean over its samples)",
+        lambda c, o: _wrong(o) and c.output == "mean of the batch" and c.way.api == "stream",
+        (20954,),
+    ),
+    Known(
+        "wrap under a budget tries sizes on inputs that forward writes",
+        lambda c, o: _wrong(o) and "input_write" in c.tags and c.way.budget is not None,
+        (20480,),
+    ),
+    Known(
         "match_native_rng with static_graph and Python's or NumPy's numbers",
         lambda c, o: (
             _wrong(o)
