@@ -189,6 +189,10 @@ BatchSource BatchSource::from(const Batch& batch, std::string_view name) {
     const Leaf& leaf = batch.leaves()[i];
     if (!leaf.tensor.defined()) continue;
     refuse_tangent(describe(name, batch, i), leaf.tensor);
+    if (leaf.tensor.is_meta()) {
+      throw Unsupported(describe(name, batch, i) +
+                        " is on the meta device and has no values; make it on the model's device");
+    }
     signature += c10::toString(leaf.tensor.scalar_type());
     signature += leaf.tensor.device().str();
     signature += '/' + std::to_string(leaf.batch_dim) + '/' + std::to_string(leaf.tensor.dim());

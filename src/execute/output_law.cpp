@@ -65,9 +65,7 @@ bool needs_other_rows(const OutputForm& form) {
   for (size_t i = 0; i < form.outputs.leaves().size(); ++i) {
     if (!form.outputs.leaves()[i].tensor.defined()) continue;
     if (!form.from_samples[i]) return true;
-    // Of one sample any dimension may be that long, and two may not fit: the first is the
-    // convention.
-    if (form.rows > 1 && following_dims({form.outputs}, {form.rows}, i).size() > 1) return true;
+    if (following_dims({form.outputs}, {form.rows}, i).size() > 1) return true;
   }
   return false;
 }

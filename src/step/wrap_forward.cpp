@@ -24,6 +24,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <tuple>
 #include <utility>
 
 namespace infinitybatch {
@@ -98,37 +99,50 @@ void ForwardPass::examine() {
   note_examined();
 }
 
-void ForwardPass::count_rows() {
-  const std::optional<Rows> here = experiment_->may_count();
-  if (!here || call_->cuts) return;
+void ForwardPass::aside(Rows rows, const std::function<void()>& forward) {
   const RngSnapshot random = RngSnapshot::capture(call_->devices);
   const BufferValues values(job_.buffers);
   const std::vector<std::string> left = call_->left_on_module;
-  CarriedState aside(watch_.memory(), /*trial=*/true);
-  state_at_work_ = &aside;
+  const auto told = std::tuple(part_of_batch_, part_);
+  CarriedState trial(watch_.memory(), /*trial=*/true);
+  state_at_work_ = &trial;
+  part_of_batch_ = {rows.size(), rows_.size, options_.match_native_rng};
+  part_ = rows.size() < rows_.size;
   const auto undo = [&] {
     state_at_work_ = &*state_;
-    aside.roll_back();
+    trial.roll_back();
     parameter_rule_->end_micro_batch();
     values.restore();
     random.restore();
     call_->left_on_module = left;
+    std::tie(part_of_batch_, part_) = told;
     at::autocast::clear_cache();
   };
   try {
-    const Rows rows = other_rows(*here, rows_.size);
-    part_of_batch_ = {rows.size(), rows_.size, options_.match_native_rng};
-    const Batch micro = call_->micro_batch(rows);
-    tape::Recorder recorder(micro, buffers_, call_->devices);
-    const Batch outputs = recorder.run([&] { return call_model(micro, nullptr); });
-    experiment_->meet_others(rows.size(), micro, recorder.finish(outputs), outputs);
+    forward();
   } catch (...) {
-    const std::exception_ptr error = std::current_exception();
     undo();
-    if (!is_out_of_memory(error) && !coupled::may_be_of_rows(error)) throw;
-    return experiment_->meet_no_others();  // nobody can tell
+    throw;
   }
   undo();
+}
+
+void ForwardPass::count_rows() {
+  const std::optional<Rows> here = experiment_->may_count();
+  if (!here || call_->cuts) return;
+  const Rows rows = other_rows(*here, rows_.size);
+  try {
+    aside(rows, [&] {
+      const Batch micro = call_->micro_batch(rows);
+      tape::Recorder recorder(micro, buffers_, call_->devices);
+      const Batch outputs = recorder.run([&] { return call_model(micro, nullptr); });
+      experiment_->meet_others(rows.size(), micro, recorder.finish(outputs), outputs);
+    });
+  } catch (...) {
+    const std::exception_ptr error = std::current_exception();
+    if (!is_out_of_memory(error) && !coupled::may_be_of_rows(error)) throw;
+    experiment_->meet_no_others();  // nobody can tell
+  }
 }
 
 void ForwardPass::note_examined() const {
@@ -474,6 +488,7 @@ Batch ForwardPass::finish() {
     call_->during_loss = std::make_unique<memory::HighWater>(call_->device);
   }
   JoinedOutputs joined = join(std::move(outputs_), row_counts_, from_samples_, options_);
+  if (!mixed) check_reduce(joined);
   buffer_rule_.commit();
   parameter_rule_->commit();
   if (mixed) std::rethrow_exception(mixed);

@@ -9,6 +9,7 @@
 #include <infinitybatch/execute/mixing_experiment.hpp>
 #include <infinitybatch/execute/parameter_rule.hpp>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <unordered_set>
@@ -75,6 +76,14 @@ class ForwardPass {
   void read(const NamedParameter& parameter);
   /// Whether ordinary ops of the model mix samples. \throws CouplingError
   void examine();
+  /// Runs forward on other rows, and undoes that: buffers, parameters, attributes of modules and
+  /// random state are as before, whatever happens.
+  void aside(Rows rows, const std::function<void()>& forward);
+  /// What forward gives with `coupled::FixedOps`, detached. Nothing where that cannot be compared.
+  std::optional<Batch> try_forward(const Batch& inputs, int64_t rows);
+  /// Whether an output that is one number is the sum or mean over samples that the user says: once
+  /// for each kind of batch. \throws BatchError
+  void check_reduce(const JoinedOutputs& joined);
   /// Where an op's number may count samples: runs forward on other rows, and undoes that.
   void count_rows();
   void note_examined() const;

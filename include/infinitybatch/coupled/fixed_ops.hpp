@@ -1,0 +1,56 @@
+#pragma once
+
+#include <infinitybatch/core/generator_state.hpp>
+
+#include <ATen/core/TensorBody.h>
+#include <ATen/record_function.h>
+
+#include <cstdint>
+#include <exception>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace infinitybatch::coupled {
+
+/// While it lives, what ops of this thread give depends on no other sample by design: random draws
+/// give one number everywhere, BatchNorm in training mode scales and shifts alone, and the function
+/// of `across_batch` gives a constant. What still differs between two splits of the same rows is
+/// then no matter of chance, nor of ops that somebody stands in for.
+///
+/// BatchNorm adds how many of its rows there are for each sample, so that one that sees the samples
+/// in pieces (Ghost BatchNorm) differs too.
+class FixedOps {
+ public:
+  /// \param rows samples that forward runs on
+  FixedOps(const std::vector<at::Device>& devices, int64_t rows);
+  ~FixedOps();
+  FixedOps(const FixedOps&) = delete;
+  FixedOps& operator=(const FixedOps&) = delete;
+
+  /// Whether numbers were drawn that nobody has fixed, or a result could not be replaced.
+  /// \throws where replacing one ran out of memory
+  bool strayed() const;
+  /// Another text where Python's or NumPy's generators stand elsewhere.
+  std::map<std::string, std::string> foreign() const;
+
+ private:
+  struct Replaced;
+  static std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& op);
+  static void after_op(const at::RecordFunction& op, at::ObserverContext* context);
+  std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& op);
+  void end(const at::RecordFunction& op, Replaced& replaced);
+  /// Whether a generator stands elsewhere.
+  bool moved() const;
+
+  FixedOps* outer_;
+  at::CallbackHandle handle_;
+  int64_t rows_;
+  int inside_ = 0;  // ops whose inner ops stay as they are
+  std::vector<std::pair<at::Generator, GeneratorState>> generators_;
+  bool strayed_ = false;
+  std::exception_ptr failure_;
+};
+
+}  // namespace infinitybatch::coupled

@@ -1,0 +1,188 @@
+#include <infinitybatch/coupled/fixed_ops.hpp>
+
+#include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/core/unwatched.hpp>
+
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <string_view>
+
+namespace infinitybatch::coupled {
+namespace {
+
+thread_local FixedOps* innermost = nullptr;
+
+constexpr std::array<std::string_view, 4> kNorms{"aten::batch_norm", "aten::native_batch_norm",
+                                                 "aten::_native_batch_norm_legit",
+                                                 "aten::cudnn_batch_norm"};
+constexpr std::string_view kAcross = "infinitybatch::across_batch";
+
+double number(c10::ArrayRef<const c10::IValue> inputs, size_t index, double otherwise) {
+  if (index >= inputs.size()) return otherwise;
+  if (inputs[index].isDouble()) return inputs[index].toDouble();
+  return inputs[index].isInt() ? static_cast<double>(inputs[index].toInt()) : otherwise;
+}
+
+/// What stands for every number of a draw; nothing where the op is no draw that fills a tensor.
+/// All other draws of torch's CPU kernels end in one of these, or move the generator unseen.
+std::optional<double> fixed_draw(std::string_view name,
+                                 c10::ArrayRef<const c10::IValue> inputs) {
+  if (name == "aten::bernoulli_") return 1;
+  if (name == "aten::uniform_") {
+    const double from = number(inputs, 1, 0);
+    return from + 0.37 * (number(inputs, 2, 1) - from);
+  }
+  if (name == "aten::normal_") return number(inputs, 1, 0) + 0.5 * number(inputs, 2, 1);
+  if (name == "aten::random_") return inputs.size() == 4 ? number(inputs, 1, 0) : 0;
+  if (name == "aten::exponential_" || name == "aten::geometric_") return 1;
+  if (name == "aten::cauchy_") return number(inputs, 1, 0);
+  if (name == "aten::log_normal_") return 1.2;
+  return std::nullopt;
+}
+
+bool in_training(c10::ArrayRef<const c10::IValue> inputs) {
+  const auto found = std::find_if(inputs.begin(), inputs.end(),
+                                  [](const c10::IValue& input) { return input.isBool(); });
+  return found != inputs.end() && found->toBool();
+}
+
+at::Tensor tensor_of(c10::ArrayRef<const c10::IValue> inputs, size_t index) {
+  return index < inputs.size() && inputs[index].isTensor() ? inputs[index].toTensor()
+                                                           : at::Tensor();
+}
+
+/// One number for each channel, to be broadcast over `like`.
+at::Tensor by_channel(const at::Tensor& values, const at::Tensor& like) {
+  std::vector<int64_t> sizes(static_cast<size_t>(like.dim()), 1);
+  sizes[1] = values.numel();
+  return values.detach().view(sizes);
+}
+
+}  // namespace
+
+struct FixedOps::Replaced : at::ObserverContext {
+  std::optional<double> draw;
+  at::Tensor input, weight, bias;  // of a norm
+  bool inside = false;
+  bool across = false;
+};
+
+FixedOps::FixedOps(const std::vector<at::Device>& devices, int64_t rows)
+    : outer_(innermost),
+      handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(&on_op, &after_op)
+                                             .needsInputs(true)
+                                             .needsOutputs(true)
+                                             .scopes({at::RecordScope::FUNCTION}))),
+      rows_(rows) {
+  const auto know = [this](const at::Generator& generator) {
+    generators_.emplace_back(generator, GeneratorState(generator));
+  };
+  know(at::globalContext().defaultGenerator(at::kCPU));
+  for (const at::Device& device : devices) {
+    if (!device.is_cpu()) know(at::globalContext().defaultGenerator(device));
+  }
+  innermost = this;
+}
+
+FixedOps::~FixedOps() {
+  at::removeCallback(handle_);
+  innermost = outer_;
+  // Those that ops were given are nobody else's to put back.
+  for (const auto& [generator, state] : generators_) state.put_back(generator);
+}
+
+bool FixedOps::strayed() const {
+  if (failure_) std::rethrow_exception(failure_);
+  return strayed_ || moved();
+}
+
+bool FixedOps::moved() const {
+  return std::any_of(generators_.begin(), generators_.end(), [](const auto& each) {
+           return !(GeneratorState(each.first) == each.second);
+         });
+}
+
+std::map<std::string, std::string> FixedOps::foreign() const {
+  return tell_foreign_sources();
+}
+
+std::unique_ptr<at::ObserverContext> FixedOps::on_op(const at::RecordFunction& op) {
+  return innermost != nullptr ? innermost->begin(op) : nullptr;
+}
+
+void FixedOps::after_op(const at::RecordFunction& op, at::ObserverContext* context) {
+  if (innermost == nullptr || context == nullptr) return;
+  if (auto* replaced = dynamic_cast<Replaced*>(context)) innermost->end(op, *replaced);
+}
+
+std::unique_ptr<at::ObserverContext> FixedOps::begin(const at::RecordFunction& op) {
+  if (inside_ > 0) return nullptr;
+  const std::string_view name = op.name();
+  const auto inputs = op.inputs();
+  auto replaced = std::make_unique<Replaced>();
+  replaced->draw = fixed_draw(name, inputs);
+  if (replaced->draw) strayed_ = strayed_ || moved();  // by a draw that nobody fixes
+  const bool norm = std::find(kNorms.begin(), kNorms.end(), name) != kNorms.end();
+  replaced->across = name == kAcross;
+  // Computed by batch_norm, over each sample.
+  replaced->inside = norm || replaced->across || name == "aten::instance_norm";
+  if (!replaced->draw && !replaced->inside) return nullptr;
+  if (norm && in_training(inputs)) {
+    replaced->input = tensor_of(inputs, 0);
+    replaced->weight = tensor_of(inputs, 1);
+    replaced->bias = tensor_of(inputs, 2);
+  }
+  if (replaced->inside) ++inside_;
+  for (const c10::IValue& input : inputs) {
+    if (!replaced->draw || !input.isGenerator()) continue;
+    const at::Generator generator = input.toGenerator();
+    const bool known = std::any_of(generators_.begin(), generators_.end(),
+                                   [&](const auto& each) { return each.first == generator; });
+    if (!known) generators_.emplace_back(generator, GeneratorState(generator));
+  }
+  return replaced;
+}
+
+void FixedOps::end(const at::RecordFunction& op, Replaced& replaced) {
+  if (replaced.inside) --inside_;
+  if (failure_ || (!replaced.draw && !replaced.across && !replaced.input.defined())) return;
+  try {
+    const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
+    const Unwatched unseen;
+    const auto outputs = op.outputs();
+    if (outputs.empty() || !outputs[0].isTensor() || !outputs[0].toTensor().defined()) {
+      strayed_ = true;
+      return;
+    }
+    const at::Tensor& given = outputs[0].toTensor();
+    if (given.unsafeGetTensorImpl()->is_python_dispatch() || given.is_inference()) {
+      strayed_ = true;
+      return;
+    }
+    // The version stays: the op itself has just written it.
+    const at::Tensor output = given.variable_data();
+    if (replaced.draw) {
+      output.fill_(*replaced.draw);
+      for (const auto& [generator, state] : generators_) state.put_back(generator);
+    } else if (replaced.across) {
+      const bool numbers = output.is_floating_point() || output.is_complex();
+      output.fill_(numbers && output.dim() > 0 ? static_cast<double>(output.size(0)) /
+                                                     static_cast<double>(rows_)
+                                               : 0);
+    } else {
+      const at::Tensor& input = replaced.input;
+      output.copy_(input.detach());
+      if (replaced.weight.defined()) output.mul_(by_channel(replaced.weight, input));
+      if (replaced.bias.defined()) output.add_(by_channel(replaced.bias, input));
+      output.add_(static_cast<double>(input.size(0)) / static_cast<double>(rows_));
+    }
+  } catch (...) {  // torch keeps to itself what a callback throws
+    failure_ = std::current_exception();
+  }
+}
+
+}  // namespace infinitybatch::coupled
