@@ -21,8 +21,8 @@ at::Tensor any_bit_differs(const at::Tensor& a, const at::Tensor& b);
 /// another form. Makes it where it is undefined. Nothing waits for the device.
 void note_difference(const at::Tensor& before, const at::Tensor& now, at::Tensor& differs);
 
-/// Sets `differs`, a 0-dimensional bool tensor, where a strided tensor of `before` has other bits,
-/// or another form, in `now`. Nothing waits for the device.
+/// Sets `differs`, where a strided tensor of `before` has other bits, or another form, in `now`. On
+/// accelerators what kernels with atomics explain is no difference. Nothing waits for the device.
 void note_differences(const Batch& before, const Batch& now, at::Tensor& differs);
 
 }  // namespace infinitybatch
