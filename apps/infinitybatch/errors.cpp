@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <new>
+#include <utility>
 
 namespace infinitybatch::app {
 
@@ -28,6 +29,19 @@ std::string one_line(const std::string& text) {
   return line;
 }
 
+/// The library's options as this program's flags.
+static std::string with_flags(std::string text) {
+  for (const auto& [option, flag] :
+       {std::pair<std::string, std::string>{"memory_budget", "--memory-budget"},
+        {"micro_batch_size", "--micro-batch-size"},
+        {"host_budget", "--host-budget"}}) {
+    for (size_t at = text.find(option); at != text.npos; at = text.find(option, at + flag.size())) {
+      text.replace(at, option.size(), flag);
+    }
+  }
+  return text;
+}
+
 std::string cause_of(const c10::OutOfMemoryError& error) {
   const std::string prefix = "infinitybatch: ";
   std::string cause = one_line(error.what_without_backtrace());
@@ -46,7 +60,7 @@ Failure describe_current_exception() {
   } catch (const NativeOutOfMemory& error) {
     return {ExitCode::out_of_memory, one_line(error.what_without_backtrace())};
   } catch (const BudgetExceeded& error) {
-    return {ExitCode::out_of_memory, one_line(error.what_without_backtrace())};
+    return {ExitCode::out_of_memory, with_flags(one_line(error.what_without_backtrace()))};
   } catch (const ParkingError& error) {
     return {ExitCode::out_of_memory,
             one_line(error.what_without_backtrace()) + "; see --park-directory and --host-budget"};
@@ -55,7 +69,7 @@ Failure describe_current_exception() {
             "out of memory: " + cause_of(error) +
                 "; allow more with --memory-budget, or use a smaller model (--width, --depth)"};
   } catch (const c10::Error& error) {
-    return {ExitCode::error, one_line(error.what_without_backtrace())};
+    return {ExitCode::error, with_flags(one_line(error.what_without_backtrace()))};
   } catch (const std::bad_alloc&) {
     return {ExitCode::out_of_memory,
             "the machine's memory does not suffice; set --memory-budget below what "

@@ -26,6 +26,12 @@ class NativeOutOfMemory : public Error {
   using Error::Error;
 };
 
+/// The loss is not finite, or far above where it began (exit code 1).
+class Diverged : public Error {
+ public:
+  using Error::Error;
+};
+
 /// Ctrl-C or SIGTERM arrived (exit code 130 or 143).
 class Interrupted : public Error {
  public:

@@ -1,5 +1,6 @@
 #include "flags.hpp"
 
+#include <charconv>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -21,12 +22,26 @@ CLI::Validator between(double smallest, double largest) {
       },
       "");
 }
-/// A sign is dropped where a number without one is read: -1 would be 18446744073709551615.
-CLI::Validator unsigned_number() {
+/// Signs are dropped, and what is too large becomes the largest number, where CLI11 reads one
+/// without a sign.
+CLI::Validator seed() {
   return CLI::Validator(
       [](std::string& text) {
-        const bool negative = text.find('-') != text.npos;
-        return negative ? "Value " + text + " is negative; a seed is 0 or more" : std::string();
+        uint64_t number = 0;
+        const char* const end = text.data() + text.size();
+        const auto [read, error] = std::from_chars(text.data(), end, number);
+        if (error == std::errc() && read == end) return std::string();
+        return text.find('-') != text.npos
+                   ? "Value " + text + " is negative; a seed is 0 or more"
+                   : "Value " + text + " is not a whole number from 0 to 18446744073709551615";
+      },
+      "");
+}
+/// An empty shell variable is a mistake, and no wish for the default.
+CLI::Validator not_empty(const std::string& examples) {
+  return CLI::Validator(
+      [examples](std::string& text) {
+        return text.empty() ? "is empty; write " + examples + ", or leave it out" : std::string();
       },
       "");
 }
@@ -40,11 +55,13 @@ CLI::Validator one_of(const std::vector<std::string>& names) {
 void add_data(CLI::App& app, Settings& settings) {
   app.add_option("--data", settings.data.data,
                  "folder of MNIST-format IDX files, .npy, IDX or text file, or a name under data/")
+      ->check(not_empty("a path"))
       ->type_name("PATH")
       ->capture_default_str()
       ->group("Data");
   app.add_option("--labels", settings.data.labels,
                  "classes of the samples, where --data is a .npy or IDX file")
+      ->check(not_empty("a path"))
       ->type_name("FILE")
       ->group("Data");
   app.add_option("--held-out", settings.data.held_out,
@@ -86,6 +103,7 @@ void add_batch(CLI::App& app, Settings& settings) {
       ->group("Batch and memory");
   app.add_option("--memory-budget", settings.memory_budget,
                  "what tensors may occupy: 24MiB, 0.8 (of the device) or auto [auto; native: none]")
+      ->check(not_empty("24MiB, 0.8 or auto"))
       ->type_name("BYTES")
       ->group("Batch and memory");
   app.add_option("--device", settings.device, "cpu, or an accelerator as torch names it")
@@ -96,7 +114,7 @@ void add_batch(CLI::App& app, Settings& settings) {
 
 void add_common(CLI::App& app, Settings& settings) {
   app.add_option("--seed", settings.training.seed, "for parameters and the order of samples")
-      ->check(unsigned_number())
+      ->check(seed())
       ->type_name("NUMBER")
       ->capture_default_str();
   app.add_option("--config", settings.config, "read flags from a TOML file; flags given here win")
@@ -136,11 +154,13 @@ void add_parking(CLI::App& app, Settings& settings) {
   app.add_option("--host-budget", settings.host_budget,
                  "host memory for it, beside the memory budget; the rest goes to disk [half of "
                  "what is free; on the CPU none]")
+      ->check(not_empty("24MiB, 0.8 or auto"))
       ->type_name("BYTES")
       ->group("Parking");
   app.add_option("--park-directory", settings.training.step.parking.directory,
                  "folder of the file on disk, which has no name and is gone with the process "
                  "[$TMPDIR, or /var/tmp]")
+      ->check(not_empty("a folder"))
       ->type_name("PATH")
       ->group("Parking");
 }

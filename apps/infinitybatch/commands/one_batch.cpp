@@ -11,6 +11,7 @@
 #include "interrupt.hpp"
 #include "output/describe.hpp"
 #include "output/json_lines.hpp"
+#include "train/network_in_budget.hpp"
 
 namespace infinitybatch::app {
 
@@ -20,8 +21,10 @@ OneBatch::OneBatch(Settings settings)
   const auto& training = settings_.training;
   data_ = load_dataset(settings_.data, settings_.model.context);
   at::manual_seed(training.seed);
-  network_ = make_network(settings_.model, data_);
-  network_->to(training.device);
+  // verify and bench tell themselves what a budget has no room for.
+  const bool plans = settings_.command == Command::plan;
+  network_ = make_network_in_budget(settings_.model, data_, training.device,
+                                    plans ? training.step.memory_budget : std::nullopt);
   for (const std::string& line : describe_job(data_, settings_, *network_)) terminal_.line(line);
   terminal_.line("");
   const at::Tensor order = at::arange(batch_size_for(training.step, data_), at::kLong);

@@ -4,6 +4,7 @@
 #include "interrupt.hpp"
 #include "output/terminal.hpp"
 #include "output/training_report.hpp"
+#include "train/network_in_budget.hpp"
 
 namespace infinitybatch::app {
 
@@ -11,8 +12,9 @@ ExitCode run_train(Settings settings) {
   watch_for_interrupts();
   const Dataset data = load_dataset(settings.data, settings.model.context);
   at::manual_seed(settings.training.seed);
-  const std::shared_ptr<Network> network = make_network(settings.model, data);
-  network->to(settings.training.device);
+  const TrainingOptions& training = settings.training;
+  const std::shared_ptr<Network> network =
+      make_network_in_budget(settings.model, data, training.device, training.step.memory_budget);
 
   Terminal terminal(settings.json ? stderr : stdout);
   TrainingReport report(terminal, settings);

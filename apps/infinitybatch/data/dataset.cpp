@@ -15,10 +15,22 @@ namespace fs = std::filesystem;
 
 constexpr double kUsualHeldOut = 0.2;
 
+/// Reading a pipe that nobody writes to would wait for ever, and data are read more than once.
+void check_is_stored(const std::string& path) {
+  const fs::file_status status = fs::status(path);
+  if (fs::is_regular_file(status) || fs::is_directory(status)) {
+    return;
+  }
+  throw DataError(path + " is a " + (fs::is_fifo(status) ? "pipe" : "device or socket") +
+                  ", but data are read more than once; save them to a file first, as in: cat " +
+                  path + " > data.txt");
+}
+
 /// \param way_out what to give where `name` is no data set that a script makes
 std::string find_or_explain(const std::string& name, const std::string& way_out) {
   const DataPath path = find_data(name);
   if (path.found) {
+    check_is_stored(*path.found);
     return *path.found;
   }
   std::string message = "no data at " + path.tried.front();

@@ -3,6 +3,7 @@
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
 
+#include "interrupt.hpp"
 #include "models/network.hpp"
 
 namespace infinitybatch::app {
@@ -17,6 +18,7 @@ class ConvNet final : public Network {
   ConvNet(int64_t channels, int64_t width, int64_t depth, int64_t classes)
       : classifier_(width * kPooled * kPooled, classes) {
     for (int64_t layer = 0; layer < depth; ++layer) {
+      check_interrupt();
       const auto options = torch::nn::Conv2dOptions(layer == 0 ? channels : width, width, 3)
                                .padding(1)
                                .stride(layer == 1 ? 2 : 1);

@@ -1,6 +1,7 @@
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/linear.h>
 
+#include "interrupt.hpp"
 #include "models/network.hpp"
 
 namespace infinitybatch::app {
@@ -11,6 +12,7 @@ class Mlp final : public Network {
  public:
   Mlp(int64_t features, int64_t width, int64_t depth, int64_t classes) {
     for (int64_t layer = 0; layer < depth; ++layer) {
+      check_interrupt();
       layers_->push_back(torch::nn::Linear(layer == 0 ? features : width, width));
     }
     layers_->push_back(torch::nn::Linear(width, classes));

@@ -6,6 +6,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
 
+#include "interrupt.hpp"
 #include "models/network.hpp"
 
 namespace infinitybatch::app {
@@ -78,6 +79,7 @@ class ResNet final : public Network {
       : stem_(kind, channels, width, 3, 1), classifier_(2 * width * kPooled * kPooled, classes) {
     for (int64_t stage = 0; stage < 2; ++stage) {
       for (int64_t block = 0; block < depth; ++block) {
+        check_interrupt();
         const int64_t to = width * (stage + 1);
         const bool halves = stage == 1 && block == 0;
         blocks_->push_back(Block(kind, halves ? width : to, to, halves ? 2 : 1));

@@ -4,6 +4,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
 
+#include "interrupt.hpp"
 #include "models/network.hpp"
 
 namespace infinitybatch::app {
@@ -69,6 +70,7 @@ class Transformer final : public Network {
         norm_(torch::nn::LayerNormOptions({width})),
         classifier_(width, symbols) {
     for (int64_t layer = 0; layer < depth; ++layer) {
+      check_interrupt();
       layers_->push_back(Layer(width));
     }
     register_module("symbol_embedding", symbol_embedding_);

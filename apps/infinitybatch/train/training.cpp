@@ -8,11 +8,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <limits>
 #include <string>
 
 #include "errors.hpp"
 #include "interrupt.hpp"
+#include "output/numbers.hpp"
 
 namespace infinitybatch::app {
 namespace {
@@ -20,6 +22,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kNativeEvaluationSlice = 64;
+/// Nothing that has learned anything ends so many times above where it began.
+constexpr double kDiverged = 1000;
 
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
@@ -61,6 +65,10 @@ class Training {
     }
     result.peak_bytes = peak.peak();
     observer_.on_epoch(result);
+    const double most = kDiverged * std::max(*first_loss_, 1.0);
+    if (number == options_.epochs && result.loss > most) {
+      throw diverged(result.loss, "the last epoch");
+    }
   }
 
  private:
@@ -90,6 +98,8 @@ class Training {
                               " of its " + std::to_string(steps) +
                               " steps; the step at work was given up as a whole");
       }
+      check_loss(outcome.loss,
+                 "step " + std::to_string(step + 1) + " of epoch " + std::to_string(result.epoch));
       optimizer_->step();
       progress.loss = outcome.loss;
       result.loss +=
@@ -101,6 +111,20 @@ class Training {
     }
   }
 
+  /// A gradient of what is not finite leaves no parameter that is.
+  void check_loss(double loss, const std::string& where) {
+    if (!first_loss_) first_loss_ = loss;
+    if (!std::isfinite(loss)) throw diverged(loss, where);
+  }
+
+  Diverged diverged(double loss, const std::string& where) const {
+    const double lr = options_.optimizer.lr.value_or(default_lr(options_.optimizer.name));
+    return Diverged(
+        "training diverged: the loss is " + (std::isnan(loss) ? "nan" : shortest(loss)) + " in " +
+        where + ", it was " + shortest(*first_loss_) +
+        " in the first step; use a smaller learning rate, as in: --lr " + shortest(lr / 10));
+  }
+
   std::shared_ptr<Network> network_;
   const Dataset& data_;
   const TrainingOptions& options_;
@@ -108,6 +132,7 @@ class Training {
   int64_t batch_size_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::unique_ptr<Step> step_;
+  std::optional<double> first_loss_;
 };
 
 }  // namespace
@@ -129,11 +154,6 @@ void train(std::shared_ptr<Network> network, const Dataset& data, const Training
            TrainingObserver& observer) {
   std::optional<memory::Limit> limit;
   if (options.step.memory_budget && options.device.is_cpu()) {
-    const int64_t live = memory::stats(options.device).live;
-    if (live > *options.step.memory_budget) {
-      throw BudgetExceeded(live, *options.step.memory_budget, std::nullopt,
-                           "what is there before the first step (parameters above all)");
-    }
     limit.emplace(*options.step.memory_budget);
   }
   Training training(std::move(network), data, options, observer);
