@@ -82,7 +82,10 @@ void for_each_tensor(const c10::IValue& value, Visit&& visit) {
 
 Program::Program(const Batch& inputs, const std::vector<at::Tensor>& buffers,
                  const std::vector<at::Device>& devices)
-    : held_buffers_(buffers), generators_(devices), saved_tensor_hooks_(saved_tensor_hooks()) {
+    : held_buffers_(buffers),
+      generators_(devices),
+      unseen_(devices),
+      saved_tensor_hooks_(saved_tensor_hooks()) {
   values_.reserve(last_lengths.values);
   numbers_.reserve(last_lengths.values);
   memories_.reserve(last_lengths.values);
@@ -135,6 +138,7 @@ void Program::begin(const at::RecordFunction& op) noexcept {
     const OpFacts* facts = facts_of(op);
     if (facts == nullptr) {
       // What it calls is watched as if forward had called it.
+      unseen_.watch();
       const std::string name = op.name();
       if (name.starts_with("autograd::engine::")) {
         return give_up("gradients are computed inside of forward");
@@ -360,10 +364,14 @@ void Program::disturb_outputs(c10::ArrayRef<c10::IValue> outputs) const {
 
 void Program::watch_begin(const at::RecordFunction& op) {
   const auto stack = op.inputs();
-  if (stack.size() < facts_->argument_count || !(facts_->writes || facts_->draws)) return;
+  if (stack.size() < facts_->argument_count) return;
   const auto inputs = stack.slice(stack.size() - facts_->argument_count);
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (inputs[i].isGenerator()) take_generator(inputs[i].toGenerator());
+    // A view of memory that was there before is no memory of this forward.
+    if (facts_->viewed[i]) {
+      for_each_tensor(inputs[i], [&](const at::Tensor& tensor) { memories_.add(tensor); });
+    }
     if (!facts_->written[i]) continue;
     for_each_tensor(inputs[i], [&](const at::Tensor& tensor) {
       if (!facts_->scales_rows || !outlives_call(tensor)) return judge_write(tensor);

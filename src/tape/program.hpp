@@ -3,6 +3,7 @@
 #include "generators.hpp"
 #include "memories.hpp"
 #include "provenance.hpp"
+#include "unseen_memory.hpp"
 
 #include <infinitybatch/core/recycled.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
@@ -30,6 +31,8 @@ class Program {
 
   void begin(const at::RecordFunction& op) noexcept;
   void end(const at::RecordFunction& op) noexcept;
+  /// Forward is over.
+  void stop() { unseen_.stop(); }
   Tape finish(const Batch& outputs);
 
   Program* outer = nullptr;  ///< the recording that this one runs inside of
@@ -114,6 +117,7 @@ class Program {
   HashMap<const c10::TensorImpl*, size_t> buffers_{arena_.resource()};
   std::vector<at::Tensor> held_buffers_;
   Generators generators_;
+  UnseenMemory unseen_;
   std::vector<Draw> passed_;                  // the user's own generators, as the call found them
   std::vector<GeneratorState> passed_after_;  // as ops have left them
   std::vector<c10::Stream> streams_;

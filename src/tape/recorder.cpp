@@ -48,6 +48,7 @@ Recorder::Scope::Scope(Recorder& recorder) : outer_(innermost) {
 
 Recorder::Scope::~Scope() {
   if (handle_) at::removeCallback(*handle_);
+  innermost->stop();
   innermost = outer_;
 }
 

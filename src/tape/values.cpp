@@ -212,6 +212,7 @@ void Program::judge_write(const at::Tensor& tensor) {
   const Memory* memory = memories_.find(tensor);
   if (memory != nullptr && memory->made_here) return;
   if (has_history(tensor)) return;  // made by this call: nothing else has a history
+  if (unseen_.contains(tensor)) return;
   if (memory != nullptr) {
     for (const ValueId alias : memory->values) {
       const int64_t index = values_[alias].external;
@@ -234,10 +235,9 @@ void Program::judge_write(const at::Tensor& tensor) {
   if (parameter) {
     return refuse("forward changes a parameter in place (" + facts_->name() + ")");
   }
-  std::string reason = "forward writes into a tensor that is no buffer of the model (" +
+  std::string reason = "forward writes into a tensor that is not a buffer of the model (" +
                        facts_->name() +
-                       "); register it as one, or change it outside of forward if it is a "
-                       "parameter";
+                       "; use register_buffer(), or change a parameter outside of forward)";
   if (storage == nullptr) return;  // sparse: those of this call are not known from others
   leftovers_.emplace_back(tensor.storage().getWeakStorageImpl(), std::move(reason));
 }
@@ -311,7 +311,7 @@ void Program::check_externals() {
                  here.storage == value.provenance.storage;
         });
     if (content && external.input_leaf < 0 && !external.is_buffer && !of_buffer) {
-      refuse("forward changes a parameter, or a tensor that is no buffer of the model: " +
+      refuse("forward changes a parameter, or a tensor that is not a buffer of the model: " +
              std::string(why));
     }
   }
