@@ -43,6 +43,7 @@ from .errors import (
     LeftTensorNotice,
     ParkingError,
     StateError,
+    UncompiledNotice,
     Unsupported,
     UnwrappedMethodNotice,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "ParkingError",
     "Plan",
     "StateError",
+    "UncompiledNotice",
     "StepReport",
     "Unsupported",
     "UnwrappedMethodNotice",

@@ -52,11 +52,11 @@ def tell(name: str, way_out: str) -> None:
         f"batch, which takes a second pass. That is exact for every loss. {way_out}; declare it "
         f"with infinitybatch.losses.coupled to silence this",
         CoupledLossNotice,
-        stacklevel=_first_frame_outside(),
+        stacklevel=first_frame_outside(),
     )
 
 
-def _first_frame_outside() -> int:
+def first_frame_outside() -> int:
     """The stacklevel, for `warnings.warn` in the function that asks, of the user's own line."""
     frame = sys._getframe(1)
     level = 1

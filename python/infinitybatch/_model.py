@@ -1,6 +1,7 @@
 """What the C++ step asks of a torch.nn.Module: how to run it and what it owns."""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .errors import CouplingError, InvalidType, StateError, Unsupported
+from ._coupled import first_frame_outside
+from .errors import InvalidType, StateError, UncompiledNotice, Unsupported
 
 #: A buffer: its name, and the dict (or the module, in TorchScript) that holds it under a key.
 Slot = tuple[str, dict[str, torch.Tensor | None] | nn.Module, str]
@@ -60,6 +62,8 @@ class ModelView:
         self.forward = model
         self._exact_coupling = exact_coupling
         self._normalises = True  # until it is known that no layer does
+        self.is_uncompiled = False  # whether compiled code has to run as it was written
+        self._warned = False
 
     def is_training(self) -> bool:
         return self.forward.training
@@ -71,6 +75,15 @@ class ModelView:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with _NormalisesOne():
+                return forward(*args, **kwargs)
+
+        return run
+
+    def uncompiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward`, with whatever is compiled in it run as it was written."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch.compiler.set_stance("force_eager"):
                 return forward(*args, **kwargs)
 
         return run
@@ -91,7 +104,7 @@ class ModelView:
         parameters: list[tuple[str, torch.Tensor]] = []
         slots: list[Slot] = []
         seen: set[int] = set()
-        self._normalises = False
+        self._normalises = self.is_uncompiled = False
         for prefix, module in model.named_modules():
             self._check(module)
             self._normalises |= isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -135,20 +148,24 @@ class ModelView:
         ):
             self._check_compiled(module)
 
-    @staticmethod
-    def _check_compiled(module: nn.Module) -> None:
-        # Inside a compiled region ops are not dispatched one by one: the watch cannot see them.
+    def _check_compiled(self, module: nn.Module) -> None:
+        # Inside a compiled region ops are not dispatched one by one: nobody could stand in for one
+        # that sees the whole batch.
         for name, inner in module.named_modules():
             op = _coupled_op(inner)
-            if op:
-                raise CouplingError(
-                    f"the compiled model contains {type(inner).__name__} ('{name}') in training "
-                    f"mode: {op} couples the samples of a batch, so micro-batches cannot give the "
-                    f"gradient of the whole; put the layer into eval mode, use one that does not "
-                    f"couple (GroupNorm), or accept another gradient with "
-                    f'batch_coupling="per_micro_batch"',
-                    op,
+            if not op:
+                continue
+            self.is_uncompiled = True
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"IB103: {type(inner).__name__} ('{name}') of the compiled model needs the whole "
+                    f"batch ({op}), so the model runs uncompiled. Compile the parts without such "
+                    f"layers instead, or call model.eval() if the layer needs no training",
+                    UncompiledNotice,
+                    stacklevel=first_frame_outside(),
                 )
+            return
 
 
 class _NormalisesOne(TorchFunctionMode):

@@ -18,6 +18,7 @@ __all__ = [
     "InvalidType",
     "ParkingError",
     "StateError",
+    "UncompiledNotice",
     "Unsupported",
     "UnwrappedMethodNotice",
 ]
@@ -101,6 +102,10 @@ class CoupledLossNotice(UserWarning):
 
 class LeftTensorNotice(UserWarning):
     """IB102: a wrapped module leaves a tensor on itself that a loss must not read."""
+
+
+class UncompiledNotice(UserWarning):
+    """IB103: a compiled model runs uncompiled, for a layer in it needs the whole batch."""
 
 
 class DroppedCacheNotice(UserWarning):

@@ -107,6 +107,45 @@ void check_rows(const py::error_already_set& error) {
           "budget, or micro_batch_size, large enough for one micro-batch of all samples");
 }
 
+/// Whether forward's own code failed on a part of the batch.
+bool failed_on_a_part(const py::error_already_set& error) {
+  if (!coupled::PartOfBatch::at_work()) return false;
+  if (error.matches(py::module_::import("infinitybatch.errors").attr("Error"))) return false;
+  if (error.matches(py::module_::import("torch").attr("OutOfMemoryError"))) return false;
+  return error.matches(PyExc_RuntimeError) || error.matches(PyExc_ValueError) ||
+         error.matches(PyExc_IndexError);
+}
+
+/// An adjacency matrix has the samples along two dimensions, of which one alone can be split.
+void check_square_inputs(const py::error_already_set& error, const Batch& inputs) {
+  const auto [rows, total, native_draws] = *coupled::PartOfBatch::at_work();
+  for (size_t i = 0; i < inputs.leaves().size(); ++i) {
+    const Leaf& leaf = inputs.leaves()[i];
+    if (!leaf.tensor.defined() || leaf.batch_dim == Leaf::kShared) continue;
+    for (int64_t dim = 0; dim < leaf.tensor.dim(); ++dim) {
+      if (dim == leaf.batch_dim || leaf.tensor.size(dim) != total) continue;
+      throw BatchError(
+          "inputs" + inputs.structure()->leaf_name(i) + " has two dimensions of " +
+          std::to_string(total) +
+          ", the size of the batch, and forward fails on a micro-batch of " + std::to_string(rows) +
+          " (" + first_line(error) +
+          "). If its samples are nodes that see each other (an adjacency matrix), they cannot be "
+          "split: give whole graphs as samples, [graphs, nodes, ...], or run this model as it is. "
+          "If every sample needs all of it, mark it: ib.shared(x)");
+    }
+  }
+}
+
+/// The exception stays the user's own; Python shows the note below it.
+void add_note(const py::error_already_set& error) {
+  const auto& part = *coupled::PartOfBatch::at_work();
+  error.value().attr("add_note")(
+      "infinitybatch: forward ran on a micro-batch of " + std::to_string(part.rows) + " of the " +
+      std::to_string(part.total) +
+      " samples. If it fails on those alone, mark inputs that every micro-batch needs whole, "
+      "ib.shared(x), and those whose samples lie along another dimension, ib.batch_dim(x, 1)");
+}
+
 /// As torch complains of shapes that do not fit; running out of memory is no such complaint.
 bool is_of_shape(const py::error_already_set& error) {
   if (!error.matches(PyExc_RuntimeError)) return false;
@@ -127,6 +166,9 @@ Model model_of(const Held& view, const Held& forward, Outputs use) {
     const py::gil_scoped_acquire gil;
     py::object callable = py::reinterpret_borrow<py::object>(forward.handle());
     if (coupled::PartOfBatch::of_one()) callable = view.handle().attr("one_of_many")(callable);
+    if (view.handle().attr("is_uncompiled").cast<bool>()) {
+      callable = view.handle().attr("uncompiled")(callable);
+    }
     CarriedState* carried = CarriedState::at_work();
     const py::object module = view.handle().attr("forward");
     if (carried != nullptr) carried->before_forward(plain_state(module));
@@ -137,6 +179,10 @@ Model model_of(const Held& view, const Held& forward, Outputs use) {
       check_coupling(error);
       check_rows(error);
       if (carried != nullptr && is_of_shape(error)) carried->forward_failed(first_line(error));
+      if (failed_on_a_part(error)) {
+        check_square_inputs(error, inputs);
+        add_note(error);
+      }
       if (is_forwards_own(error)) CarriedState::let_be();
       throw;
     }

@@ -5,22 +5,28 @@
 namespace infinitybatch {
 namespace {
 
+/// Nobody means so few bytes: a fraction was meant.
+constexpr int64_t kHardlyMeant = 100;
+
 std::string budget_message(int64_t needed, int64_t limit, std::optional<int64_t> smallest,
                            const std::string& what) {
-  const char* const way_out = "raise memory_budget, or make the model or a single sample smaller";
+  std::string way_out = ". Raise memory_budget, or make the model or a single sample smaller";
+  if (limit <= kHardlyMeant) {
+    way_out += "; " + std::to_string(limit) +
+               ", a whole number, is bytes: memory_budget=1.0 is all of the device, 0.5 half of it";
+  }
   // How much more nobody knows: the device has refused it.
   if (!smallest && needed <= limit + 1) {
-    return what + " needs more than the budget of " + format_bytes(limit) + "; " + way_out;
+    return what + " needs more than the memory_budget of " + format_bytes(limit) + way_out;
   }
   // A figure that rounds to the budget's own would say nothing.
   const bool alike = format_bytes(needed) == format_bytes(limit);
   const auto write = [alike](int64_t bytes) {
     return alike ? std::to_string(bytes) + " bytes" : format_bytes(bytes);
   };
-  std::string message = what + " needs " + (smallest ? "" : "at least ") + write(needed) +
-                        ", the budget is " + write(limit) + "; ";
-  if (smallest) return message + "the smallest budget that works is " + write(*smallest);
-  return message + way_out;
+  if (smallest) way_out = ". The smallest that works: memory_budget=" + std::to_string(*smallest);
+  return what + " needs " + (smallest ? "" : "at least ") + write(needed) + "; memory_budget is " +
+         write(limit) + way_out;
 }
 
 }  // namespace

@@ -13,7 +13,8 @@ namespace infinitybatch::memory {
 namespace {
 
 constexpr const char* kExamples =
-    "; write for example 536870912, \"512MiB\", 0.8 (of the device's memory) or \"auto\"";
+    "; write bytes as a whole number (536870912) or \"512MiB\", a fraction of the device with a "
+    "point (0.8, 1.0 for all of it), or \"auto\"";
 constexpr double kAutoShare = 0.9;
 
 int64_t checked_bytes(int64_t bytes, const std::string& name, const std::string& written) {
@@ -71,7 +72,8 @@ Budget::Budget(const std::string& text, std::string name) : text_(text), name_(s
     try {
       bytes = parse_bytes(text);
     } catch (const InvalidArgument&) {
-      throw InvalidArgument(name_ + " is \"" + text + "\", which is no budget" + kExamples);
+      throw InvalidArgument(name_ + " is \"" + text + "\", which is not a valid memory budget" +
+                            kExamples);
     }
     value_ = checked_bytes(bytes, name_, "\"" + text + "\"");
   }

@@ -63,11 +63,31 @@ def test_coupled_losses(options):
         close(gradients(model), gradients(native))
 
 
-def test_all_of_it_around_a_wrapped_module():
+def plain():
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4)).double()
+
+
+def batch_norm():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 4)).double()
+
+
+def around(model):
+    return torch.compile(ib.wrap(model, micro_batch_size=4), backend="aot_eager")
+
+
+def in_place(model):
+    wrapped = ib.wrap(model, micro_batch_size=4)
+    wrapped.compile(backend="aot_eager")
+    return wrapped
+
+
+@pytest.mark.parametrize("compiled_around", [around, in_place])
+@pytest.mark.parametrize("kind", [plain, batch_norm])
+def test_all_of_it_around_a_wrapped_module(kind, compiled_around):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4)).double()
+    model = kind()
     native = copy.deepcopy(model)
-    compiled = torch.compile(ib.wrap(model, micro_batch_size=4), backend="eager")
+    compiled = compiled_around(model)
     for n in (10, 9):
         x = torch.randn(n, 6).double()
         model.zero_grad(set_to_none=True)
@@ -75,3 +95,25 @@ def test_all_of_it_around_a_wrapped_module():
         contrastive(compiled(x)).backward()
         contrastive(native(x)).backward()
         close(grads(model), grads(native))
+
+
+@pytest.mark.filterwarnings("ignore:IB103")
+@pytest.mark.parametrize("way", ["wrap", "coupled", "method"])
+def test_batch_norm_inside_sees_the_whole_batch(way):
+    """No op of a compiled region is seen: it runs as it was written."""
+    torch.manual_seed(0)
+    model = batch_norm()
+    native = copy.deepcopy(model)
+    if way == "method":
+        model.compile(backend="aot_eager")
+    compiled = model if way == "method" else torch.compile(model, backend="aot_eager")
+    step = ib.VirtualBatch(compiled, ib.losses.coupled(contrastive), micro_batch_size=4)
+    wrapped = ib.wrap(compiled, micro_batch_size=4)
+    for n in (10, 9):
+        x = torch.randn(n, 6).double()
+        model.zero_grad(set_to_none=True)
+        native.zero_grad(set_to_none=True)
+        step.backward(x) if way == "coupled" else contrastive(wrapped(x)).backward()
+        contrastive(native(x)).backward()
+        close(gradients(model), gradients(native))
+        close(list(model.buffers()), list(native.buffers()))

@@ -1,5 +1,8 @@
 """Layers that mix samples are noticed and named."""
 
+import copy
+import warnings
+
 import infinitybatch as ib
 import pytest
 import torch
@@ -119,20 +122,26 @@ def test_layers_that_only_look_coupled():
         assert_exact(model, nn.CrossEntropyLoss(), inputs, targets, sizes=(4,))
 
 
-def test_compiled_batch_norm_is_noticed_without_seeing_its_ops():
-    model = batch_norm()
+def test_compiled_batch_norm_runs_uncompiled():
     inputs, targets = classification(12)
-    compiled = torch.compile(model, backend="aot_eager")
-    batch = ib.VirtualBatch(compiled, nn.CrossEntropyLoss(), micro_batch_size=4)
-    with pytest.raises(ib.CouplingError, match="compiled model contains BatchNorm1d"):
-        batch.backward(inputs, targets)
-    inner = nn.Sequential(nn.Linear(6, 6).double(), batch_norm())
-    inner[1].compile(backend="aot_eager")
-    batch = ib.VirtualBatch(inner, nn.CrossEntropyLoss(), micro_batch_size=4)
-    with pytest.raises(ib.CouplingError, match="compiled model contains BatchNorm1d"):
-        batch.backward(inputs, targets)
+    whole = torch.compile(batch_norm(), backend="aot_eager")
+    part = nn.Sequential(nn.Linear(6, 6).double(), batch_norm())
+    part[1].compile(backend="aot_eager")
+    for model in (whole, part):
+        native = copy.deepcopy(getattr(model, "_orig_mod", model))
+        native[-1]._compiled_call_impl = None
+        nn.functional.cross_entropy(native(inputs), targets).backward()
+        batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4)
+        with pytest.warns(ib.UncompiledNotice, match="IB103: BatchNorm1d .*needs the whole batch"):
+            batch.backward(inputs, targets)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ib.UncompiledNotice)  # once
+            model.zero_grad()
+            batch.backward(inputs, targets)
+        for found, wanted in zip(model.parameters(), native.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-12, atol=1e-12)
     accepted = ib.VirtualBatch(
-        compiled, nn.CrossEntropyLoss(), micro_batch_size=4, batch_coupling="per_micro_batch"
+        whole, nn.CrossEntropyLoss(), micro_batch_size=4, batch_coupling="per_micro_batch"
     )
     accepted.backward(inputs, targets)
 

@@ -385,7 +385,7 @@ def test_nothing_is_left_behind_after_a_kill(tmp_path) -> None:
     ("options", "message"),
     [
         ({"park": "sometimes"}, "needed"),
-        ({"host_budget": "lots"}, '^host_budget is "lots", which is no budget'),
+        ({"host_budget": "lots"}, '^host_budget is "lots", which is not a valid memory budget'),
         ({"host_budget": 0}, "^host_budget is 0"),
         ({"park": "always", "park_directory": "/nowhere/at/all"}, "nowhere"),
         ({"park": "always", "host_bandwidth": -1}, "bandwidth"),
