@@ -138,8 +138,8 @@ class PyVirtualBatch {
       explicit Busy(std::atomic<bool>& flag) : flag(flag) {
         if (flag.exchange(true)) {
           throw StateError(
-              "this VirtualBatch is at work already, in another thread or further up in this one; "
-              "give each thread a model and a VirtualBatch of its own");
+              "this VirtualBatch is running a step already, in another thread or around this call; "
+              "give each thread its own model and VirtualBatch");
         }
       }
       ~Busy() { flag = false; }

@@ -216,12 +216,12 @@ void CouplingWatch::check(int64_t rows, int64_t total) const {
   if (seen_.empty() || rows == total) return;
   const CoupledOp& first = seen_.front();
   throw CouplingError(
-      first.op,
-      first.op + " couples the samples of a batch (" + first.why + "), so micro-batches of " +
-          std::to_string(rows) + " cannot give the gradient of all " + std::to_string(total) +
-          "; put the layer into eval mode, use one that does not couple (GroupNorm), make the "
-          "budget large enough for one micro-batch, or accept another gradient with "
-          "batch_coupling=\"per_micro_batch\"");
+      first.op, first.op + " couples the samples of a batch (" + first.why +
+                    "), so micro-batches of " + std::to_string(rows) +
+                    " cannot give the gradient of all " + std::to_string(total) +
+                    "; put the layer into eval mode, use one that does not couple (GroupNorm), "
+                    "raise memory_budget or micro_batch_size until the batch is one micro-batch, "
+                    "or accept another gradient with batch_coupling=\"per_micro_batch\"");
 }
 
 void CouplingWatch::after_op(const at::RecordFunction&, at::ObserverContext* context) {

@@ -161,10 +161,8 @@ void BufferRule::commit() {
           entry.slot.name,
           "buffer '" + entry.slot.name +
               "' depends on the samples, or counts them: micro-batches leave different values in "
-              "it, so one pass over the whole batch cannot be reproduced; put the module that owns "
-              "it into eval mode, or allow it with batch_coupling=\"per_micro_batch\", which lets "
-              "each "
-              "micro-batch be a batch of its own");
+              "it, so what the whole batch leaves is not known; call eval() on the module that "
+              "owns it, or accept another value with batch_coupling=\"per_micro_batch\"");
     }
   }
   for (Entry& entry : entries_) {

@@ -167,9 +167,10 @@ void TwoPass::check() const {
   }
   throw Unsupported(
       "forward gave other outputs when it ran again on the same rows under the same random state, "
-      "so its gradient would not belong to the loss; it depends on state that is neither a "
-      "parameter, a buffer nor torch's, NumPy's or Python's random numbers, or on a kernel that is "
-      "not deterministic");
+      "so its gradient would not belong to the loss. It depends on a kernel that is not "
+      "deterministic, on code that torch.compile compiled again in between (torch.compile(model, "
+      "dynamic=True)), or on state other than parameters, buffers and torch's, NumPy's or Python's "
+      "random numbers");
 }
 
 }  // namespace infinitybatch

@@ -499,7 +499,7 @@ void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
   }
   if (attempted_ == 0) {
     throw BudgetExceeded(std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes,
-                         std::nullopt, "what the step holds before its first micro-batch");
+                         std::nullopt, "The step, before its first micro-batch,");
   }
   if (known_->whole_batch_only || attempted_ <= 1) {
     smallest_failed_ = !known_->whole_batch_only;

@@ -15,28 +15,30 @@ namespace {
 void check_grad_mode() {
   if (c10::InferenceMode::is_enabled()) {
     throw StateError(
-        "backward was called in inference mode, where no gradient exists; call it outside");
+        "backward() was called under torch.inference_mode(), where no gradient exists; call it "
+        "outside");
   }
   if (!at::GradMode::is_enabled()) {
     throw StateError(
-        "backward was called under no_grad; call it outside, gradients are its purpose");
+        "backward() was called under torch.no_grad(), which leaves no gradient; call it outside");
   }
 }
 
 void check_tensor(const std::string& what, const at::Tensor& tensor) {
   if (tensor.is_inference()) {
     throw Unsupported(what +
-                      " was made in inference mode and cannot take part in autograd; clone it "
-                      "outside of inference mode");
+                      " was made in inference mode, so autograd cannot use it; clone it outside of "
+                      "torch.inference_mode()");
   }
   if (tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
     throw Unsupported(what +
-                      " is a tensor subclass (DTensor, FSDP, a wrapper): sums into it are not "
-                      "exact yet; pass a model of plain tensors");
+                      " is a tensor subclass (DTensor, FSDP), whose gradient cannot be summed "
+                      "exactly yet; pass a model whose parameters are plain tensors");
   }
   if (tensor.is_meta()) {
     throw Unsupported(what +
-                      " is on the meta device and has no values; materialise the model first");
+                      " is on the meta device and has no values; load it first, as in "
+                      "model.to_empty(device=\"cpu\").load_state_dict(...)");
   }
   refuse_tangent(what, tensor);
 }

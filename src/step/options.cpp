@@ -16,17 +16,20 @@ VirtualBatch::State::State(Model model, Loss loss, Options options)
   if (!options_.micro_batch_size && !options_.memory_budget) options_.memory_budget = "auto";
   use_tapes_ = options_.use_tapes;
   if (options_.static_graph && !options_.use_tapes) {
-    throw InvalidArgument("static_graph uses a tape again, and use_tapes is false");
+    throw InvalidArgument(
+        "static_graph=True reuses the recording of forward, which use_tapes=False forbids; leave "
+        "one of them out");
   }
   if (options_.static_graph && options_.batch_coupling != BatchCoupling::exact) {
     throw InvalidArgument(
-        "static_graph takes all micro-batches through layers that see the whole batch together; "
-        "it has no batch_coupling=\"per_micro_batch\"");
+        "static_graph=True computes layers such as BatchNorm over the whole batch, which "
+        "batch_coupling=\"per_micro_batch\" forbids; leave one of them out");
   }
   const bool own = !options_.use_tapes || options_.batch_coupling != BatchCoupling::exact;
   if (options_.match_native_rng && own) {
     throw InvalidArgument(
-        "match_native_rng cuts tapes: no use_tapes=false, no batch_coupling=\"per_micro_batch\"");
+        "match_native_rng=True needs the recording of forward and batch_coupling=\"exact\"; leave "
+        "it out, or use_tapes=False and batch_coupling=\"per_micro_batch\"");
   }
 }
 
@@ -43,17 +46,19 @@ void VirtualBatch::State::check_checkpoint_options() const {
                           "the segments itself");
   }
   if (options_.retained_micro_batches > 0) {
-    throw InvalidArgument(given +
-                          " together with retained_micro_batches, which keeps graphs whole");
+    throw InvalidArgument(
+        given +
+        " together with retained_micro_batches, which keeps whole graphs; leave one of them out");
   }
   if (options_.static_graph) {
     throw InvalidArgument(given +
-                          " together with static_graph, which runs no forward whose cuts could be "
-                          "kept; leave static_graph out: with segments user code runs once for "
-                          "each micro-batch, and its outputs are those of its replay");
+                          " together with static_graph=True, which skips your forward and with it "
+                          "the activations that segments keep; leave static_graph out");
   }
   if (!options_.use_tapes) {
-    throw InvalidArgument(given + " together with use_tapes=false: segments are pieces of a tape");
+    throw InvalidArgument(given +
+                          " together with use_tapes=False, but segments are pieces of the "
+                          "recording of forward; leave one of them out");
   }
 }
 

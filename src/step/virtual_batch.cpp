@@ -116,9 +116,9 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
   std::optional<int64_t> budget;
   if (options_.memory_budget) budget = options_.memory_budget->resolve(job.device);
   if (const int64_t live = memory::stats(job.device).live; budget && live > *budget) {
-    throw BudgetExceeded(live, *budget, std::nullopt,
-                         "what is on the device before the step (parameters, gradients, optimizer "
-                         "state, inputs)");
+    throw BudgetExceeded(
+        live, *budget, std::nullopt,
+        "What is allocated before the step (parameters, gradients, optimizer state, inputs)");
   }
 
   int changes = 0;  // of the number of segments
@@ -393,7 +393,7 @@ void VirtualBatch::State::answer_out_of_memory(int64_t needed, int64_t budget) {
   }
   if (!planning_) {
     throw BudgetExceeded(std::max(needed, budget + 1), budget, std::nullopt,
-                         "what the step holds before its first micro-batch");
+                         "The step, before its first micro-batch,");
   }
   try {
     planner_.ran_out_of_memory(needed, failed_in_loss_);

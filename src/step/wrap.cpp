@@ -106,12 +106,13 @@ Wrap::Wrap(Model model, WrapOptions options) : wrapped_(std::make_shared<Wrapped
   }
   check_retained(options.retained_micro_batches, options.micro_batch_size.has_value());
   if (options.match_native_rng && options.batch_coupling != BatchCoupling::exact) {
-    throw InvalidArgument("match_native_rng cuts tapes: no batch_coupling=\"per_micro_batch\"");
+    throw InvalidArgument(
+        "match_native_rng=True needs batch_coupling=\"exact\"; leave one of them out");
   }
   if (options.static_graph && options.batch_coupling != BatchCoupling::exact) {
     throw InvalidArgument(
-        "static_graph takes all micro-batches through layers that see the whole batch together; "
-        "it has no batch_coupling=\"per_micro_batch\"");
+        "static_graph=True computes layers such as BatchNorm over the whole batch, which "
+        "batch_coupling=\"per_micro_batch\" forbids; leave one of them out");
   }
   if (!options.micro_batch_size && !options.memory_budget) options.memory_budget = "auto";
   wrapped_->model = std::move(model);

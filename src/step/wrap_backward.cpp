@@ -216,9 +216,11 @@ std::vector<at::Tensor> run_once(const WrappedCall& call, const std::vector<at::
   if (differs && !pass.replayed()) {
     throw Unsupported(
         "forward gave other outputs when it ran again on the same rows under the same random "
-        "state, so its gradient would not belong to the outputs; it depends on state that is "
-        "neither a parameter, a buffer nor torch's, NumPy's or Python's random numbers (train() or "
-        "eval() called before backward, say), or on a kernel that is not deterministic");
+        "state, so its gradient would not belong to the outputs. It depends on a kernel that is "
+        "not deterministic, on code that torch.compile compiled again in between "
+        "(torch.compile(model, dynamic=True)), or on state other than parameters, buffers and "
+        "torch's, NumPy's or Python's random numbers (train() or eval() called before backward, "
+        "say)");
   }
   return differs ? std::vector<at::Tensor>() : pass.gradients();
 }
@@ -302,8 +304,9 @@ std::vector<at::Tensor> run(WrappedCall& call, const std::vector<at::Tensor>& gr
 std::vector<at::Tensor> backward(WrappedCall& call, const std::vector<at::Tensor>& gradients) {
   if (at::GradMode::is_enabled()) {
     throw Unsupported(
-        "create_graph=True through a wrapped model: its gradients have no graph of their own; call "
-        "the inner model for this batch, or give a micro_batch_size as large as the batch");
+        "create_graph=True needs a graph of the gradients, which a wrapped model does not give; "
+        "run this batch through ib.unwrap(model), or give a micro_batch_size as large as the "
+        "batch");
   }
   refuse_batched(gradients);
   for (const Version& version : call.input_versions) version.check();

@@ -65,8 +65,8 @@ class BudgetedForward {
         rerunnable_(inputs) {
     if (!planning_.allowed()) {
       throw StateError(
-          "this wrapped model is at work already, in another thread or further up in this one; "
-          "with a memory_budget one thread at a time may call it");
+          "this wrapped model is running already, in another thread or around this call; with a "
+          "memory_budget one thread at a time may call it");
     }
     job_.inputs = &rows_;
     job_.targets = &targets_;
@@ -168,8 +168,8 @@ Batch BudgetedForward::run() {
   for (;; ++restarts_) {
     if (live(job_.device) > budget_ && !drop_graphs(*wrapped_)) {
       throw BudgetExceeded(live(job_.device), budget_, std::nullopt,
-                           "what is on the device before forward (parameters, gradients, optimizer "
-                           "state, inputs, what other calls hold for their backward)");
+                           "What is allocated before forward (parameters, gradients, optimizer "
+                           "state, inputs, what other calls keep for their backward)");
     }
     const memory::Limit limit(budget_, job_.device);
     planned_ = false;
@@ -306,8 +306,7 @@ void BudgetedForward::answer_out_of_memory(const memory::Limit& limit, bool fini
                          "micro_batch_size=" + std::to_string(*options_.micro_batch_size));
   }
   if (!planned_) {
-    throw BudgetExceeded(needed, budget_, std::nullopt,
-                         "what the call holds before its first micro-batch");
+    throw BudgetExceeded(needed, budget_, std::nullopt, "The call, before its first micro-batch,");
   }
   try {
     planner().ran_out_of_memory(needed);

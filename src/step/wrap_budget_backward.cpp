@@ -101,7 +101,7 @@ std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
     note(call, 0);
     park_next_time(call);
     throw BudgetExceeded(afterwards.during_loss(), budget, std::nullopt,
-                         "what comes between forward and backward (the outputs of all samples, the "
+                         "What comes between forward and backward (the outputs of all samples, the "
                          "loss on them, its gradient)");
   }
   for (int64_t restarts = 0;; ++restarts) {

@@ -252,7 +252,7 @@ MISUSES = {
     "in inference mode": (
         lambda: in_mode(torch.inference_mode(), step),
         ib.StateError,
-        "inference mode",
+        "inference_mode",
     ),
     # options
     "micro_batch_size 0": (lambda: step(micro_batch_size=0), ib.InvalidArgument, "1 or more"),

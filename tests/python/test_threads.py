@@ -80,7 +80,7 @@ def test_one_model_in_two_threads_is_refused(same_object):
     errors = in_threads(lambda: first.backward(inputs, targets), other)
     assert errors[0] is None
     assert isinstance(errors[1], ib.StateError)
-    message = "at work already" if same_object else "another step is running on parameter"
+    message = "running a step already" if same_object else "another step is running on parameter"
     assert message in str(errors[1])
     assert same_object or "one backward through what wrap made of it" in str(errors[1])
     for name, parameter in model.net.named_parameters():
@@ -96,7 +96,7 @@ def test_a_step_inside_of_a_step_is_refused():
         micro_batch_size=2,
         on_micro_batch=lambda _: batch.backward(inputs, targets),
     )
-    with pytest.raises(ib.StateError, match="further up in this one"):
+    with pytest.raises(ib.StateError, match="around this call"):
         batch.backward(inputs, targets)
 
 

@@ -286,7 +286,7 @@ TEST(Step, RefusesToRunWithoutGradients) {
   {
     const c10::InferenceMode inference;
     expect_says(message_of<StateError>([&] { batch.backward(task.inputs, task.targets); }),
-                "inference mode");
+                "inference_mode");
   }
   batch.backward(task.inputs, task.targets);
   expect_gradients(*task.net, task.native_gradients());

@@ -77,7 +77,7 @@ MISUSES = {
     "budget word": (
         ("train", "--memory-budget", "lots"),
         USAGE,
-        '"lots", which is no budget; write',
+        '"lots", which is not a valid memory budget; write',
     ),
     "budget 0": (("train", "--memory-budget", "0"), USAGE, "at least one byte; write"),
     "budget share": (("train", "--memory-budget", "1.5"), USAGE, "above 0 and at most 1; write"),
@@ -117,7 +117,7 @@ MISUSES = {
     "host budget word": (
         ("train", "--host-budget", "lots"),
         USAGE,
-        '--host-budget is "lots", which is no budget; write',
+        '--host-budget is "lots", which is not a valid memory budget; write',
     ),
     "host budget 0": (
         ("verify", "--host-budget", "0"),
@@ -220,7 +220,7 @@ MISUSES = {
     "budget below the parameters": (
         ("train", "--data", "{folder}/pair", "--memory-budget", "100kB"),
         OUT_OF_MEMORY,
-        "needs.*the budget is",
+        "needs.*; --memory-budget is",
     ),
     "budget below a sample": (
         ("plan", "--data", "{folder}/pair", "--width", "512", "--memory-budget", "60MiB"),

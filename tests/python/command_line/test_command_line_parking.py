@@ -83,7 +83,7 @@ def test_parking_is_what_lets_the_budget_hold(pair):
 
     never = run(*settings, "--park", "never")
     assert never.returncode == OUT_OF_MEMORY and never.stderr.count("\n") == 1
-    assert "the budget is" in never.stderr
+    assert "--memory-budget is" in never.stderr
 
 
 def test_nothing_is_parked_where_it_fits(pair):
