@@ -220,7 +220,7 @@ MISUSES = {
     "budget below the parameters": (
         ("train", "--data", "{folder}/pair", "--memory-budget", "100kB"),
         OUT_OF_MEMORY,
-        "needs.*; --memory-budget is",
+        "needs.*--memory-budget (is|of)",
     ),
     "budget below a sample": (
         ("plan", "--data", "{folder}/pair", "--width", "512", "--memory-budget", "60MiB"),
