@@ -426,12 +426,14 @@ Split BudgetedForward::choose() {
 }
 
 Batch BudgetedForward::attempt() {
+  rerunnable_.check();  // since an earlier attempt
   choose_store();
   const StoreUse alone(*wrapped_, store_.get());
   const bool rehearsed = with_gradients_ || job_.cut;
   if (rehearsed && !options_.micro_batch_size) {
     rehearse();
     choose_graphs();
+    rerunnable_.check();
   }
   // From here on: what a rehearsal needs is no part of the plan.
   auto high_water = std::make_unique<memory::HighWater>(job_.device);

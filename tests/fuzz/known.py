@@ -112,11 +112,6 @@ KNOWN = [
         (20954,),
     ),
     Known(
-        "wrap under a budget tries sizes on inputs that forward writes",
-        lambda c, o: _wrong(o) and "input_write" in c.tags and c.way.budget is not None,
-        (20480,),
-    ),
-    Known(
         "match_native_rng with static_graph and Python's or NumPy's numbers",
         lambda c, o: (
             _wrong(o)

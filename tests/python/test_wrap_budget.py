@@ -438,3 +438,20 @@ def test_a_call_without_gradients_that_does_not_fit_says_so():
     )
     with torch.no_grad(), pytest.raises(ib.BudgetExceeded):
         wrapped(x)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_inputs_that_forward_writes_are_not_tried_with(rows):
+    """Sizes were tried on the caller's own rows, and the call then ran on what that had left."""
+    model = Calls(lambda self, x: self.net(x.mul_(2)), net=mlp()).double()
+    x = torch.randn(rows, 6, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    twin(x.clone()).square().mean().backward()
+    wrapped = ib.wrap(model, memory_budget="64MiB")
+    try:
+        wrapped(x).square().mean().backward()
+    except ib.Unsupported as error:
+        assert "in place" in str(error)
+        assert all(g is None for g in grads(model).values())
+    else:
+        close(grads(model), grads(twin))
