@@ -36,7 +36,8 @@ void bind_plan(py::module_& module) {
 
 The executor runs the instructions, the predicted peak is read off the same ones.)");
   bind_graph_bytes(plan, "step");
-  plan.def_readonly("strategy", &Plan::strategy, "\"stream\" or \"replay\".")
+  plan.def_readonly("strategy", &Plan::strategy,
+                    "\"stream\", \"replay\", \"cut\" or \"checkpoint\".")
       .def_readonly("batch_size", &Plan::batch_size, "Samples of the logical batch.")
       .def_readonly("micro_batch_sizes", &Plan::micro_batch_sizes, "In the order they run.")
       .def_property_readonly("micro_batch_size", &Plan::micro_batch_size, "The largest one.")

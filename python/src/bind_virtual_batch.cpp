@@ -227,7 +227,8 @@ void bind_report(py::module_& module) {
       .def_readonly(
           "strategy", &StepReport::strategy,
           "\"stream\", \"replay\" (a coupled loss, each forward ran once), \"rerun\" (some "
-          "forwards ran twice) or \"cut\" (layers of the model see the whole batch).")
+          "forwards ran twice), \"cut\" (layers of the model see the whole batch) or "
+          "\"checkpoint\" (the graph of one micro-batch was never there as a whole).")
       .def_readonly("strategy_reason", &StepReport::strategy_reason,
                     "Why forwards ran twice; empty where they did not.")
       .def("__repr__", &describe);

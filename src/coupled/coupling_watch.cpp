@@ -1,7 +1,6 @@
 #include <infinitybatch/coupled/coupling_watch.hpp>
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/tape/op_facts.hpp>
 
 #include <ATen/Context.h>
@@ -9,7 +8,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <string_view>
 
 namespace infinitybatch::coupled {
@@ -104,7 +102,7 @@ std::vector<CouplingWatch::Stand> CouplingWatch::stand_of(
     const std::vector<at::Generator>& generators) {
   std::vector<Stand> stand;
   for (const at::Generator& generator : generators) {
-    stand.push_back({generator, state_of(generator)});
+    stand.push_back({generator, GeneratorState(generator)});
   }
   return stand;
 }
@@ -119,15 +117,16 @@ std::unique_ptr<at::ObserverContext> CouplingWatch::on_draw(const at::RecordFunc
     const bool known = std::any_of(given_.begin(), given_.end(), [&](const Stand& each) {
       return each.generator == generators.back();
     });
-    if (!known) given_.push_back({generators.back(), state_of(generators.back())});
+    if (!known) given_.push_back({generators.back(), GeneratorState(generators.back())});
   }
-  if (drew_) return nullptr;
+  if (drew_ || generators_.empty()) return nullptr;
+  auto drawing = std::make_unique<Drawing>(facts->name(), stand_of(generators));
   drawing_ = true;
-  return std::make_unique<Drawing>(facts->name(), stand_of(generators));
+  return drawing;
 }
 
 void CouplingWatch::undo_draws() const {
-  for (const Stand& given : given_) set_state(given.generator, given.state);
+  for (const Stand& given : given_) given.state.put_back(given.generator);
 }
 
 bool CouplingWatch::at_work() noexcept {
@@ -152,33 +151,39 @@ CouplingWatch::Scope::~Scope() {
 
 std::unique_ptr<at::ObserverContext> CouplingWatch::on_op(const at::RecordFunction& op) {
   CouplingWatch* watch = innermost;
-  if (watch == nullptr) return nullptr;
+  std::unique_ptr<at::ObserverContext> context;
+  if (watch != nullptr) watch->errors_.guard([&] { context = watch->begin(op); });
+  return context;
+}
+
+std::unique_ptr<at::ObserverContext> CouplingWatch::begin(const at::RecordFunction& op) {
   const std::string_view name = op.name();
   // What an embedding's `max_norm` rewrites is renormed_'s to see.
-  if (watch->inside_ == 0 && name != kRenorm) watch->memory_.observe(op);
-  const bool reads = watch->inside_ == 0 && !watch->renormed_->empty();
-  const bool lookup = reads && watch->renormed_->is_lookup(op);
-  if (reads && !lookup) watch->on_read(op);
-  if (!watch->generators_.empty() && !watch->drawing_) {
-    if (auto drawing = watch->on_draw(op)) return drawing;
+  if (inside_ == 0 && name != kRenorm) errors_.guard([&] { memory_.observe(op); });
+  const bool reads = inside_ == 0 && !renormed_->empty();
+  const bool lookup = reads && renormed_->is_lookup(op);
+  if (reads && !lookup) on_read(op);
+  if (!drawing_) {
+    if (auto drawing = on_draw(op)) return drawing;
   }
   if (name.size() < 15) return nullptr;
-  if (name == "aten::instance_norm") {
-    ++watch->inside_;
-    return std::make_unique<Inside>();
-  }
-  if (watch->inside_ > 0) return nullptr;
-  if (name == kRenorm) return watch->on_renorm(op);
+  if (name == "aten::instance_norm") return enter();
+  if (inside_ > 0) return nullptr;
+  if (name == kRenorm) return on_renorm(op);
   for (const Watched& watched : kWatched) {
     if (name != watched.op || !couples(watched.kind, op.inputs())) continue;
-    if (watched.kind == Kind::batch_norm && watch->is_parameter(op.inputs()[0])) return nullptr;
-    watch->seen_.push_back({std::string(name), reason(watched.kind)});
-    ++watch->inside_;
-    return std::make_unique<Inside>();
+    if (watched.kind == Kind::batch_norm && is_parameter(op.inputs()[0])) return nullptr;
+    seen_.push_back({std::string(name), reason(watched.kind)});
+    return enter();
   }
-  if (!lookup) return nullptr;
-  ++watch->inside_;  // its inner ops read the weight as well
-  return std::make_unique<Inside>();
+  return lookup ? enter() : nullptr;  // its inner ops read the weight as well
+}
+
+/// Ops inside of the one that begins are not looked at.
+std::unique_ptr<at::ObserverContext> CouplingWatch::enter() {
+  auto inside = std::make_unique<Inside>();
+  ++inside_;
+  return inside;
 }
 
 void CouplingWatch::know_parameters(const std::vector<NamedParameter>& parameters) {
@@ -197,10 +202,11 @@ bool CouplingWatch::is_parameter(const c10::IValue& value) const {
 }
 
 std::unique_ptr<at::ObserverContext> CouplingWatch::on_renorm(const at::RecordFunction& op) {
+  auto renorming = std::make_unique<Renorming>();
   memory_.leave_rescaled(op.inputs()[0].toTensor());
   if (auto why = renormed_->begin(op)) seen_.push_back({std::string(kRenorm), std::move(*why)});
   ++inside_;
-  return std::make_unique<Renorming>();
+  return renorming;
 }
 
 void CouplingWatch::on_read(const at::RecordFunction& op) {
@@ -225,22 +231,25 @@ void CouplingWatch::check(int64_t rows, int64_t total) const {
 }
 
 void CouplingWatch::after_op(const at::RecordFunction&, at::ObserverContext* context) {
-  if (innermost == nullptr || context == nullptr) return;
+  CouplingWatch* watch = innermost;
+  if (watch == nullptr || context == nullptr) return;
+  watch->errors_.guard([&] { watch->end(context); });
+}
+
+void CouplingWatch::end(at::ObserverContext* context) {
   if (dynamic_cast<Inside*>(context) != nullptr) {
-    --innermost->inside_;
+    --inside_;
   } else if (dynamic_cast<Renorming*>(context) != nullptr) {
-    --innermost->inside_;
-    innermost->renormed_->end();
+    --inside_;
+    renormed_->end();
   } else if (auto* drawing = dynamic_cast<Drawing*>(context)) {
-    innermost->drawing_ = false;
+    drawing_ = false;
     // One place has one order: nothing is drawn for it, but for the whole batch there is.
-    if (drawing->op == "aten::randperm" && !innermost->drew_) innermost->drew_ = drawing->op;
+    bool drew = drawing->op == "aten::randperm";
     for (const Stand& before : drawing->before) {
-      const at::Tensor now = state_of(before.generator);
-      const bool same = std::memcmp(now.const_data_ptr(), before.state.const_data_ptr(),
-                                    before.state.nbytes()) == 0;
-      if (!same && !innermost->drew_) innermost->drew_ = drawing->op;
+      drew = drew || !(GeneratorState(before.generator) == before.state);
     }
+    if (drew && !drew_) drew_ = drawing->op;
   }
 }
 

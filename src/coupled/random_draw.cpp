@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -114,6 +115,20 @@ BatchAxis RandomDraw::drawn_axis() const {
   return axis;
 }
 
+/// Whether nothing varies slower in the result than the samples do.
+bool RandomDraw::comes_first(const BatchAxis& drawn) const {
+  if (drawn.outer > 1) return false;
+  size_t dims = 0;
+  for (const auto& [argument, shape] : shapes_) dims = std::max(dims, shape.sizes.size());
+  for (const auto& [argument, shape] : shapes_) {
+    const auto ahead = static_cast<int64_t>(dims - shape.sizes.size());
+    for (size_t d = 0; d < shape.sizes.size(); ++d) {
+      if (ahead + static_cast<int64_t>(d) < drawn.dim && shape.sizes[d] != 1) return false;
+    }
+  }
+  return true;
+}
+
 RandomDraw::Mode RandomDraw::mode_for(const Arguments& arguments, Rows rows) const {
   if (!law_) return Mode::pieces;
   const BatchAxis drawn = drawn_axis();
@@ -135,8 +150,10 @@ RandomDraw::Mode RandomDraw::mode_for(const Arguments& arguments, Rows rows) con
   bool lines_up = first;
   if (op_.kind == DrawKind::attention) {
     lines_up = axis.dim == 0 && axis.outer == 1;
+  } else if (op_.in_order) {
+    lines_up = comes_first(drawn);
   } else if (!draws_features(op_.kind) && !names_format(facts_, arguments)) {
-    lines_up = outermost(shape, axis, rows.size()) && (first || !distributions);
+    lines_up = outermost(shape, axis, rows.size());
   }
   if (op_.in_pieces && lines_up && on_cpu(arguments)) return Mode::pieces;
   if (op_.kind == DrawKind::attention) {
@@ -237,7 +254,8 @@ at::Tensor RandomDraw::draw_whole() const {
   const Arguments whole = whole_arguments();
   if (op_.kind != DrawKind::rrelu) return run(whole);
   const at::Tensor input = whole[0].toTensor();
-  at::Tensor noise = at::empty_like(input);
+  // The kernel fills it in the order of dimensions.
+  at::Tensor noise = at::empty_like(input, at::MemoryFormat::Contiguous);
   at::rrelu_with_noise(input, noise, whole[1].toScalar(), whole[2].toScalar(), /*training=*/true,
                        given_);
   return noise;

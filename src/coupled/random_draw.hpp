@@ -36,6 +36,7 @@ class RandomDraw final : public WholeBatchOp {
   Mode mode_for(const Arguments& arguments, Rows rows) const;
   /// The axis of the numbers themselves.
   BatchAxis drawn_axis() const;
+  bool comes_first(const BatchAxis& drawn) const;
   at::Tensor run(const Arguments& arguments) const;
   at::Tensor draw_whole() const;
   at::Tensor draw_mask() const;

@@ -11,7 +11,8 @@ namespace infinitybatch::coupled {
 namespace {
 
 // `in_pieces` was measured, with ragged pieces, in fp64, fp32 and bf16 (torch 2.13): normal numbers
-// alone are filled in blocks of 16, so that they depend on where pieces end.
+// alone are filled in blocks of 16, so that they depend on where pieces end. `in_order` is whether
+// the kernel makes its result, or its noise, contiguous, whatever it is given.
 constexpr std::array kOps{
     DrawOp{"aten::dropout", DrawKind::dropout, true},
     DrawOp{"aten::dropout_", DrawKind::dropout, true},
@@ -21,8 +22,8 @@ constexpr std::array kOps{
     DrawOp{"aten::alpha_dropout_", DrawKind::alpha_dropout, true},
     DrawOp{"aten::feature_alpha_dropout", DrawKind::feature_alpha_dropout, true},
     DrawOp{"aten::feature_alpha_dropout_", DrawKind::feature_alpha_dropout, true},
-    DrawOp{"aten::rrelu", DrawKind::rrelu, true},
-    DrawOp{"aten::rrelu_", DrawKind::rrelu, true},
+    DrawOp{"aten::rrelu", DrawKind::rrelu, true, true},
+    DrawOp{"aten::rrelu_", DrawKind::rrelu, true, true},
     DrawOp{"aten::scaled_dot_product_attention", DrawKind::attention, true},
     DrawOp{"aten::rand", DrawKind::numbers, true},
     DrawOp{"aten::rand_like", DrawKind::numbers, true},
@@ -37,14 +38,14 @@ constexpr std::array kOps{
     DrawOp{"aten::geometric_", DrawKind::numbers, true},
     DrawOp{"aten::cauchy_", DrawKind::numbers, true},
     DrawOp{"aten::log_normal_", DrawKind::numbers, true},
-    DrawOp{"aten::bernoulli", DrawKind::by_values, true},
+    DrawOp{"aten::bernoulli", DrawKind::by_values, true, true},
     DrawOp{"aten::bernoulli_", DrawKind::by_values, true},
-    DrawOp{"aten::normal", DrawKind::by_values, false},
-    DrawOp{"aten::multinomial", DrawKind::by_values, true},
-    DrawOp{"aten::poisson", DrawKind::by_values, true},
-    DrawOp{"aten::binomial", DrawKind::by_values, true},
-    DrawOp{"aten::_standard_gamma", DrawKind::by_values_alone, true},
-    DrawOp{"aten::_sample_dirichlet", DrawKind::by_values_alone, true},
+    DrawOp{"aten::normal", DrawKind::by_values, false, true},
+    DrawOp{"aten::multinomial", DrawKind::by_values, true, true},
+    DrawOp{"aten::poisson", DrawKind::by_values, true, true},
+    DrawOp{"aten::binomial", DrawKind::by_values, true, true},
+    DrawOp{"aten::_standard_gamma", DrawKind::by_values_alone, true, true},
+    DrawOp{"aten::_sample_dirichlet", DrawKind::by_values_alone, true, true},
 };
 
 std::vector<int64_t> contiguous(const std::vector<int64_t>& sizes) {

@@ -31,6 +31,8 @@ struct DrawOp {
   std::string_view name;
   DrawKind kind;
   bool in_pieces;  ///< on the CPU, pieces drawn one after the other are the whole, bit for bit
+  /// Numbers are drawn in the order of dimensions, however the argument lies in memory.
+  bool in_order = false;
 };
 
 /// Null where nothing is known of it.

@@ -1,8 +1,8 @@
 #include <infinitybatch/coupled/renormed_weights.hpp>
 
-#include <infinitybatch/core/foreign_exception.hpp>
+#include "plain_copy.hpp"
+
 #include <infinitybatch/core/torch_compat.hpp>
-#include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/original_weights.hpp>
 #include <infinitybatch/tape/op_facts.hpp>
 
@@ -33,18 +33,6 @@ c10::ArrayRef<const c10::IValue> arguments_of(const at::RecordFunction& op, size
                               : stack.slice(stack.size() - count);
 }
 
-/// A copy that no limit on tensors counts.
-at::Tensor copy_in_plain_memory(const at::Tensor& tensor) {
-  keep_foreign_exception(std::current_exception());
-  const Unwatched unwatched;
-  auto bytes =
-      std::make_shared<std::vector<char>>(static_cast<size_t>(tensor.numel()) * tensor.itemsize());
-  at::Tensor copy = at::from_blob(
-      bytes->data(), tensor.sizes(), [bytes](void*) mutable { bytes.reset(); },
-      tensor.options().device(at::kCPU));
-  return copy.copy_(tensor);
-}
-
 }  // namespace
 
 void RenormedWeights::know_parameters(const std::vector<NamedParameter>& parameters) {
@@ -68,17 +56,11 @@ RenormedWeights::Weight& RenormedWeights::prepare(const at::Tensor& parameter) {
   if (weight.parameter.defined()) return weight;
   weight.rows = parameter.variable_data();
   weight.version_before = version_of(parameter);
-  try {
-    weight.before = weight.rows.clone();
-    weight.scaled = at::zeros({weight.rows.size(0)}, weight.rows.options().dtype(at::kBool));
-    OriginalWeights::note(parameter);
-  } catch (...) {
-    // The step will fail, but the op that is about to run cannot be held back.
-    if (!weight.before.defined()) weight.before = copy_in_plain_memory(weight.rows);
-    weight.parameter = parameter;
-    throw;
-  }
+  // Whatever fails here, the op that is about to run cannot be held back.
   weight.parameter = parameter;
+  copy_before_write(weight.rows, weight.before);
+  weight.scaled = at::zeros({weight.rows.size(0)}, weight.rows.options().dtype(at::kBool));
+  OriginalWeights::note(parameter);
   return weight;
 }
 
@@ -116,12 +98,7 @@ std::string RenormedWeights::meet_other(const at::Tensor& rows, const std::strin
   auto& [tensor, before] = others_[storage_of(rows)];
   if (!tensor.defined()) {
     tensor = rows.variable_data();
-    try {
-      before = tensor.clone();
-    } catch (...) {
-      before = copy_in_plain_memory(tensor);
-      throw;
-    }
+    copy_before_write(tensor, before);
   }
   return "max_norm rewrites rows of " + what;
 }
@@ -141,18 +118,18 @@ std::optional<std::string> RenormedWeights::begin(const at::RecordFunction& op) 
   const auto arguments = arguments_of(op, 4);  // weight, indices, max_norm, norm_type
   if (arguments.empty()) return "max_norm rewrites rows of a weight";
   const at::Tensor& indices = arguments[1].toTensor();
-  try {
-    if (auto why = meet(arguments[0].toTensor(), arguments[2].toDouble(), arguments[3].toDouble()))
-      return why;
+  std::optional<std::string> why;
+  bool begun = false;
+  errors_.guard([&] {
+    why = meet(arguments[0].toTensor(), arguments[2].toDouble(), arguments[3].toDouble());
+    if (why) return;
     looked_up_.push_back({indices.storage().getWeakStorageImpl(), storage_of(at_work_->rows),
                           indices.storage_offset(), indices.numel(), version_of(indices)});
     put_aside(indices);
-  } catch (...) {
-    failure_ = std::current_exception();
-    keep_foreign_exception(failure_);
-    at_work_ = nullptr;
-  }
-  return std::nullopt;
+    begun = true;
+  });
+  if (!begun) at_work_ = nullptr;
+  return why;
 }
 
 void RenormedWeights::end() {
@@ -160,17 +137,14 @@ void RenormedWeights::end() {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unseen(false);
   Weight& weight = *std::exchange(at_work_, nullptr);
-  try {
+  errors_.guard([&] {
     if (again_.numel() > 0) weight.rows.index_copy_(0, again_, rows_);
     if (!weight.version_after) {
       weight.version_after = version_of(weight.parameter);
     } else if (!weight.parameter.is_inference()) {
       compat::set_version(weight.parameter, *weight.version_after);
     }
-  } catch (...) {
-    failure_ = std::current_exception();
-    keep_foreign_exception(failure_);
-  }
+  });
   again_.reset();
   rows_.reset();
 }
@@ -208,10 +182,6 @@ std::optional<std::string> RenormedWeights::other_read(const at::RecordFunction&
   return std::nullopt;
 }
 
-void RenormedWeights::rethrow() {
-  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
-}
-
 void RenormedWeights::undo() {
   const at::NoGradGuard no_grad;
   for (auto& [storage, weight] : weights_) {
@@ -228,7 +198,7 @@ void RenormedWeights::undo() {
   others_.clear();
   any_ = false;
   looked_up_.clear();
-  failure_ = nullptr;
+  errors_.forget();
 }
 
 void RenormedWeights::commit() {

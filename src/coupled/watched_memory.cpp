@@ -1,5 +1,7 @@
 #include <infinitybatch/coupled/watched_memory.hpp>
 
+#include "plain_copy.hpp"
+
 #include <infinitybatch/core/extent.hpp>
 #include <infinitybatch/tape/op_facts.hpp>
 
@@ -7,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <exception>
 #include <limits>
 #include <string_view>
 #include <utility>
@@ -149,19 +152,23 @@ void WatchedMemory::on_tensor(const at::Tensor& tensor, bool writes, bool reads,
   if (storage == nullptr) return;
   const auto found = at_.find(storage);
   if (found == at_.end()) return;
+  std::exception_ptr failed;  // what is written is put back nevertheless
   for (const size_t i : found->second) {
     Known& known = known_[i];
     // A micro-batch that a module remembers lies beside the next one.
     if (known.carried && !may_overlap(known.memory, tensor)) continue;
     if (reads && known.carried && !known.renewed) known.read = true;
     if (!writes) continue;
-    if (!known.before.defined()) {
-      const at::NoGradGuard no_grad;
-      known.before = known.memory.clone();
-    }
     known.written = true;
     known.renewed = known.renewed || (covers && tensor.numel() == known.tensor.numel());
+    if (known.before.defined()) continue;
+    try {
+      copy_before_write(known.memory, known.before);
+    } catch (...) {
+      failed = std::current_exception();
+    }
   }
+  if (failed) std::rethrow_exception(failed);
 }
 
 void WatchedMemory::rest() {

@@ -165,7 +165,8 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
            "shared leaf), which the whole batch has once");
   }
   const tape::Tape whole = check ? recorded->tape : tape::Tape();
-  const bool counts = job_.static_tapes != nullptr && reads_buffers(recorded->tape);
+  const bool counts =
+      job_.static_tapes != nullptr && (reads_buffers(recorded->tape) || rebinds_buffers());
   tape::trim(recorded->tape);
   const std::vector<uint32_t> ops = coupled::whole_batch_ops(recorded->tape);
   std::vector<uint32_t> beside;
@@ -194,8 +195,8 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
                  "), so it reads values before the whole batch has been there");
     }
   }
-  // Such numbers are others in each step (BatchNorm's with momentum=None), so that every
-  // micro-batch is recorded.
+  // Such numbers are others in each step (BatchNorm's with momentum=None), and such buffers other
+  // tensors, so that every micro-batch is recorded.
   if (job_.static_tapes != nullptr && !counts) confirm(rows, recorded);
   for (Leaf& leaf : outputs.leaves()) {
     if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.detach();
@@ -252,7 +253,18 @@ void CutPass::begin(Part& part, std::shared_ptr<const Recorded> recorded) {
   agree(part);
 }
 
+/// Whether forward has put another tensor in a buffer's place, as no tape does.
+bool CutPass::rebinds_buffers() const {
+  return std::any_of(job_.buffers.begin(), job_.buffers.end(), [&](const BufferSlot& slot) {
+    const at::Tensor now = slot.get();
+    return now.defined() && std::none_of(held_buffers_.begin(), held_buffers_.end(),
+                                         [&](const at::Tensor& held) { return held.is_same(now); });
+  });
+}
+
 void CutPass::confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded) {
+  // Numbers of Python's stand in it as constants, and nobody would draw those of the next step.
+  if (streams_ && tell_foreign_sources() != foreign_before_) return;
   StaticTapes::Entry& entry = job_.static_tapes->by_rows[rows.size()];
   if (!entry.recorded) {
     const auto kept = std::make_shared<Recorded>(*recorded);

@@ -267,7 +267,7 @@ void Executor::forward(Rows rows) {
     const CarriedState::Scope stateful(job_.exact_coupling ? state_at_work_ : nullptr, part);
     outputs_ = job_.model->forward(inputs_);
   }
-  watch_.renormed()->rethrow();
+  watch_.rethrow();
   if (auto name = foreign.drew()) foreign_draw_ = std::move(name);
   wrote_inputs_ = wrote_inputs_ || versions_of(inputs_) != before;
 }
@@ -324,7 +324,8 @@ bool Executor::is_last(Rows rows, int64_t segment) const {
 
 void Executor::record_for_cuts(Rows rows) {
   if (job_.interrupt) job_.interrupt();
-  if (!job_.alone && cut_pass_->reuse(rows)) return;
+  // A recording that is used again tells nobody how outputs follow the samples.
+  if (!job_.alone && !job_.learns_output_law(rows) && cut_pass_->reuse(rows)) return;
   load(rows);
   const auto call = [&](Rows at_work) {
     forward(at_work);

@@ -55,26 +55,26 @@ void GraphMemory::know(const Batch& inputs) {
 }
 
 Batch GraphMemory::watch(const std::function<Batch()>& forward) {
-  const Watching watching(*this);
-  return forward();
+  Batch outputs;
+  {
+    const Watching watching(*this);
+    outputs = forward();
+  }
+  errors_.rethrow();
+  return outputs;
 }
 
-// Torch only logs what its callbacks throw.
 void GraphMemory::begin(const at::RecordFunction& op) {
   ++depth_;
-  try {
+  errors_.guard([&] {
     for (const c10::IValue& input : op.inputs()) meet(input, /*made=*/false);
-  } catch (...) {
-    failed_ = true;
-  }
+  });
 }
 
 void GraphMemory::end(const at::RecordFunction& op) {
-  try {
+  errors_.guard([&] {
     for (const c10::IValue& output : op.outputs()) meet(output, /*made=*/true);
-  } catch (...) {
-    failed_ = true;
-  }
+  });
   --depth_;
 }
 
@@ -123,7 +123,6 @@ bool GraphMemory::held(const Memory& memory, const c10::StorageImpl& storage) {
 }
 
 int64_t GraphMemory::leave(park::Store& store, const Storages& staying, bool in_background) {
-  if (failed_) return 0;
   std::vector<c10::Storage> storages;
   std::vector<Memory*> leaving;
   for (Memory& memory : memories_) {

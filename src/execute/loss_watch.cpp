@@ -1,6 +1,5 @@
 #include <infinitybatch/execute/loss_watch.hpp>
 
-#include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/tape/op_facts.hpp>
 
 #include <ATen/core/ivalue.h>
@@ -53,7 +52,8 @@ LossWatch::~LossWatch() {
 }
 
 std::unique_ptr<at::ObserverContext> LossWatch::on_op(const at::RecordFunction& op) {
-  if (innermost != nullptr) innermost->meet(op);
+  LossWatch* watch = innermost;
+  if (watch != nullptr) watch->errors_.guard([&] { watch->meet(op); });
   return nullptr;
 }
 
@@ -73,13 +73,7 @@ void LossWatch::meet(const at::RecordFunction& op) {
 }
 
 void LossWatch::meet_read(const at::Tensor& tensor) {
-  if (!tensor.defined() || failed_) return;
-  try {
-    read_(tensor);
-  } catch (...) {
-    failed_ = std::current_exception();
-    keep_foreign_exception(failed_);  // the op is yet to run
-  }
+  if (tensor.defined() && !errors_.any()) errors_.guard([&] { read_(tensor); });
 }
 
 void LossWatch::meet_write(const at::Tensor& tensor) {
@@ -89,12 +83,7 @@ void LossWatch::meet_write(const at::Tensor& tensor) {
   std::vector<size_t> written;
   for (auto each = begin; each != end; ++each) written.push_back(each->second);
   unwritten_.erase(storage);
-  try {
-    for (const size_t index : written) write_(index);
-  } catch (...) {
-    keep_foreign_exception(std::current_exception());
-    if (!failed_) failed_ = std::current_exception();
-  }
+  for (const size_t index : written) errors_.guard([&] { write_(index); });
 }
 
 }  // namespace infinitybatch

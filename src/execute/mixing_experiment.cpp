@@ -3,9 +3,13 @@
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/batch_form.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/foreign_exception.hpp>
+#include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/coupled/row_errors.hpp>
 #include <infinitybatch/coupled/whole_batch_op.hpp>
 #include <infinitybatch/execute/loss_watch.hpp>
+#include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/tape/mixing.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 
@@ -90,11 +94,19 @@ Batch MixingExperiment::record(Rows rows, const Batch& inputs,
   std::optional<Exchanges> exchanges = exchanges_that_fit(inputs, rows.size());
   if (!exchanges) return forward();
   tape::Recorder recorder(inputs, buffers, devices_);
-  Batch outputs = recorder.run(forward);
+  Batch outputs;
+  {
+    const tape::Recorder::Scope recording(recorder);
+    outputs = forward();
+  }
   try {
     pending_ = Pending{
         rows, std::move(*exchanges), without_tensors(inputs), recorder.finish(outputs), {}, {}};
-  } catch (...) {  // of no use, and no harm
+  } catch (...) {
+    const std::exception_ptr error = std::current_exception();
+    // The step itself needs no tape: another micro-batch is looked at.
+    if (is_out_of_memory(error)) return outputs;
+    if (!coupled::may_be_of_rows(error)) throw;
   }
   if (!pending_ || pending_->tape.opaque) {
     pending_.reset();
@@ -183,6 +195,8 @@ std::optional<tape::Mixing> MixingExperiment::find_mixing(
     const std::function<Batch(Rows)>& load) const {
   std::optional<tape::Mixing> mixing;
   std::optional<RngSnapshot> random;  // of ops that are the user's, too
+  std::exception_ptr foreign;
+  const int64_t failures = memory::failed_allocations();
   try {
     if (may_play()) {
       random = RngSnapshot::capture(devices_);
@@ -194,9 +208,17 @@ std::optional<tape::Mixing> MixingExperiment::find_mixing(
       mixing = tape::find_mixing(pending_->tape, load(pending_->rows), pending_->exchanges,
                                  pending_->compared, settled);
     }
-  } catch (...) {  // the tape does not fit other values, or there is no room for it
+  } catch (...) {
+    // The tape does not fit other values, or there is no room for it. Nothing else is this
+    // experiment's: the user may have asked for the end in a function of `across_batch`.
+    const std::exception_ptr error = std::current_exception();
+    const bool no_room = memory::failed_allocations() != failures || !devices_.front().is_cpu();
+    const bool own = is_out_of_memory(error) ? no_room : coupled::may_be_of_rows(error);
+    if (!own) foreign = error;
+    if (!own) keep_foreign_exception(error);
   }
   if (random) random->restore();
+  if (foreign) std::rethrow_exception(foreign);
   return mixing;
 }
 

@@ -2,6 +2,8 @@
 // number: buffers that count samples (`self.seen += len(x)`), numbers that do (`x / len(x)`).
 #include <infinitybatch/execute/executor.hpp>
 
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/exception_text.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/coupled/row_errors.hpp>
@@ -26,12 +28,23 @@ void Executor::recount() {
   if (here == 1) *job_.examined = true;
   const RngSnapshot random = RngSnapshot::capture(devices_of(job_));
   const BufferValues values(job_.buffers);
+  const Rows rows = other_rows(first_, job_.batch_size());
   try {
-    const Rows rows = other_rows(first_, job_.batch_size());
     load(rows);
     forward(rows);
+  } catch (const Error&) {
+    throw;
   } catch (...) {
-    if (!is_out_of_memory(std::current_exception())) throw;
+    const std::exception_ptr error = std::current_exception();
+    if (!is_out_of_memory(error)) {
+      if (!coupled::may_be_of_rows(error)) throw;
+      throw Unsupported(
+          "forward writes a buffer that may count samples, which only another number of rows "
+          "tells, and it fails on " +
+          std::to_string(rows.size()) + " (" + first_line_of(error) +
+          "); let it take any number of rows, or accept what each micro-batch leaves with "
+          "batch_coupling=\"per_micro_batch\"");
+    }
     values.restore();  // nobody can tell
   }
   outputs_ = Batch();

@@ -236,7 +236,7 @@ at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
   }
   const auto read = [&](const at::Tensor& tensor) { check_read(tensor, loss_begins); };
   const auto write = [this](size_t leaf) { copy_before_write(leaf); };
-  const LossWatch watch(watched, write, read);
+  LossWatch watch(watched, write, read);
   watched.clear();
   const Batch targets = job_.targets->rows(0, job_.batch_size());
   const at::Tensor loss =
@@ -266,8 +266,7 @@ at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
 }
 
 /// Whatever becomes of it, what it said to other ranks is known afterwards.
-at::Tensor WholeOutputs::computed(const Batch& outputs, const Batch& targets,
-                                  const LossWatch& watch) {
+at::Tensor WholeOutputs::computed(const Batch& outputs, const Batch& targets, LossWatch& watch) {
   try {
     at::Tensor loss = job_.coupled->value(outputs, targets);
     collective_ = watch.collective();

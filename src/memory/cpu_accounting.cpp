@@ -23,7 +23,7 @@ void EventSink::record(const void* address, int64_t bytes) noexcept {
 }
 
 int64_t CpuAccounting::reserve(Thread& thread, int64_t bytes) {
-  if (thread.failure != nullptr && ++thread.failure->seen_ == thread.failure->n_) {
+  if (thread.failure != nullptr && thread.failure->fails()) {
     throw_out_of_memory(bytes, "infinitybatch: allocation " + std::to_string(thread.failure->n_) +
                                    " (" + format_bytes(bytes) +
                                    ") on the CPU fails on purpose; FailAllocation asked for it");

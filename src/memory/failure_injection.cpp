@@ -7,7 +7,7 @@
 
 namespace infinitybatch::memory {
 
-FailAllocation::FailAllocation(int64_t n) : n_(n) {
+FailAllocation::FailAllocation(int64_t n, bool (*counts)()) : n_(n), counts_(counts) {
   if (n < 1) {
     throw InvalidArgument("FailAllocation counts from 1, but was given " + std::to_string(n));
   }

@@ -58,6 +58,10 @@ bool Limit::allocation_failed() const noexcept {
   return seen_ || CpuAccounting::thread().failures != failures_before_;
 }
 
+int64_t failed_allocations() noexcept {
+  return CpuAccounting::thread().failures;
+}
+
 Limit::~Limit() {
   if (seen_) {
     innermost_measured() = outer_measured_;

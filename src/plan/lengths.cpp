@@ -76,7 +76,7 @@ std::pair<const Planner::Kind, Planner::Knowledge>* Planner::longer_kind() {
 
 /// Whether a plan of its own could be faster: more of the shorter samples fit at once.
 bool Planner::could_gain(const Dims& longer) const {
-  if (known_->whole_batch_only) return false;
+  if (request_.whole_batch_only) return false;
   const bool much_shorter = elements(request_.dims) <= kMuchShorter * elements(longer);
   return much_shorter && size_under(fastest()) < request_.batch_size;
 }
@@ -116,7 +116,6 @@ void Planner::notice_lengths(const Piece& piece, const Measurement& measured) {
       ragged.peaks = known_->peaks;
       ragged.timings = known_->timings;
       ragged.largest = known_->largest;
-      ragged.whole_batch_only = known_->whole_batch_only;
       ragged.whole_loss = known_->whole_loss;
       const double before = known_->lengths ? elements(*known_->lengths) : longest;
       for (const auto& [size, peak] : ragged.peaks) ragged.works[size] = before;

@@ -63,7 +63,8 @@ int64_t even_size(int64_t batch_size, int64_t at_most) {
 /// But for what is live when the step starts.
 bool is_alike(const Request& request, const Request& other) {
   return request.signature == other.signature && request.dims == other.dims &&
-         request.batch_size == other.batch_size && request.budget_bytes == other.budget_bytes;
+         request.batch_size == other.batch_size && request.budget_bytes == other.budget_bytes &&
+         request.whole_batch_only == other.whole_batch_only;
 }
 
 }  // namespace
@@ -95,7 +96,7 @@ void Planner::begin(const Request& request) {
 }
 
 std::vector<int64_t> Planner::candidates() const {
-  if (known_->whole_batch_only) return {request_.batch_size};
+  if (request_.whole_batch_only) return {request_.batch_size};
   std::vector<int64_t> caps;
   const auto consider = [&](int64_t cap) {
     if (!fits(size_under(cap))) return false;
@@ -194,7 +195,7 @@ std::vector<int64_t> Planner::split_rest() const {
 
 std::optional<int64_t> Planner::probe_size() const {
   const Knowledge& known = *known_;
-  if (known.profile || known.irregular || known.whole_batch_only) return std::nullopt;
+  if (known.profile || known.irregular || request_.whole_batch_only) return std::nullopt;
   // Two samples first: they show what larger sizes need at most, and take what is taken only once.
   if (request_.measured && known.peaks.empty()) {
     return std::min({kSmallProbe, known.largest, request_.batch_size});
@@ -501,24 +502,22 @@ void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
     throw BudgetExceeded(std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes,
                          std::nullopt, "The step, before its first micro-batch,");
   }
-  if (known_->whole_batch_only || attempted_ <= 1) {
-    smallest_failed_ = !known_->whole_batch_only;
-    throw BudgetExceeded(
-        std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes, std::nullopt,
-        known_->whole_batch_only ? "one micro-batch of all " + std::to_string(request_.batch_size) +
-                                       " samples (they are coupled)"
-                                 : smallest_plan());
+  if (request_.whole_batch_only || attempted_ <= 1) {
+    smallest_failed_ = !request_.whole_batch_only;
+    throw BudgetExceeded(std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes,
+                         std::nullopt,
+                         request_.whole_batch_only
+                             ? "one micro-batch of all " + std::to_string(request_.batch_size) +
+                                   " samples (they are coupled)"
+                             : smallest_plan());
   }
   known_->largest = std::min(known_->largest, attempted_ - 1);
   attempted_ = 0;
   if (!known_->profile) known_->traces.clear();
 }
 
-bool Planner::try_whole_batch() {
-  if (known_->whole_batch_only) return false;
-  if (request_.measured && !fits(request_.batch_size)) return false;
-  known_->whole_batch_only = true;
-  return true;
+bool Planner::whole_batch_may_fit() const {
+  return !request_.measured || fits(request_.batch_size);
 }
 
 Plan Planner::plan() const {
@@ -570,7 +569,7 @@ Candidate Planner::candidate(int64_t cap) const {
 
 std::string Planner::reason(int64_t cap) const {
   std::string text;
-  if (known_->whole_batch_only) {
+  if (request_.whole_batch_only) {
     text = "the samples are coupled: only one micro-batch of all of them is exact";
   } else if (const std::vector<int64_t> caps = candidates(); caps.size() < 2) {
     text = "no larger micro-batch fits";

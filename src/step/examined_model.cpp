@@ -35,7 +35,7 @@ void ExaminedModel::begin_watch() {
 Batch ExaminedModel::forward(const Batch& inputs) {
   const coupled::CouplingWatch::Scope watching(*watch_);
   Batch outputs = job_.model->forward(inputs);
-  watch_->renormed()->rethrow();
+  watch_->rethrow();
   return outputs;
 }
 

@@ -130,7 +130,9 @@ Measurement run_planned(Executor& executor, const Piece& piece, int64_t first_ro
     }
     executor.run(instruction, rows);
   };
-  return run(perform, &executor.sinks(), piece, first_row, device);
+  Measurement measured = run(perform, &executor.sinks(), piece, first_row, device);
+  measured.dims = executor.take_lengths();
+  return measured;
 }
 
 Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Piece& piece,

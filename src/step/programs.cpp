@@ -8,12 +8,11 @@ std::string Programs::identity(const Model& model, const std::string& arguments)
 }
 
 int64_t Programs::number(const std::string& identity) {
-  if (identity != left_) {
-    const auto [known, anew] = numbers_.try_emplace(identity, next_);
-    if (anew) ++next_;
-    last_ = known->second;
-  }
-  return last_;
+  // Another program may have been tried since, and failed.
+  if (identity == left_) return last_ = left_by_;
+  const auto [known, anew] = numbers_.try_emplace(identity, next_);
+  if (anew) ++next_;
+  return last_ = known->second;
 }
 
 }  // namespace infinitybatch

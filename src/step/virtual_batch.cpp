@@ -62,6 +62,7 @@ void VirtualBatch::State::forget_programs() const {
   output_laws_.clear();
   examined_.clear();
   checked_.clear();
+  couplings_.clear();
 }
 
 Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targets) const {
@@ -141,8 +142,10 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       StepReport report = attempt(job, budget, hand_out);
       programs_.left(program_of(job));
       report.peak_bytes = peak.peak();
-      if (rehearsed_ && report.peak_bytes > report.predicted_peak_bytes) {
-        report.predicted_peak_bytes.reset();  // of the plan alone
+      // Of the plan alone, which says nothing of a rehearsal that took more.
+      const auto& predicted = report.predicted_peak_bytes;
+      if (rehearsed_ && report.peak_bytes > predicted && own_peak_ <= predicted) {
+        report.predicted_peak_bytes.reset();
       }
       if (job.store != nullptr) tell_parking(job, report);
       report.memory_budget = budget;
@@ -173,7 +176,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
         // The layer was not met before memory ran out, or is met for the first time.
         end_checkpoints(job);
       }
-      if (!answer_by_cuts(job)) answer_coupling();
+      if (!answer_by_cuts(job)) answer_coupling(job);
       if (options_.checkpoint_segments) job.checkpoints = &checkpoints_[signature_of(job)];
       // Nothing has run out of memory: not a restart that the report should count.
       --restarts;
@@ -210,7 +213,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       }
       if (begin_turns(job)) continue;
       try {
-        answer_out_of_memory(needed, *budget);
+        answer_out_of_memory(job, needed, *budget);
       } catch (const BudgetExceeded&) {
         if (!give_up_graphs(job) && !plan_smaller(job)) throw;
       }
@@ -238,6 +241,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
       random.restore();
     }
     if (job.store != nullptr) parked_before_ = job.store->statistics();
+    const memory::PeakScope own(job.device);
     executor.emplace(checked);
     if (job.checkpoints != nullptr) {
       follow_checkpoints(*executor, job, budget, hand_out, report);
@@ -256,6 +260,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
       random.restore();
       check_inputs();
     }
+    own_peak_ = own.peak();
     report.loss = executor->loss();
     report.outputs = executor->take_outputs();
     report.strategy = plan_.strategy;
@@ -304,7 +309,7 @@ void VirtualBatch::State::tell_parking(const Job& job, StepReport& report) {
 
 bool VirtualBatch::State::begin_checkpoints(Job& job) {
   const bool possible = !options_.micro_batch_size && !options_.static_graph &&
-                        options_.use_tapes && job.exact_coupling && !coupling_ &&
+                        options_.use_tapes && job.exact_coupling && coupling_of(job) == nullptr &&
                         planner_.smallest_failed() && !failed_in_loss_;
   if (!possible || job.checkpoints != nullptr) return false;
   streamed_ = std::current_exception();
@@ -386,7 +391,7 @@ park::Store* VirtualBatch::State::store(at::Device device) const {
   return store_.get();
 }
 
-void VirtualBatch::State::answer_out_of_memory(int64_t needed, int64_t budget) {
+void VirtualBatch::State::answer_out_of_memory(const Job& job, int64_t needed, int64_t budget) {
   if (options_.micro_batch_size) {
     throw BudgetExceeded(needed, budget, std::nullopt,
                          "micro_batch_size=" + std::to_string(*options_.micro_batch_size));
@@ -398,7 +403,7 @@ void VirtualBatch::State::answer_out_of_memory(int64_t needed, int64_t budget) {
   try {
     planner_.ran_out_of_memory(needed, failed_in_loss_);
   } catch (const BudgetExceeded&) {
-    if (coupling_) std::rethrow_exception(coupling_);
+    if (const Coupling* coupling = coupling_of(job)) std::rethrow_exception(coupling->why);
     throw;
   }
 }
@@ -413,9 +418,16 @@ void VirtualBatch::State::check_inputs() const {
       "that it ran on are changed");
 }
 
+const VirtualBatch::State::Coupling* VirtualBatch::State::coupling_of(const Job& job) const {
+  const auto found = couplings_.find(program_kind_of(job));
+  return found == couplings_.end() ? nullptr : &found->second;
+}
+
 bool VirtualBatch::State::answer_by_cuts(Job& job) {
   bool& cut = cut_[job.training];
-  if (!job.cut && job.exact_coupling && !uncut_ && !coupled_beyond_cuts_) {
+  const Coupling* known = coupling_of(job);
+  const bool uncut = known != nullptr && known->uncut;
+  if (!job.cut && job.exact_coupling && !uncut && !coupled_beyond_cuts_) {
     job.cut = cut = true;
     job.parks_graphs = false;
     if (options_.parking.when == Parking::When::always) job.store = store(job.device);
@@ -424,17 +436,20 @@ bool VirtualBatch::State::answer_by_cuts(Job& job) {
   if (!job.cut || options_.micro_batch_size || options_.static_graph) return false;
   // What forward does between the ops of the whole batch cannot be cut. As one micro-batch it needs
   // not be.
-  coupling_ = std::current_exception();
-  uncut_ = true;
+  Coupling& coupling = couplings_[program_kind_of(job)];
+  coupling.why = std::current_exception();
+  coupling.uncut = true;
   job.cut = cut = false;
   return true;
 }
 
-void VirtualBatch::State::answer_coupling() {
+void VirtualBatch::State::answer_coupling(const Job& job) {
   // The whole batch as one micro-batch couples nothing.
-  const bool may_try = !options_.micro_batch_size;
-  if (!coupling_) coupling_ = std::current_exception();
-  if (!may_try || !planner_.try_whole_batch()) std::rethrow_exception(coupling_);
+  const bool may_try = !options_.micro_batch_size && planner_.whole_batch_may_fit();
+  Coupling& coupling = couplings_[program_kind_of(job)];
+  if (!coupling.why) coupling.why = std::current_exception();
+  if (!may_try || coupling.whole) std::rethrow_exception(coupling.why);
+  coupling.whole = true;
 }
 
 VirtualBatch::VirtualBatch(Model model, Loss loss, Options options)

@@ -36,6 +36,13 @@ class VirtualBatch::State {
   Plan plan() const { return plan_; }
 
  private:
+  /// Of a program whose samples are coupled, and not by what cuts help with.
+  struct Coupling {
+    bool uncut = false;  // its tapes cannot be cut
+    bool whole = false;  // it is tried as one micro-batch of all
+    std::exception_ptr why = nullptr;
+  };
+
   void check_checkpoint_options() const;
   Job job(const BatchSource& inputs, const BatchSource& targets) const;
   /// Those of this kind of batch; empty where parameters or buffers are other tensors now.
@@ -62,7 +69,7 @@ class VirtualBatch::State {
   void follow_planner(Executor& executor, const Job& job, int64_t budget, bool hand_out,
                       StepReport& report);
   /// Makes the planner plan smaller, or throws what the user should see.
-  void answer_out_of_memory(int64_t needed, int64_t budget);
+  void answer_out_of_memory(const Job& job, int64_t needed, int64_t budget);
   /// Micro-batch by micro-batch, each of them segment by segment; or, where ops see the whole
   /// batch, so from one of them to the next.
   void follow_checkpoints(Executor& executor, const Job& job, const std::optional<int64_t>& budget,
@@ -93,7 +100,8 @@ class VirtualBatch::State {
   park::Store* store(at::Device device) const;
   /// Whether cutting the tapes, or giving it up again, may be exact.
   bool answer_by_cuts(Job& job);
-  void answer_coupling();
+  void answer_coupling(const Job& job);
+  const Coupling* coupling_of(const Job& job) const;
   /// \throws Unsupported where forward has to run again on inputs that it has changed
   void check_inputs() const;
 
@@ -114,7 +122,6 @@ class VirtualBatch::State {
   bool use_tapes_ = true;
   std::array<bool, 2> cut_{};    // in eval, in training: ops of the model see the whole batch
   bool inputs_written_ = false;  // by forward, in the last attempt
-  bool uncut_ = false;           // this model's tapes cannot be cut
   mutable Programs programs_;    // what is known of them stands by kind of batch and program
   mutable std::map<std::string, StaticTapes> static_tapes_;  // by kind of batch
   /// Kinds of batches one sample of which does not fit.
@@ -133,8 +140,10 @@ class VirtualBatch::State {
   std::optional<std::string> collective_;  // by which an attempt's loss talked to other ranks
   bool planning_ = false;                  // the planner knows of the attempt at work
   bool rehearsed_ = false;                 // in the step at work
+  int64_t own_peak_ = 0;                   // of the last attempt, without its rehearsal
   std::exception_ptr streamed_;            // why one sample does not fit as a whole
-  std::exception_ptr coupling_;            // why only the whole batch as one micro-batch is exact
+  /// By kind of batch and program: why only one micro-batch of all samples is exact.
+  mutable std::map<std::string, Coupling> couplings_;
 };
 
 }  // namespace infinitybatch

@@ -178,6 +178,8 @@ Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   request.measured = !job.device.is_cpu();
   request.whole_loss = job.coupled != nullptr;
   request.segments = job.cut ? segments_ : 0;
+  const Coupling* coupling = coupling_of(job);
+  request.whole_batch_only = coupling != nullptr && coupling->whole;
   return request;
 }
 

@@ -202,7 +202,7 @@ Batch BackwardPass::outputs_of(const WrappedCall::Part& part, const Batch& micro
     coupled::CouplingWatch watch(call_.renormed);
     const coupled::CouplingWatch::Scope watching(watch);
     Batch outputs = call_.wrapped->model.forward(micro);
-    call_.renormed->rethrow();
+    watch.rethrow();
     return outputs;
   });
 }

@@ -139,7 +139,8 @@ class BudgetedForward {
 
 Request BudgetedForward::request() const {
   Request request;
-  request.signature = signature_of(job_) + "|wants ";
+  request.signature = kind_of(job_) + "|wants ";
+  request.dims = lengths_of(job_);
   // Memory depends on whose gradients are wanted, which may change from call to call.
   const auto wants = [&](const at::Tensor& tensor) {
     request.signature += tensor.defined() && tensor.requires_grad() ? '1' : '0';
@@ -152,6 +153,10 @@ Request BudgetedForward::request() const {
   request.two_pass = with_gradients_ || job_.cut;
   request.copies_one = true;
   request.measured = !job_.device.is_cpu();
+  {
+    const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+    request.whole_batch_only = wrapped_->whole_batch_only.contains(program_kind_of(job_));
+  }
   request.parked = job_.cut ? job_.store != nullptr : job_.parks_graphs;
   request.parks_graphs = job_.parks_graphs;
   if (request.parks_graphs) request.signature += "|graphs are parked";
@@ -166,6 +171,7 @@ Request BudgetedForward::request() const {
 
 Batch BudgetedForward::run() {
   for (;; ++restarts_) {
+    rerunnable_.check();
     if (live(job_.device) > budget_ && !drop_graphs(*wrapped_)) {
       throw BudgetExceeded(live(job_.device), budget_, std::nullopt,
                            "What is allocated before forward (parameters, gradients, optimizer "
@@ -280,7 +286,10 @@ void BudgetedForward::answer_coupling() {
   const bool may_try = !options_.micro_batch_size;
   if (!may_try) std::rethrow_exception(coupling_);
   if (was_cut) return;  // the planner has yet to meet the model as it is
-  if (!planned_ || !planner().try_whole_batch()) std::rethrow_exception(coupling_);
+  if (!planned_ || !planner().whole_batch_may_fit()) std::rethrow_exception(coupling_);
+  const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+  const bool fresh = wrapped_->whole_batch_only.insert(program_kind_of(job_)).second;
+  if (!fresh) std::rethrow_exception(coupling_);
 }
 
 void BudgetedForward::answer_other_segments(int64_t segments) {
@@ -373,6 +382,7 @@ void BudgetedForward::rehearse() {
         executor->examine();
         if (examined && job.examined != nullptr) wrapped_->note_examined(rows_, job_);
         row += piece->plan.batch_size;
+        rerunnable_.check();
         if (!job.cut) continue;
         // Each piece stands for a whole batch.
         job.check_recordings = false;

@@ -54,9 +54,9 @@ void Rerunnable::check() const {
   for (const Version& version : versions_) {
     if (version.holds()) continue;
     throw Unsupported(
-        "forward changes its inputs in place, and has to run on them again for a layer that sees "
-        "the whole batch; write that out of place, as in x = x - mean. The rows that it ran on are "
-        "changed");
+        "forward changes its inputs in place, and has to run on them again (to be measured, after "
+        "memory ran out, or for a layer that sees the whole batch); write that out of place, as in "
+        "x = x - mean. The rows that it ran on are changed");
   }
 }
 
@@ -129,7 +129,7 @@ void ForwardPass::aside(Rows rows, const std::function<void()>& forward) {
 
 void ForwardPass::count_rows() {
   const std::optional<Rows> here = experiment_->may_count();
-  if (!here || call_->cuts) return;
+  if (!here || call_->cuts || wrote_inputs_) return;
   const Rows rows = other_rows(*here, rows_.size);
   try {
     aside(rows, [&] {
@@ -278,7 +278,7 @@ Batch ForwardPass::call_model(const Batch& micro, GraphMemory* memory) {
   const CarriedState::Scope stateful(exact_ ? state_at_work_ : nullptr, part_);
   const auto forward = [&] { return call_->wrapped->model.forward(micro); };
   Batch outputs = memory != nullptr ? memory->watch(forward) : forward();
-  watch_.renormed()->rethrow();
+  watch_.rethrow();
   memory::Limit::check();
   if (recording_) call_->left_on_module = state_->left().with_graph(outputs);
   return outputs;
@@ -412,7 +412,9 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   // What was restored under a graph could belong to what it has saved; and micro-batches are rows
   // of one tensor, so that torch takes what one of them writes for written in all.
   const bool restored = buffer_rule_.written() || parameter_rule_->written();
-  if (keep && (restored || versions_of(micro) != versions)) call_->keep().graphs.clear();
+  const bool wrote = versions_of(micro) != versions;
+  wrote_inputs_ = wrote_inputs_ || wrote;
+  if (keep && (restored || wrote)) call_->keep().graphs.clear();
   if (parks) leave(call_->parts.size() - 1);
 }
 

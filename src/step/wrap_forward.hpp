@@ -117,6 +117,7 @@ class ForwardPass {
   bool known_ = true;                      // before this call, whether ops mix samples
   std::optional<MixingExperiment> experiment_;
   bool part_ = false;  // the micro-batch at work is not all of the samples
+  bool wrote_inputs_ = false;
   std::vector<at::Tensor> buffers_;
   std::shared_ptr<const BufferValues> values_;
   RngSnapshot before_;

@@ -105,8 +105,14 @@ std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& opt
   const auto& [parts, row_counts, leaf, from_samples] = joining;
   const at::Tensor& first = joining.tensor(0);
   const std::vector<int64_t> dims = following_dims(parts, row_counts, leaf);
+  const std::optional<int64_t>& given = options.output_batch_dim;
+  if (parts.size() == 1) {
+    // The whole batch: nothing is joined, nor is its gradient split.
+    if (dims.empty()) return std::nullopt;
+    const bool fits = given && std::find(dims.begin(), dims.end(), *given) != dims.end();
+    return fits ? *given : dims.front();
+  }
   if (dims.empty()) {
-    if (parts.size() == 1) return std::nullopt;
     if (!from_samples && joining.alike()) {
       if (joining.several_sizes()) return std::nullopt;
       if (first.dim() > 0 || options.reduce == Reduce::none) throw BatchError(name + kOneSize);
@@ -117,13 +123,10 @@ std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& opt
                      " rows: no dimension follows the micro-batch, so the parts cannot be joined; "
                      "return one value for each sample");
   }
-  const std::optional<int64_t>& given = options.output_batch_dim;
-  if (parts.size() > 1) {
-    if (dims.size() > 1 && joining.several_sizes()) refuse_compared(parts.front(), leaf);
-    if (!from_samples && !given && !joining.several_sizes() && joining.alike()) {
-      throw BatchError(name + " of shape " + shape(first) + kOneSize +
-                       ", or output_batch_dim if it has one for each");
-    }
+  if (dims.size() > 1 && joining.several_sizes()) refuse_compared(parts.front(), leaf);
+  if (!from_samples && !given && !joining.several_sizes() && joining.alike()) {
+    throw BatchError(name + " of shape " + shape(first) + kOneSize +
+                     ", or output_batch_dim if it has one for each");
   }
   return choose(dims, first, row_counts.front(), given, name);
 }

@@ -92,6 +92,7 @@ int64_t Wrapped::begin_program(const std::string& arguments) {
     draw_laws.clear();
     examined.clear();
     checked.clear();
+    whole_batch_only.clear();
   }
   return programs.number(identity);
 }

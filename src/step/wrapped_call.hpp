@@ -69,8 +69,9 @@ struct Wrapped {
   std::map<std::string, coupled::DrawLaws> draw_laws;  ///< with match_native_rng: of kinds of batch
   std::map<std::string, StaticForward> static_forwards;
   Programs programs;
-  std::set<std::string> parked;        ///< and of batch what waits of which does not fit
-  std::shared_ptr<park::Store> store;  ///< where that goes; made when it is first needed
+  std::set<std::string> whole_batch_only;  ///< programs whose samples are coupled beyond cuts
+  std::set<std::string> parked;            ///< and of batch what waits of which does not fit
+  std::shared_ptr<park::Store> store;      ///< where that goes; made when it is first needed
 
   /// What is known of the random draws of this kind of batch.
   coupled::DrawLaws draw_laws_of(const Job& job);

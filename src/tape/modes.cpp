@@ -66,15 +66,21 @@ uint32_t ask_switches(const at::Context& context) {
 struct LastSwitches {
   std::array<std::byte, sizeof(at::Context)> context{};
   uint32_t bits = 0;
+  bool settled = false;  // nobody turned one while they were asked for
 };
 
 uint32_t read_switches() {
   thread_local LastSwitches last;
   const at::Context& context = at::globalContext();
-  if (std::memcmp(last.context.data(), &context, sizeof(context)) != 0) {
-    // Copied first: a switch that another thread turns meanwhile is then found next time.
+  const auto changed = [&] {
+    return std::memcmp(last.context.data(), &context, sizeof(context)) != 0;
+  };
+  if (!last.settled || changed()) {
+    // Copied first: a switch that another thread turns meanwhile, and perhaps back afterwards, is
+    // found next time.
     std::memcpy(last.context.data(), static_cast<const void*>(&context), sizeof(context));
     last.bits = ask_switches(context);
+    last.settled = !changed();
   }
   return last.bits;
 }

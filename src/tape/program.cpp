@@ -1,7 +1,5 @@
 #include "program.hpp"
 
-#include <infinitybatch/core/foreign_exception.hpp>
-
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -123,59 +121,54 @@ bool Program::threw() const {
 }
 
 void Program::begin(const at::RecordFunction& op) noexcept {
+  errors_.guard([&] { meet(op); });
+  if (errors_.any()) errors_.guard([&] { give_up("the recording failed"); });
+}
+
+void Program::meet(const at::RecordFunction& op) {
   if (op.scope() == at::RecordScope::BACKWARD_FUNCTION) {
     if (std::strstr(op.name(), "AccumulateGrad") != nullptr) {
       refuse("forward calls backward() itself, which adds to gradients");
     }
     return give_up("gradients are computed inside of forward");
   }
-  try {
-    if (depth_ > 0) {
-      ++depth_;
-      if (recording_ && tape_.modes[op_.modes].in_autocast) note_cast(op);
-      return;
-    }
-    const OpFacts* facts = facts_of(op);
-    if (facts == nullptr) {
-      // What it calls is watched as if forward had called it.
-      unseen_.watch();
-      const std::string name = op.name();
-      if (name.starts_with("autograd::engine::")) {
-        return give_up("gradients are computed inside of forward");
-      }
-      if (name.starts_with("TorchDynamo")) return give_up("forward calls compiled code");
-      return give_up(reason_of(name));
-    }
+  if (depth_ > 0) {
     ++depth_;
-    facts_ = facts;
-    exceptions_ = std::uncaught_exceptions();
-    recording_ = !tape_.opaque;
-    if (recording_) begin_op(op);
-    if (tape_.opaque) {
-      recording_ = false;
-      watch_begin(op);
+    if (recording_ && tape_.modes[op_.modes].in_autocast) note_cast(op);
+    return;
+  }
+  const OpFacts* facts = facts_of(op);
+  if (facts == nullptr) {
+    // What it calls is watched as if forward had called it.
+    unseen_.watch();
+    const std::string name = op.name();
+    if (name.starts_with("autograd::engine::")) {
+      return give_up("gradients are computed inside of forward");
     }
-  } catch (...) {
-    // An exception of a callback would be swallowed.
-    keep_foreign_exception(std::current_exception());
-    failure_ = std::current_exception();
-    give_up("the recording failed");
+    if (name.starts_with("TorchDynamo")) return give_up("forward calls compiled code");
+    return give_up(reason_of(name));
+  }
+  ++depth_;
+  facts_ = facts;
+  exceptions_ = std::uncaught_exceptions();
+  recording_ = !tape_.opaque;
+  if (recording_) begin_op(op);
+  if (tape_.opaque) {
+    recording_ = false;
+    watch_begin(op);
   }
 }
 
 void Program::end(const at::RecordFunction& op) noexcept {
   if (op.scope() == at::RecordScope::BACKWARD_FUNCTION || depth_ == 0 || --depth_ > 0) return;
-  try {
+  errors_.guard([&] {
     if (recording_ && !tape_.opaque) {
       end_op(op);
     } else {
       watch_end(op);
     }
-  } catch (...) {
-    keep_foreign_exception(std::current_exception());
-    failure_ = std::current_exception();
-    give_up("the recording failed");
-  }
+  });
+  if (errors_.any()) errors_.guard([&] { give_up("the recording failed"); });
   recording_ = false;
   rise_.reset();
   written_.clear();
@@ -399,7 +392,7 @@ uint32_t Program::modes_index() {
 }
 
 Tape Program::finish(const Batch& outputs) {
-  if (failure_) std::rethrow_exception(failure_);
+  rethrow();
   op_ = Op();
   if (!tape_.opaque) op_.modes = modes_index();
   std::vector<Leaf> leaves = outputs.leaves();

@@ -5,6 +5,7 @@
 #include "provenance.hpp"
 #include "unseen_memory.hpp"
 
+#include <infinitybatch/core/callback_errors.hpp>
 #include <infinitybatch/core/recycled.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/memory/statistics.hpp>
@@ -15,7 +16,6 @@
 #include <c10/core/Stream.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include <exception>
 #include <functional>
 #include <memory_resource>
 
@@ -33,6 +33,8 @@ class Program {
   void end(const at::RecordFunction& op) noexcept;
   /// Forward is over.
   void stop() { unseen_.stop(); }
+  /// \throws what went wrong while ops went by
+  void rethrow() { errors_.rethrow(); }
   Tape finish(const Batch& outputs);
 
   Program* outer = nullptr;  ///< the recording that this one runs inside of
@@ -57,6 +59,7 @@ class Program {
   void refuse(std::string reason);
 
   // Ops (program.cpp).
+  void meet(const at::RecordFunction& op);
   void begin_op(const at::RecordFunction& op);
   void end_op(const at::RecordFunction& op);
   void watch_begin(const at::RecordFunction& op);
@@ -143,7 +146,7 @@ class Program {
   uint64_t first_of_tail_ = 0;             // the sequence number of the first node that is kept
   /// Where the graph behind the last cut was separated from the one in front: nodes of both sides.
   std::vector<compat::NodePtr> separated_;
-  std::exception_ptr failure_;
+  CallbackErrors errors_;
 };
 
 }  // namespace infinitybatch::tape

@@ -52,6 +52,10 @@ Recorder::Scope::~Scope() {
   innermost = outer_;
 }
 
+void Recorder::rethrow() {
+  program_->rethrow();
+}
+
 void Recorder::disturb(std::function<bool(const Tape&, const Op&)> which) {
   program_->disturb = std::move(which);
 }

@@ -92,45 +92,14 @@ KNOWN = [
         (1064,),
     ),
     Known(
-        "match_native_rng under a budget: memory runs out where a draw is stood in for",
-        lambda c, o: _wrong(o) and "match_native_rng" in c.way.options and c.way.budget is not None,
-        (998,),
-    ),
-    Known(
-        "memory runs out where the copy of a parameter that forward writes is made",
-        lambda c, o: (
-            o.signature.startswith("changed")
-            and "parameter" in o.signature
-            and "weight_written" in c.tags
-            and c.way.budget is not None
-        ),
-        (8386,),
-    ),
-    Known(
         "a separable loss that reads one number of each micro-batch (a mean over its samples)",
         lambda c, o: _wrong(o) and c.output == "mean of the batch" and c.way.api == "stream",
         (20954,),
     ),
     Known(
-        "match_native_rng with static_graph and Python's or NumPy's numbers",
-        lambda c, o: (
-            _wrong(o)
-            and {"match_native_rng", "static_graph"} <= set(c.way.options)
-            and "python_random" in c.tags
-        ),
-        (1094,),
-    ),
-    Known(
         "an output that stands once in a static graph is refused in another length",
         lambda c, o: "no dimension follows" in o.text and "static_graph" in c.way.options,
         (603,),
-    ),
-    Known(
-        "wrap under a budget: a batch as long as another dimension of an output",
-        lambda c, o: (
-            "samples could lie along any of several" in o.text and c.way.budget is not None
-        ),
-        (369,),
     ),
     Known(
         "outputs of one row and one column are refused",

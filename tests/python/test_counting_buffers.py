@@ -152,3 +152,28 @@ def test_random_numbers_are_left_as_they_were() -> None:
         run(Writer(write), "streaming", 3)
         states.append(torch.rand(()))
     assert states[0] == states[1]
+
+
+def test_a_forward_that_fails_on_other_numbers_of_rows_is_a_typed_error():
+    """Whether its buffer counts samples, nobody can tell."""
+
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 2)
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x):
+            if len(x) != 4:
+                raise ValueError("four rows, please")
+            self.steps = self.steps + 1
+            return self.first(x)
+
+    torch.manual_seed(0)
+    model = Fixed().double()
+    x, target = torch.randn(8, 4).double(), torch.randn(8, 2).double()
+    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=4)
+    with pytest.raises(ib.Unsupported, match="may count samples.*four rows, please"):
+        batch.backward(x, target)
+    assert model.steps == 0
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -131,3 +131,44 @@ def test_a_longer_sample_than_ever_seen_stays_inside_the_budget(model):
         assert report.peak_bytes <= budget
         check_gradients(model, whole)
     assert report.restarts == 0
+
+
+@pytest.mark.parametrize("gradients_wanted", [True, False])
+def test_shorter_calls_of_a_wrapped_model_are_not_probed(model, gradients_wanted):
+    budget = needs(model, tokens(40), SAMPLES)
+    wrapped = ib.wrap(model, memory_budget=budget)
+    rows = []
+    model.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+
+    def rows_of_a_call(length):
+        model.zero_grad()
+        rows.clear()
+        with torch.set_grad_enabled(gradients_wanted):
+            loss = nn.functional.cross_entropy(wrapped(tokens(length, seed=length)), LABELS)
+        seen = rows[:2], sum(rows)
+        if gradients_wanted:
+            loss.backward()
+            check_gradients(model, tokens(length, seed=length))
+        return seen
+
+    for _ in range(20):  # until no size is timed any more
+        if rows_of_a_call(40)[1] == SAMPLES:
+            break
+    for length in (36, 20, 40, 11):
+        first, count = rows_of_a_call(length)
+        assert first != [2, 4], length
+        assert count == SAMPLES, length
+
+
+def test_a_ragged_batch_with_a_coupled_loss_is_planned_by_its_longest_samples(model):
+    source, whole = padded_source([])
+    loss = ib.losses.coupled(nn.functional.cross_entropy)
+    fixed = ib.VirtualBatch(copy.deepcopy(model), loss, micro_batch_size=16)
+    budget = fixed.backward(whole, LABELS).peak_bytes
+    batch = ib.VirtualBatch(model, loss, memory_budget=budget)
+    for _ in range(4):
+        model.zero_grad()
+        report = batch.backward(padded_source([])[0], LABELS)
+        assert report.peak_bytes <= budget
+        check_gradients(model, whole)
+    assert "unequal length" in batch.plan(source, LABELS).reason

@@ -45,3 +45,9 @@ def test_defaults_of_losses():
             if isinstance(value, float):
                 text = re.search(rf"{argument.arg}: [^=]*= ([-\d.e]+)", signature)
                 assert text and float(text[1]) == value, node.name
+
+
+def test_reports_name_every_strategy():
+    strategies = {"stream", "replay", "rerun", "cut", "checkpoint"}
+    text = _C.StepReport.strategy.__doc__
+    assert {name for name in strategies if f'"{name}"' in text} == strategies

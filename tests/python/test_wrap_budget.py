@@ -455,3 +455,54 @@ def test_inputs_that_forward_writes_are_not_tried_with(rows):
         assert all(g is None for g in grads(model).values())
     else:
         close(grads(model), grads(twin))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_a_batch_of_one_micro_batch_may_be_as_long_as_another_dimension(rows):
+    """Nothing is joined, so nobody need know along which dimension the samples lie."""
+
+    class Grid(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 25)
+
+        def forward(self, x):
+            return self.first(x).view(-1, 5, 5)[:, :rows, :1].transpose(0, 1)
+
+    torch.manual_seed(0)
+    model = Grid().double()
+    x = torch.randn(rows, 4).double()
+    model(x).square().sum().backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    wrapped = ib.wrap(model, memory_budget=ib.memory.stats("cpu").live + (1 << 24))
+    for _ in range(2):
+        model.zero_grad()
+        wrapped(x).square().sum().backward()
+        found = [parameter.grad for parameter in model.parameters()]
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_inputs_that_forward_writes_are_not_run_on_twice(size):
+    """To be measured under a budget they would be: a typed error, or as natively."""
+    torch.manual_seed(0)
+    model = Calls(
+        lambda self, x, z: self.last(self.first(x) + z.mul_(1.5)),
+        first=nn.Linear(4, 3),
+        last=nn.Linear(3, 2),
+    ).double()
+    x, z = torch.randn(8, 4).double(), torch.randn(8, 3).double()
+    wanted = model(x, z.clone())
+    budget = ib.memory.stats("cpu").live + (1 << 24)
+    wrapped = ib.wrap(model, memory_budget=budget, micro_batch_size=size)
+    for _ in range(2):
+        given = z.clone()
+        try:
+            found = wrapped(x, given)
+        except ib.Unsupported as error:
+            assert "in place" in str(error)
+            assert size is None
+        else:
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(given, 1.5 * z, rtol=0, atol=0)

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <infinitybatch/core/callback_errors.hpp>
+#include <infinitybatch/core/generator_state.hpp>
 #include <infinitybatch/core/model.hpp>
 #include <infinitybatch/coupled/across_batch.hpp>
 #include <infinitybatch/coupled/renormed_weights.hpp>
@@ -51,6 +53,13 @@ class CouplingWatch {
   /// Whether one watches this thread.
   static bool at_work() noexcept;
 
+  /// Call it when ops have run, before anything that the watch says is believed.
+  /// \throws what went wrong while it watched (out of memory): it may have missed an op
+  void rethrow() {
+    errors_.rethrow();
+    renormed_->rethrow();
+  }
+
   /// Coupled ops so far, in order; what one of them calls is not counted again.
   const std::vector<CoupledOp>& seen() const noexcept { return seen_; }
   /// The first of them.
@@ -94,12 +103,15 @@ class CouplingWatch {
   struct Drawing;
   struct Stand {
     at::Generator generator;
-    at::Tensor state;
+    GeneratorState state;
   };
   static std::vector<Stand> stand_of(const std::vector<at::Generator>& generators);
   std::unique_ptr<at::ObserverContext> on_draw(const at::RecordFunction& op);
   static std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& op);
+  std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& op);
   static void after_op(const at::RecordFunction& op, at::ObserverContext* context);
+  void end(at::ObserverContext* context);
+  std::unique_ptr<at::ObserverContext> enter();
   std::unique_ptr<at::ObserverContext> on_renorm(const at::RecordFunction& op);
   void on_read(const at::RecordFunction& op);
 
@@ -115,6 +127,7 @@ class CouplingWatch {
   std::vector<Stand> given_;               // those that ops were given
   std::optional<std::string> drew_;
   bool drawing_ = false;  // an op that may draw is at work
+  CallbackErrors errors_;
 };
 
 }  // namespace infinitybatch::coupled

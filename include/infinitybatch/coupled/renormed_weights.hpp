@@ -1,12 +1,12 @@
 #pragma once
 
+#include <infinitybatch/core/callback_errors.hpp>
 #include <infinitybatch/core/model.hpp>
 
 #include <ATen/core/TensorBody.h>
 #include <ATen/record_function.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include <exception>
 #include <map>
 #include <optional>
 #include <set>
@@ -55,8 +55,8 @@ class RenormedWeights {
 
   /// A new forward.
   void forget() { looked_up_.clear(); }
-  /// \throws what went wrong in `begin` and `end`, whose callers swallow exceptions
-  void rethrow();
+  /// \throws what went wrong in `begin` and `end`
+  void rethrow() { errors_.rethrow(); }
 
   /// Parameters and their versions as they were before the first scaling, other tensors as they
   /// were; as if there had been none.
@@ -101,7 +101,7 @@ class RenormedWeights {
   Weight* at_work_ = nullptr;
   at::Tensor again_;  // indices of rows that were scaled before
   at::Tensor rows_;   // these rows
-  std::exception_ptr failure_;
+  CallbackErrors errors_;
 };
 
 }  // namespace infinitybatch::coupled

@@ -145,6 +145,7 @@ class CutPass {
   void learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape,
                    coupled::CouplingWatch& watch, const Elsewhere& elsewhere);
   void confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded);
+  bool rebinds_buffers() const;
   void settle_written(const Part& part, int64_t segment, const Work& work);
   void check_replay(const Part& part, Rows rows, const Batch& inputs, const Batch& outputs);
   Batch replay_lightly(const Recorded& recorded, Rows rows, const Batch& inputs);

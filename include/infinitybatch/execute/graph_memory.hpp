@@ -1,6 +1,7 @@
 #pragma once
 
 #include <infinitybatch/core/batch.hpp>
+#include <infinitybatch/core/callback_errors.hpp>
 #include <infinitybatch/execute/plan.hpp>
 #include <infinitybatch/park/store.hpp>
 
@@ -40,6 +41,7 @@ class GraphMemory {
   /// belong to what it makes.
   void know(const Batch& inputs);
   /// Runs `forward` in this thread and notes what memory its ops make.
+  /// \throws what went wrong while noting it, too
   Batch watch(const std::function<Batch()>& forward);
 
   /// What lives of it begins to leave; with `park` it has left. Call it when nobody uses the
@@ -82,7 +84,7 @@ class GraphMemory {
   std::unordered_map<const c10::TensorImpl*, size_t> tensors_;  // and in which memory they lie
   int depth_ = 0;                                               // of the op at work
   std::vector<park::Parked> parked_;
-  bool failed_ = false;  // no memory for these notes: nothing is known
+  CallbackErrors errors_;
 };
 
 /// The memory that these tensors lie in.

@@ -1,9 +1,10 @@
 #pragma once
 
+#include <infinitybatch/core/callback_errors.hpp>
+
 #include <ATen/core/TensorBody.h>
 #include <ATen/record_function.h>
 
-#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -35,9 +36,7 @@ class LossWatch {
   /// The first collective operation, "c10d::allgather_"; nothing where there was none.
   const std::optional<std::string>& collective() const noexcept { return collective_; }
   /// \throws what `write` or `read` threw first, which torch keeps to itself
-  void rethrow() const {
-    if (failed_) std::rethrow_exception(failed_);
-  }
+  void rethrow() { errors_.rethrow(); }
 
  private:
   static std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& op);
@@ -49,7 +48,7 @@ class LossWatch {
   std::function<void(size_t)> write_;
   std::function<void(const at::Tensor&)> read_;
   std::optional<std::string> collective_;
-  std::exception_ptr failed_;
+  CallbackErrors errors_;
   LossWatch* outer_;
   at::CallbackHandle handle_;
 };

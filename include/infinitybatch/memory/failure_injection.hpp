@@ -16,9 +16,10 @@ class FailAllocation {
   /// Counts without failing.
   static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
+  /// \param counts tells for each allocation whether it counts; all do without
   /// \throws InvalidArgument where n < 1; StateError where this thread has one, or where torch does
   ///         not use this library's CPU allocator
-  explicit FailAllocation(int64_t n);
+  explicit FailAllocation(int64_t n, bool (*counts)() = nullptr);
   ~FailAllocation();
   FailAllocation(const FailAllocation&) = delete;
   FailAllocation& operator=(const FailAllocation&) = delete;
@@ -30,7 +31,10 @@ class FailAllocation {
  private:
   friend class CpuAccounting;
 
+  bool fails() noexcept { return (counts_ == nullptr || counts_()) && ++seen_ == n_; }
+
   int64_t n_;
+  bool (*counts_)();
   int64_t seen_ = 0;
 };
 

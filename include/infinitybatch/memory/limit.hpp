@@ -50,4 +50,7 @@ class Limit {
   Limit* outer_measured_ = nullptr;
 };
 
+/// How many CPU allocations of this thread have failed, for whatever reason, since it began.
+int64_t failed_allocations() noexcept;
+
 }  // namespace infinitybatch::memory

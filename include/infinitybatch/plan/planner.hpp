@@ -32,6 +32,7 @@ struct Request {
   /// Nothing refuses what passes the budget (accelerators): only sizes that fit by all that is
   /// known are tried, from two samples on, and blocks are rounded.
   bool measured = false;
+  bool whole_batch_only = false;  ///< samples are coupled: one micro-batch of all is exact
   bool copies_one = false;  ///< outputs of a single micro-batch are copied where others are joined
 };
 
@@ -102,9 +103,8 @@ class Planner {
   /// \param in_loss      it happened in the loss of all outputs
   void ran_out_of_memory(int64_t needed_bytes, bool in_loss = false);
 
-  /// Samples are coupled: only one micro-batch of the whole logical batch is exact.
-  /// False where that has been tried already or cannot fit.
-  bool try_whole_batch();
+  /// Whether one micro-batch of the whole logical batch may be tried, where samples are coupled.
+  bool whole_batch_may_fit() const;
 
   /// Whether the last BudgetExceeded was about the smallest plan there is, not about what stands
   /// around it.
@@ -140,7 +140,6 @@ class Planner {
     int64_t largest = INT64_MAX;        // sizes above have run out of memory
     double correction = 1.0;            // measured peak / predicted peak, where that was more
     std::map<int64_t, double> ratios;   // `Request::measured`: the last, by size
-    bool whole_batch_only = false;
     // Of a coupled loss:
     // Measured, by batch size and whether it was one micro-batch, whose outputs are not copied.
     std::map<std::pair<int64_t, bool>, MicroBatchProfile::Effect> whole_loss;

@@ -21,7 +21,10 @@ class Programs {
   /// The number of the program that is to run now.
   int64_t number(const std::string& identity);
   /// Forward itself has left the model so: a counter that it raises is no other program.
-  void left(std::string identity) { left_ = std::move(identity); }
+  void left(std::string identity) {
+    left_ = std::move(identity);
+    left_by_ = last_;
+  }
 
   /// So many are known that more seem to come in every step (a schedule): time to forget them, and
   /// what was learned of them.
@@ -33,6 +36,7 @@ class Programs {
   std::map<std::string, int64_t> numbers_;
   std::string left_;
   int64_t last_ = 0;  // numbers are never given twice
+  int64_t left_by_ = 0;
   int64_t next_ = 0;
 };
 

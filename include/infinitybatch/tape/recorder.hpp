@@ -50,9 +50,13 @@ class Recorder {
 
   template <typename Call>
   auto run(Call&& call) {
-    const Scope recording(*this);
-    return call();
+    auto result = recorded(call);
+    rethrow();
+    return result;
   }
+
+  /// \throws what went wrong while recording (out of memory): ops may be missing from the tape
+  void rethrow();
 
   /// Changes the results of ops that `which` picks, as soon as they are there: what forward does
   /// next must not depend on their values. Call it before `run`.
@@ -81,6 +85,12 @@ class Recorder {
   Tape finish(const Batch& outputs, bool trimmed = true);
 
  private:
+  template <typename Call>
+  auto recorded(Call& call) {
+    const Scope recording(*this);
+    return call();
+  }
+
   std::shared_ptr<class Program> program_;
 };
 

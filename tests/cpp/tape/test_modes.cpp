@@ -3,7 +3,9 @@
 #include <ATen/Context.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -71,6 +73,27 @@ TEST(Modes, WarningOnlyIsSeen) {
   context.setDeterministicAlgorithms(false, false);
   EXPECT_NE(strict, warns);
   EXPECT_NE(Modes::current(), strict);
+}
+
+// Torch's own switches have no lock; what was asked for while somebody turned one is not kept.
+TEST(Modes, ASwitchThatAnotherThreadTurnsThereAndBackIsSeenAsItEnds) {
+  at::Context& context = at::globalContext();
+  const bool before = context.deterministicMkldnn();
+  context.setDeterministicMkldnn(before);
+  const Modes quiet = Modes::current();
+  for (int round = 0; round < 200; ++round) {
+    std::atomic<bool> stop = false;
+    std::thread other([&] {
+      while (!stop) {
+        context.setDeterministicMkldnn(!before);
+        context.setDeterministicMkldnn(before);
+      }
+    });
+    for (int i = 0; i < 200; ++i) Modes::current();
+    stop = true;
+    other.join();
+    ASSERT_TRUE(Modes::current() == quiet) << "round " << round;
+  }
 }
 
 }  // namespace
