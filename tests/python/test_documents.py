@@ -53,7 +53,9 @@ NOT_OURS = ("torch/", "ATen/", "c10/")  # headers of LibTorch
 MADE_LATER = ("build", ".venv", "data", "dist")  # by the commands, not in the repository
 
 
-@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/limits.md"]
+)
 def test_every_path_that_a_document_names_exists(document):
     text = (ROOT / document).read_text()
     names = set(re.findall(r"`([\w.-]+(?:/[\w.*-]*)+)`", text))
@@ -69,6 +71,18 @@ def test_every_path_that_a_document_names_exists(document):
         if not list(ROOT.glob(name)) and not ("/" not in name and list(ROOT.glob(f"*/**/{name}")))
     ]
     assert not missing
+
+
+def test_each_limit_says_how_it_shows_a_way_out_and_its_test():
+    rows = re.findall(r"^\| (?!limit |---)(.+) \|$", (ROOT / "docs/limits.md").read_text(), re.M)
+    assert len(rows) > 40
+    for row in rows:
+        cells = re.split(r" \| ", row)
+        assert len(cells) == 4 and all(cells), row
+        test = cells[3]
+        assert test.startswith("none") or re.match(r"`(tests/[\w./]+)`", test), row
+    known = [row for row in rows if "tests/fuzz/known.py" in row]
+    assert known, "what the fuzzer knows to fail is a limit"
 
 
 def test_architecture_names_every_folder_of_the_library():
