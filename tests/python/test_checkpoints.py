@@ -341,7 +341,8 @@ def test_coupled_losses(name: str, loss, size: int, segments: int, park: str) ->
         calls.clear()
         report = batch.backward(inputs, targets)
         assert report.strategy == "checkpoint"
-        assert len(calls) == -(-6 // size)
+        # Of one sample nothing tells along which dimension samples lie: two are looked at once.
+        assert len(calls) == -(-6 // size) + (size == 1 and step == 0)
         assert gradient_error(model, wanted) <= TOLERANCE, step
 
 

@@ -284,5 +284,5 @@ def test_failures_leave_generators_alone():
 
 
 def test_misuse():
-    with pytest.raises(ib.InvalidArgument, match="per_micro_batch"):
+    with pytest.raises(ib.InvalidArgument, match='batch_coupling="exact"'):
         ib.wrap(three_dropouts(), match_native_rng=True, batch_coupling="per_micro_batch")
