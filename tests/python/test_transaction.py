@@ -249,6 +249,7 @@ def test_ctrl_c_reaches_a_step_that_runs_no_python_at_all():
         parameters=lambda: [("weight", weight)],
         buffers=lambda: [],
         is_training=lambda: True,
+        is_uncompiled=False,
     )
     batch = ib._C.VirtualBatch(
         model=view,
