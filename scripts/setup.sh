@@ -2,7 +2,7 @@
 # Prepares everything that building, training and testing need, and says so before it does it:
 #   - Debian or Ubuntu packages, only those that are missing;
 #   - .venv, a virtual environment, with a torch that was already there or a pinned new one;
-#   - the pinned Python tools of requirements-dev.txt.
+#   - the pinned Python tools of requirements-dev.txt, and requirements-loops.txt.
 # Nothing outside .venv is touched but the system packages that the message names. Run again, it
 # only checks. `setup.sh --dry-run` says what it would do and does nothing.
 #
@@ -121,7 +121,7 @@ read -r -a pip_args <<<"${PIP_ARGS:-}"
 wanted="$(
   "$python" -c 'import sys; print("python", sys.base_prefix, sys.version.replace("\n", " "))'
   if [ -n "$reuse" ]; then echo "reuse $reuse"; else echo "install $torch"; fi
-  cat "$ROOT/requirements-dev.txt"
+  cat "$ROOT/requirements-dev.txt" "$ROOT/requirements-loops.txt"
 )"
 up_to_date=false
 if [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$wanted" ] &&
@@ -151,7 +151,7 @@ if ! $up_to_date; then
     note "  PIP_ARGS='--index-url https://download.pytorch.org/whl/cpu'. An existing torch is reused"
     note "  with PYTHON=/path/to/its/python or TORCH_ROOT=/path/to/site-packages/torch."
   fi
-  note "- Python tools into .venv (requirements-dev.txt): about 70 MB of downloads"
+  note "- Python packages into .venv (requirements-dev.txt, requirements-loops.txt): about 100 MB"
 fi
 [ "${1:-}" != "--dry-run" ] || exit 0
 
@@ -171,6 +171,8 @@ if ! $up_to_date; then
     "$VENV_PYTHON" -c 'import torch' ||
       fail "the torch in $reuse cannot be imported by $python. Name its own interpreter with PYTHON."
   fi
+  # After torch, or pip would bring one of its own.
+  "$VENV_PYTHON" -m pip install --disable-pip-version-check -q "${pip_args[@]}" -r "$ROOT/requirements-loops.txt"
   printf '%s\n' "$wanted" >"$STAMP"
 fi
 say "Set-up is complete: torch $("$VENV_PYTHON" -c 'import importlib.metadata as m; print(m.version("torch"))') in .venv"

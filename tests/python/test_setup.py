@@ -17,7 +17,8 @@ TORCH = Path(find_spec("torch").origin).parent
 def checkout(tmp_path) -> Path:
     """A copy of what set-up needs, without a .venv."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    shutil.copy(ROOT / "requirements-dev.txt", tmp_path)
+    for name in ("requirements-dev.txt", "requirements-loops.txt"):
+        shutil.copy(ROOT / name, tmp_path)
     return tmp_path
 
 
