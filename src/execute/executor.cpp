@@ -3,6 +3,7 @@
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/batch_form.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/pinned_copies.hpp>
 #include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/core/unwatched.hpp>
@@ -208,6 +209,7 @@ Batch Executor::load_inputs(Rows rows) {
 
 void Executor::load(Rows rows) {
   if (job_.interrupt) job_.interrupt();
+  learn_numbers();
   if (first_.size() == 0) first_ = rows;
   uneven_ = uneven_ || rows.size() != first_.size();
   inputs_ = load_inputs(rows);
@@ -221,6 +223,7 @@ void Executor::load(Rows rows) {
 }
 
 void Executor::examine() {
+  learn_numbers();
   count_rows();
   examine(/*last=*/false);
 }
@@ -264,12 +267,26 @@ void Executor::forward(Rows rows) {
   const bool streams = cut_pass_ && cut_pass_->streams() != nullptr;
   const coupled::ForeignDraws foreign(job_.match_native_rng && !streams && part);
   {
-    const CarriedState::Scope stateful(job_.exact_coupling ? state_at_work_ : nullptr, part);
+    const CarriedState::Scope stateful(job_.exact_coupling ? state_at_work_ : nullptr, part,
+                                       job_.batch_size());
     outputs_ = job_.model->forward(inputs_);
   }
   watch_.rethrow();
   if (auto name = foreign.drew()) foreign_draw_ = std::move(name);
   wrote_inputs_ = wrote_inputs_ || versions_of(inputs_) != before;
+}
+
+Batch Executor::uncounted(const std::function<Batch()>& forward, bool as_first) {
+  CarriedState* const counted = std::exchange(state_at_work_, nullptr);
+  try {
+    Batch outputs = state_.runs().uncounted(forward, as_first);
+    state_at_work_ = counted;
+    return outputs;
+  } catch (...) {
+    keep_foreign_exception(std::current_exception());
+    state_at_work_ = counted;
+    throw;
+  }
 }
 
 Batch Executor::call_model(Rows rows) {
@@ -291,6 +308,7 @@ void Executor::record(Rows rows, bool retain) {
   const Batch inputs = without_tensors(inputs_);
   look_at(rows, inputs_, two_pass_->tape(rows), seen);
   free();
+  learn_numbers();
   if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, seen, two_pass_->tape(rows));
   // Buffers that were restored under a graph could belong to what it has saved.
   if (retain && (buffers_.written() || parameters_->written())) two_pass_->drop_graph(rows);
@@ -302,6 +320,7 @@ void Executor::whole_loss() {
   if (streams != nullptr) streams->settle();
   (whole_outputs_ ? *whole_outputs_ : two_pass_->outputs()).watch_attributes(state_);
   buffers_.begin_loss();
+  const LossState::Scope keeping(loss_state_);
   const at::Tensor value = whole_outputs_ ? whole_outputs_->loss(sinks_) : two_pass_->whole_loss();
   buffers_.end_loss();
   if (streams != nullptr) streams->take();
@@ -315,7 +334,9 @@ void Executor::whole_loss() {
 
 void Executor::replay(Rows rows) {
   load(rows);
-  two_pass_->again(rows, inputs_, [&] { return call_model(rows); });
+  two_pass_->again(rows, inputs_, [&] {
+    return uncounted([&] { return call_model(rows); });
+  });
 }
 
 bool Executor::is_last(Rows rows, int64_t segment) const {
@@ -347,6 +368,7 @@ void Executor::record_for_cuts(Rows rows) {
     const Batch inputs = without_tensors(inputs_);
     look_at(rows, inputs_, cut_pass_->tape(rows), given);
     free();
+    learn_numbers();
     if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
     given = Batch();
     // Until a coupled loss is known the other micro-batches need the room.
@@ -362,14 +384,18 @@ void Executor::record_for_cuts(Rows rows) {
   const Batch targets = targets_;
   const auto elsewhere = [&](Rows others, const CutPass::Run& run) {
     load(others);
-    run(inputs_, [&] { return call(others); });
+    run(inputs_, [&] { return uncounted([&] { return call(others); }); });
     inputs_ = inputs;
     targets_ = targets;
   };
+  const auto again = [&](bool as_first) {
+    return uncounted([&] { return call(rows); }, as_first);
+  };
   const Batch given =
-      cut_pass_->record(rows, inputs, watch_, [&] { return call(rows); }, elsewhere);
+      cut_pass_->record(rows, inputs, watch_, {[&] { return call(rows); }, again}, elsewhere);
   look_at(rows, inputs, cut_pass_->tape(rows), given);
   free();
+  learn_numbers();
   if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
 }
 
@@ -431,6 +457,7 @@ at::Tensor Executor::loss_sum(Rows rows) const {
 }
 
 void Executor::loss(Rows rows) {
+  const LossState::Scope keeping(loss_state_);
   share_ = denominator_->divide(loss_sum(rows));
   experiment_.read_by(share_);
   const at::NoGradGuard no_grad;
@@ -501,6 +528,7 @@ void Executor::commit() {
   buffers_.commit();
   parameters_->commit();
   apart_ = false;
+  state_.runs().commit();
 }
 
 void Executor::seed() {
@@ -584,6 +612,7 @@ void Executor::roll_back() {
   watch_.renormed()->undo();
   state_.roll_back();
   watch_.undo_draws();
+  loss_state_.roll_back();
 }
 
 at::Tensor Executor::loss() const {
