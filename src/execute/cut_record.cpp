@@ -167,9 +167,9 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
   }
   const tape::Tape whole = check ? recorded->tape : tape::Tape();
   const PlainNumbers* const known = PlainNumbers::at_work();
-  const bool numbers = known != nullptr && known->moves();
+  bool numbers = known != nullptr && known->moves();
   const bool counts = job_.static_tapes != nullptr &&
-                      (numbers || reads_buffers(recorded->tape) || rebinds_buffers());
+                      (reads_buffers(recorded->tape) || rebinds_buffers());
   tape::trim(recorded->tape);
   const std::vector<uint32_t> ops = coupled::whole_batch_ops(recorded->tape);
   std::vector<uint32_t> beside;
@@ -183,10 +183,11 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
     check_replay(part, rows, inputs, outputs);
     tape::Tape again = disturbed(inputs, watch, forward, before, /*as_first=*/false);
     std::optional<std::string> found = tape::difference(whole, again);
+    // A counter may decide what forward does, or a flag that the first call resets.
+    if (found && !numbers) numbers = forward.depends_on_state();
     if (found && numbers) {
-      // A counter may decide what forward does.
-      const tape::Tape as_first = disturbed(inputs, watch, forward, before, /*as_first=*/true);
-      if (!tape::difference(whole, as_first)) found.reset();
+      again = disturbed(inputs, watch, forward, before, /*as_first=*/true);
+      found = tape::difference(whole, again);
     }
     if (found) {
       if (!warm_ && tape::same_of_samples(whole, again, inputs)) {
@@ -201,7 +202,7 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
   }
   // Such numbers are others in each step (BatchNorm's with momentum=None, a counter), and such
   // buffers other tensors, so that every micro-batch is recorded.
-  if (job_.static_tapes != nullptr && !counts) confirm(rows, recorded);
+  if (job_.static_tapes != nullptr && !counts && !numbers) confirm(rows, recorded);
   for (Leaf& leaf : outputs.leaves()) {
     if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.detach();
   }

@@ -391,8 +391,18 @@ void Executor::record_for_cuts(Rows rows) {
   const auto again = [&](bool as_first) {
     return uncounted([&] { return call(rows); }, as_first);
   };
-  const Batch given =
-      cut_pass_->record(rows, inputs, watch_, {[&] { return call(rows); }, again}, elsewhere);
+  const auto depends_on_state = [&] {
+    learn_numbers(/*any=*/true);
+    inputs_ = inputs;
+    targets_ = targets;
+    return state_.runs().counts();
+  };
+  const auto once = [&, recorded = false]() mutable {
+    if (std::exchange(recorded, true)) state_.runs().count_anew();
+    return call(rows);
+  };
+  const CutPass::Forward forward{once, again, depends_on_state};
+  const Batch given = cut_pass_->record(rows, inputs, watch_, forward, elsewhere);
   look_at(rows, inputs, cut_pass_->tape(rows), given);
   free();
   learn_numbers();

@@ -197,6 +197,11 @@ void PlainRuns::after_part() {
   }
 }
 
+void PlainRuns::count_anew() {
+  left_.clear();
+  sums_.clear();
+}
+
 void PlainRuns::commit() const {
   for (const PlainNumber& each : moved_) {
     const auto sum = sums_.find(each.name);
@@ -217,7 +222,8 @@ void PlainRuns::forget() {
   sums_.clear();
 }
 
-bool PlainRuns::wants_to_learn() const {
+bool PlainRuns::wants_to_learn(bool any) const {
+  if (any) return asks_ && changed_ && !known_->whole();
   return asks_ && std::any_of(moved_.begin(), moved_.end(), [this](const PlainNumber& each) {
            return known_->kind_of(each.name) == Kind::unknown;
          });

@@ -60,10 +60,10 @@ void Executor::recount() {
   random.restore();
 }
 
-void Executor::learn_numbers() {
+void Executor::learn_numbers(bool any) {
   PlainRuns& runs = state_.runs();
-  const bool part = first_.size() != 0 && first_.size() < job_.batch_size();
-  if (learning_ || !part || wrote_inputs_ || !runs.wants_to_learn()) return;
+  const bool part = any || (first_.size() != 0 && first_.size() < job_.batch_size());
+  if (learning_ || !part || wrote_inputs_ || !runs.wants_to_learn(any)) return;
   learning_ = true;
   CarriedState* const counted = std::exchange(state_at_work_, nullptr);
   const RngSnapshot random = RngSnapshot::capture(devices_of(job_));

@@ -49,6 +49,8 @@ class CutPass {
     std::function<Batch()> once;
     /// For the check, which does not count; whether it finds the numbers in Python that `once` did.
     std::function<Batch(bool as_first)> again;
+    /// By experiment: whether it gives other outputs from what it leaves in Python.
+    std::function<bool()> depends_on_state;
   };
   /// \return the outputs of the recording, detached; what comes of ops of the whole batch is wrong
   ///         in them

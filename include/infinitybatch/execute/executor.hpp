@@ -140,7 +140,8 @@ class Executor {
   void count_rows();
   /// Whether forward reads numbers in Python that it changes, in front of the second micro-batch:
   /// it runs on the first one's rows again, and on some of them, and all that is undone.
-  void learn_numbers();
+  /// \param any whatever the first forward has changed in Python, numbers or not
+  void learn_numbers(bool any = false);
   /// Runs forward on other rows, records and undoes it: buffers, parameters, attributes of modules
   /// and random state are as before, whatever happens.
   /// \param use what it ran on, what it did, what it gave

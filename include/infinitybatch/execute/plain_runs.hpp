@@ -91,6 +91,8 @@ class PlainRuns {
   /// After each forward of a part. \throws CouplingError naming a number that micro-batches leave
   /// different
   void after_part();
+  /// The first part runs once more, and counts instead of the first time.
+  void count_anew();
   /// A batch's numbers are as natively.
   void commit() const;
   /// Everything is as in front of the first forward.
@@ -99,7 +101,8 @@ class PlainRuns {
   void forget();
 
   /// Whether `learn` should be asked, in front of the second micro-batch.
-  bool wants_to_learn() const;
+  /// \param any whatever was changed, numbers or not
+  bool wants_to_learn(bool any = false) const;
   /// Whether forward reads numbers that it changes, by experiment: it runs on the first rows with
   /// what it has left and with what it found, and on some of them.
   /// \param run forward on these rows, always under the same random state and buffers
