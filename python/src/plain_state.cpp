@@ -1,7 +1,6 @@
 #include "module_walk.hpp"
 
 #include "module_attributes.hpp"
-#include "plain_snapshot.hpp"
 
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -41,20 +40,52 @@ bool may_hold_tensors(PyObject* value) {
          PyDict_CheckExact(value);
 }
 
-/// Functions of classes may have closures, too.
-void note_forward(PlainSnapshot& snapshot, PyObject* module) {
-  auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(module));
-  if (!snapshot.meet(type)) return;
-  static PyObject* const forward_name = interned("forward");
-  const auto forward = py::reinterpret_steal<py::object>(PyObject_GetAttr(type, forward_name));
-  if (!forward) return PyErr_Clear();
-  if (PyFunction_Check(forward.ptr())) snapshot.object(forward.ptr(), "forward", 0);
+bool is_number_or_text(PyObject* value) {
+  return value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) ||
+         PyFloat_CheckExact(value) || PyUnicode_CheckExact(value);
+}
+
+/// What a forward may leave for the next: "initialised" flags and counters too.
+bool is_state(PyObject* value) {
+  return value != nullptr && (may_hold_tensors(value) || is_number_or_text(value));
+}
+
+/// Torch's own, which go with its hooks and with `train()`.
+bool is_torchs(PyObject* name) {
+  return PyUnicode_CompareWithASCIIString(name, "training") == 0 ||
+         PyUnicode_CompareWithASCIIString(name, "_is_full_backward_hook") == 0;
+}
+
+/// The attributes of one module, as they were.
+struct Attributes {
+  Held now;     // the module's dict itself
+  Held before;  // a copy
+};
+
+void put_back(const Attributes& attributes) {
+  PyObject* now = attributes.now.get();
+  PyObject* before = attributes.before.get();
+  std::vector<py::object> changed;
+  PyObject* key = nullptr;
+  PyObject* value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(now, &at, &key, &value) != 0;) {
+    PyObject* old = PyDict_GetItemWithError(before, key);
+    if (old == value || is_torchs(key)) continue;
+    if (is_state(value) || is_state(old))
+      changed.push_back(py::reinterpret_borrow<py::object>(key));
+  }
+  for (const py::object& name : changed) {
+    PyObject* old = PyDict_GetItemWithError(before, name.ptr());
+    const int failed =
+        old == nullptr ? PyDict_DelItem(now, name.ptr()) : PyDict_SetItem(now, name.ptr(), old);
+    if (failed != 0) throw py::error_already_set();
+  }
 }
 
 class Walk {
  public:
-  /// \param snapshot what lies in the attributes is noted there; null where nobody asks
-  explicit Walk(PlainSnapshot* snapshot) : snapshot_(snapshot) {}
+  /// \param restorable what lies in the attributes is kept, to be put back
+  explicit Walk(bool restorable) : restorable_(restorable) {}
 
   void module(PyObject* module, const std::string& prefix) {
     if (!modules_.insert(module).second) return;
@@ -62,15 +93,8 @@ class Walk {
     if (!attributes) return PyErr_Clear();
     if (!PyDict_CheckExact(attributes.ptr())) return;
     PyObject* children = PyDict_GetItemWithError(attributes.ptr(), modules_name());
-    if (children == nullptr || !PyDict_Check(children)) {  // ordered, in old pickles
-      if (snapshot_ != nullptr) attributes_of(attributes.ptr());
-      return;
-    }
-    if (snapshot_ != nullptr) {
-      snapshot_->meet(module);
-      snapshot_->module(attributes.ptr(), prefix);
-      note_forward(*snapshot_, module);
-    }
+    if (children == nullptr || !PyDict_CheckExact(children)) return;
+    if (restorable_) note(attributes);
     PyObject* key = nullptr;
     PyObject* value = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(attributes.ptr(), &at, &key, &value) != 0;) {
@@ -84,14 +108,19 @@ class Walk {
 
   std::vector<NamedParameter> tensors() && { return std::move(tensors_); }
 
+  PlainState state() && {
+    return {std::move(tensors_), [kept = std::move(kept_)] {
+              const py::gil_scoped_acquire gil;
+              const py::error_scope keep_error;
+              for (const Attributes& attributes : kept) put_back(attributes);
+            }};
+  }
+
  private:
-  /// Of what is no module: a function with its parameters.
-  void attributes_of(PyObject* attributes) {
-    PyObject* key = nullptr;
-    PyObject* value = nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(attributes, &at, &key, &value) != 0;) {
-      snapshot_->object(value, py::handle(key).cast<std::string>(), 0);
-    }
+  void note(const py::object& attributes) {
+    auto copy = py::reinterpret_steal<py::object>(PyDict_Copy(attributes.ptr()));
+    if (!copy) throw py::error_already_set();
+    kept_.push_back({Held(attributes), Held(std::move(copy))});
   }
 
   void take(PyObject* value, const std::string& name, int depth) {
@@ -120,46 +149,22 @@ class Walk {
     }
   }
 
-  PlainSnapshot* snapshot_;
+  bool restorable_;
   std::vector<NamedParameter> tensors_;
+  std::vector<Attributes> kept_;
   ska::flat_hash_set<PyObject*> modules_;
 };
-
-/// With the interpreter's exception, if there is one, put aside.
-template <typename Do>
-auto undisturbed(const std::shared_ptr<PlainSnapshot>& snapshot, Do what) {
-  return [snapshot, what] {
-    const py::gil_scoped_acquire gil;
-    const py::error_scope keep_error;
-    return what(*snapshot);
-  };
-}
 
 }  // namespace
 
 PlainState plain_state(py::handle model) {
-  const auto snapshot = std::make_shared<PlainSnapshot>();
-  Walk walk(snapshot.get());
+  Walk walk(/*restorable=*/true);
   walk.module(model.ptr(), "");
-  return {std::move(walk).tensors(),
-          undisturbed(snapshot, [](const PlainSnapshot& kept) { kept.restore(); }),
-          undisturbed(snapshot, [](const PlainSnapshot& kept) { return kept.changed(); }),
-          undisturbed(snapshot, [](const PlainSnapshot& kept) { return kept.numbers(); })};
-}
-
-PlainState held_state(py::handle object) {
-  std::vector<NamedParameter> tensors;
-  const auto snapshot = std::make_shared<PlainSnapshot>(&tensors);
-  snapshot->object(object.ptr(), "loss", 0);
-  snapshot->collect_no_more();
-  return {std::move(tensors),
-          undisturbed(snapshot, [](const PlainSnapshot& kept) { kept.restore(); }),
-          undisturbed(snapshot, [](const PlainSnapshot& kept) { return kept.changed(); }),
-          undisturbed(snapshot, [](const PlainSnapshot& kept) { return kept.numbers(); })};
+  return std::move(walk).state();
 }
 
 std::vector<NamedParameter> plain_tensors(py::handle model) {
-  Walk walk(/*snapshot=*/nullptr);
+  Walk walk(/*restorable=*/false);
   walk.module(model.ptr(), "");
   return std::move(walk).tensors();
 }

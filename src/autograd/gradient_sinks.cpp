@@ -2,7 +2,6 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/autograd/node_at_work.hpp>
-#include <infinitybatch/core/engine_error.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
@@ -56,11 +55,6 @@ struct GradientSinks::Slot {
     return impl ? at::Tensor(std::move(impl)) : at::Tensor();
   }
 
-  void set_open(bool now) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    open = now;
-  }
-
   std::mutex mutex;  // the engine may run several device threads
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> variable;
   at::Tensor buffer;
@@ -81,10 +75,9 @@ class GradientSinks::Sink : public Node {
     if (!gradients[0].defined()) return {};
     std::lock_guard<std::mutex> lock(slot_->mutex);
     if (!slot_->open) {
-      throw_through_engine(std::make_exception_ptr(StateError(
-          "backward reaches the graph of one micro-batch, through a tensor that somebody kept of its "
-          "forward (in an attribute, a hook, a closure, a callback): the gradient would be that of "
-          "its samples alone. Return the tensor as an output of the model, or detach what is kept")));
+      throw StateError(
+          "backward through a graph of a finished VirtualBatch step; detach what you keep of a "
+          "step's outputs");
     }
     const at::Tensor variable = slot_->lock();
     if (!variable.defined()) return {};
@@ -183,8 +176,6 @@ void GradientSinks::adopt(const at::Tensor& leaf) {
 }
 
 void GradientSinks::uninstall() {
-  // No gradient may come from user code, between the passes of a wrapped model.
-  for (const auto& entry : entries_) entry->slot->set_open(false);
   for (const auto& entry : entries_) {
     if (!entry->installed) continue;
     compat::set_accumulator(entry->parameter, entry->previous);
@@ -193,7 +184,6 @@ void GradientSinks::uninstall() {
 }
 
 void GradientSinks::install() {
-  for (const auto& entry : entries_) entry->slot->set_open(true);
   for (const auto& entry : entries_) {
     if (entry->installed || !entry->parameter.defined()) continue;
     entry->previous = compat::accumulator_of(entry->parameter);

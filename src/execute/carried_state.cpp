@@ -30,12 +30,9 @@ bool same_values(const at::Tensor& before, const at::Tensor& now) {
 
 }  // namespace
 
-CarriedState::Scope::Scope(CarriedState* state, bool part, int64_t batch) noexcept
-    : outer_(innermost) {
+CarriedState::Scope::Scope(CarriedState* state, bool part) noexcept : outer_(innermost) {
   innermost = state;
-  if (state == nullptr) return;
-  state->part_ = part;
-  state->batch_ = batch;
+  if (state != nullptr) state->part_ = part;
 }
 CarriedState::Scope::~Scope() {
   innermost = outer_;
@@ -46,24 +43,15 @@ CarriedState* CarriedState::at_work() noexcept {
 }
 
 void CarriedState::let_be() noexcept {
-  if (innermost != nullptr && innermost->beside_ == nullptr) innermost->keeps_ = false;
+  if (innermost != nullptr && !innermost->trial_) innermost->restore_ = nullptr;
 }
 
-void CarriedState::before_forward(const PlainLook& look) {
-  look_ = look;
-  std::vector<NamedParameter> tensors;
-  if (first_) {
-    tensors = runs_->begin(look);
-    if (beside_ != nullptr) beside_->show_first_numbers();
-  } else {
-    runs_->before_part();
-    if (part_) tensors = look.tensors();
-  }
+void CarriedState::before_forward(PlainState state) {
+  if (first_) restore_ = std::move(state.restore);
   before_.clear();
-  with_graph_.clear();
   if (!part_) return;
   memory_.rest();
-  for (NamedParameter& each : tensors) {
+  for (NamedParameter& each : state.tensors) {
     memory_.know(each.tensor, /*carried=*/true);
     const uint32_t version = version_of(each.tensor);
     before_.push_back({std::move(each.name), std::move(each.tensor), version});
@@ -90,16 +78,12 @@ void CarriedState::refuse(const std::string& name, const std::string& more) {
                 "its own");
 }
 
-void CarriedState::after_forward() {
-  if (first_) runs_->first_is_over();
+void CarriedState::after_forward(const std::vector<NamedParameter>& now) {
   if (!part_) {
-    runs_->set_single();
     first_ = false;
     idle_ = true;
     return;
   }
-  if (!first_ || !runs_->wants_to_learn()) runs_->after_part();
-  const std::vector<NamedParameter> now = look_.tensors();
   bool changed = now.size() != before_.size();
   std::vector<NamedParameter> left;
   for (const Seen& seen : before_) {
@@ -128,25 +112,16 @@ void CarriedState::after_forward() {
     left.push_back(each);
   }
   left_behind_.add(left);
-  with_graph_.clear();
-  for (const NamedParameter& each : left) {
-    const bool has_graph = each.tensor.requires_grad() && !each.tensor.is_leaf();
-    if (collects_ && has_graph) with_graph_.push_back(each.tensor);
-  }
   memory_.forget_carried();
   before_.clear();
-  if (first_ && !changed && !runs_->counts()) idle_ = true;
+  if (first_ && !changed) idle_ = true;
   first_ = false;
 }
 
 void CarriedState::forward_failed(const std::string& how) {
   for (const Seen& seen : before_) {
-    // Layers may refuse a state before any op has read it, one of an earlier step too.
-    const bool of_part = left_.contains(seen.tensor.unsafeGetTensorImpl()) &&
-                         (has_read(seen.tensor) || !seen.tensor.requires_grad());
-    const auto sizes = seen.tensor.sizes();
-    const bool of_whole = std::find(sizes.begin(), sizes.end(), batch_) != sizes.end();
-    if (of_part || of_whole) refuse(seen.name, " (which failed: " + how + ")");
+    if (!left_.contains(seen.tensor.unsafeGetTensorImpl()) || !has_read(seen.tensor)) continue;
+    refuse(seen.name, " (which failed: " + how + ")");
   }
 }
 
@@ -155,9 +130,8 @@ void CarriedState::roll_back() {
   before_.clear();
   left_.clear();
   left_behind_.clear();
-  if (keeps_) runs_->roll_back();
-  runs_->forget();
-  keeps_ = true;
+  if (restore_) restore_();
+  restore_ = nullptr;
   first_ = true;
   idle_ = false;
 }

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from batch_norm_models import images
-from support import Tally
 from torch import nn
 from wrap_support import close, grads
 
@@ -30,10 +29,10 @@ class Head(nn.Module):
         super().__init__()
         self.linear = nn.Linear(16, 10)
         self.activation = F.relu
-        self.calls = Tally()
+        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls()
+        self.calls += 1
         return self.linear(self.activation(x))
 
 
@@ -88,7 +87,7 @@ def test_a_counter_that_forward_raises_is_no_other_setting(way: str) -> None:
     inputs, targets = images(8)
     for _ in range(2):
         step(inputs, targets)
-    calls = model[5].calls.count
+    calls = model[5].calls
     for _ in range(3):
         step(inputs, targets)
-    assert 0 < calls == model[5].calls.count
+    assert 0 < calls == model[5].calls
