@@ -80,7 +80,6 @@ Executor::Executor(const Job& job)
   } else {
     two_pass_.emplace(job, sinks_);
   }
-  if (job.looked != nullptr && *job.looked == 0) watch_peak(high_water_, job.device);
   // Casts made before this step lead to the parameters' own accumulators, past the sinks.
   at::autocast::clear_cache();
 }
@@ -111,9 +110,6 @@ void Executor::perform_and_time(const Instruction& instruction, Rows rows) {
 }
 
 void Executor::perform(const Instruction& instruction, Rows rows) {
-  if (instruction.micro_batch >= 0 && rows.size() > 0) {
-    smallest_ = smallest_ == 0 ? rows.size() : std::min(smallest_, rows.size());
-  }
   const int64_t segment = instruction.segment;
   switch (instruction.operation) {
     case Operation::load:
@@ -437,7 +433,6 @@ at::Tensor Executor::loss_sum(Rows rows) const {
 void Executor::loss(Rows rows) {
   share_ = denominator_->divide(loss_sum(rows));
   experiment_.read_by(share_);
-  note_read();
   const at::NoGradGuard no_grad;
   total_.add(share_);
   if (job_.on_micro_batch) {
@@ -534,11 +529,9 @@ void Executor::penalty() {
 void Executor::hand_out() {
   recount();
   count_rows();
-  const std::exception_ptr differ = look_quietly();
   commit();
   // Whatever can fail comes first: a hand-out cannot be taken back.
   examine(/*last=*/true);
-  if (differ) std::rethrow_exception(differ);
   finish();
   // Hooks may draw too.
   if (cut_pass_ && cut_pass_->streams() != nullptr) cut_pass_->streams()->settle();
@@ -569,11 +562,9 @@ void Executor::finish() {
 }
 
 void Executor::finish_forward() {
-  const std::exception_ptr differ = look_quietly();
   commit();
   if (cut_pass_->streams() != nullptr) cut_pass_->streams()->settle();
   examine(/*last=*/true);
-  if (differ) std::rethrow_exception(differ);
   sinks_.uninstall();
   watch_.renormed()->commit();
   watch_.close();

@@ -133,7 +133,6 @@ class VirtualBatch::State {
   mutable std::map<std::string, OutputLaw> output_laws_;        // by kind of batch
   mutable coupled::RenormedMemory renormed_;      // addresses: at worst a copy too many
   mutable std::map<std::string, bool> examined_;  // kinds of batches: whether mixing is ruled out
-  mutable std::map<std::string, int64_t> looked_;  // the same: see Job::looked
   mutable std::set<std::string> checked_;         // kinds of batches whose recordings were checked
   int64_t segments_ = 1;                          // of the cut tapes that were recorded last
   bool failed_in_loss_ = false;                   // the last attempt, in the loss of all outputs

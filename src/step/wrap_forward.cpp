@@ -88,8 +88,6 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
   rows_ = BatchSource::from(call_->inputs, "inputs");
   known_ = call_->examined = call_->wrapped->is_examined(rows_, job_);
   experiment_.emplace(&call_->examined, call_->devices, rows_.size);
-  call_->wrapped->tell_looked(rows_, job_, *call_);
-  if (exact_ && call_->looked == 0) watch_peak(high_water_, job_.device);
   if (recording_) values_ = std::make_shared<BufferValues>(job.buffers);
   // Casts made before lead into graphs of others.
   at::autocast::clear_cache();
@@ -101,19 +99,19 @@ void ForwardPass::examine() {
   note_examined();
 }
 
-void ForwardPass::aside(Rows rows, bool trial, const std::function<void()>& forward) {
+void ForwardPass::aside(Rows rows, const std::function<void()>& forward) {
   const RngSnapshot random = RngSnapshot::capture(call_->devices);
   const BufferValues values(job_.buffers);
   const std::vector<std::string> left = call_->left_on_module;
   const auto told = std::tuple(part_of_batch_, part_);
-  CarriedState state(watch_.memory(), /*trial=*/true);
-  state_at_work_ = &state;
+  CarriedState trial(watch_.memory(), /*trial=*/true);
+  state_at_work_ = &trial;
   part_of_batch_ = {rows.size(), rows_.size, options_.match_native_rng};
   part_ = rows.size() < rows_.size;
   const auto undo = [&] {
     state_at_work_ = &*state_;
-    state.roll_back();
-    trial ? parameter_rule_->end_trial() : parameter_rule_->end_micro_batch();
+    trial.roll_back();
+    parameter_rule_->end_micro_batch();
     values.restore();
     random.restore();
     call_->left_on_module = left;
@@ -134,7 +132,7 @@ void ForwardPass::count_rows() {
   if (!here || call_->cuts || wrote_inputs_) return;
   const Rows rows = other_rows(*here, rows_.size);
   try {
-    aside(rows, /*trial=*/false, [&] {
+    aside(rows, [&] {
       const Batch micro = call_->micro_batch(rows);
       tape::Recorder recorder(micro, buffers_, call_->devices);
       const Batch outputs = recorder.run([&] { return call_model(micro, nullptr); });
@@ -149,7 +147,6 @@ void ForwardPass::count_rows() {
 
 void ForwardPass::note_examined() const {
   if (!known_ && call_->examined) call_->wrapped->note_examined(rows_, job_);
-  call_->wrapped->note_looked(rows_, job_, *call_);
 }
 
 Batch ForwardPass::run(const Split& split, int64_t total) {
@@ -183,7 +180,6 @@ Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
   part_ = sizes.size() > 1;
   Job job = job_;
   job.examined = &call_->examined;
-  if (exact_) job.looked = &call_->looked;
   call_->cuts =
       std::make_unique<WrapCuts>(*call_, job, values_, recording_, [this](const Batch& micro) {
         const uint64_t first_node = at::sequence_number::peek();
@@ -487,19 +483,13 @@ Batch ForwardPass::finish() {
   } catch (const CouplingError&) {
     mixed = std::current_exception();  // others say more
   }
-  try {
-    if (!mixed && !call_->cuts) look_at_rows();
-  } catch (const CouplingError&) {
-    mixed = std::current_exception();
-  }
   finishing_ = true;
   const at::NoGradGuard no_grad;
   if (call_->budget && recording_) {
     call_->live_before_loss = memory::stats(call_->device).live;
     call_->during_loss = std::make_unique<memory::HighWater>(call_->device);
   }
-  JoinedOutputs joined = join(std::move(outputs_), row_counts_, from_samples_,
-                              call_->output_dims, options_);
+  JoinedOutputs joined = join(std::move(outputs_), row_counts_, from_samples_, options_);
   if (!mixed) check_reduce(joined);
   buffer_rule_.commit();
   parameter_rule_->commit();

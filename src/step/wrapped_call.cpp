@@ -83,21 +83,6 @@ void Wrapped::note_examined(const BatchSource& rows, const Job& job) {
   examined.insert(kind_of(rows, job));
 }
 
-void Wrapped::tell_looked(const BatchSource& rows, const Job& job, WrappedCall& call) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto known = looked.find(kind_of(rows, job));
-  if (known == looked.end()) return;
-  call.looked = known->second;
-  call.output_dims = output_dims[known->first];
-}
-
-void Wrapped::note_looked(const BatchSource& rows, const Job& job, const WrappedCall& call) {
-  if (call.looked == 0) return;
-  const std::lock_guard<std::mutex> lock(mutex);
-  looked[kind_of(rows, job)] = call.looked;
-  output_dims[kind_of(rows, job)] = call.output_dims;
-}
-
 int64_t Wrapped::begin_program(const std::string& arguments) {
   const std::string identity = Programs::identity(model, arguments);
   const std::lock_guard<std::mutex> lock(mutex);
@@ -106,8 +91,6 @@ int64_t Wrapped::begin_program(const std::string& arguments) {
     static_forwards.clear();
     draw_laws.clear();
     examined.clear();
-    looked.clear();
-    output_dims.clear();
     checked.clear();
     whole_batch_only.clear();
   }

@@ -65,8 +65,6 @@ struct Wrapped {
   std::vector<std::weak_ptr<struct WrappedCall>> calls;
   std::shared_ptr<WrapReport> report;  ///< of the last call
   std::set<std::string> examined;      ///< kinds of batch of which it is known whether ops mix
-  std::map<std::string, int64_t> looked;  ///< of kinds of batch: see `Job::looked`
-  std::map<std::string, std::vector<int64_t>> output_dims;  ///< the same: see WrappedCall
   std::set<std::string> checked;       ///< kinds of batch whose recordings have been checked
   std::map<std::string, coupled::DrawLaws> draw_laws;  ///< with match_native_rng: of kinds of batch
   std::map<std::string, StaticForward> static_forwards;
@@ -87,9 +85,6 @@ struct Wrapped {
   /// asks.
   bool is_examined(const BatchSource& rows, const Job& job);
   void note_examined(const BatchSource& rows, const Job& job);
-  /// See `Job::looked`.
-  void tell_looked(const BatchSource& rows, const Job& job, struct WrappedCall& call);
-  void note_looked(const BatchSource& rows, const Job& job, const struct WrappedCall& call);
   /// The number of the program that forward is set to run, and how forward has left the model.
   /// \param arguments `BatchSource::arguments`
   int64_t begin_program(const std::string& arguments);
@@ -166,9 +161,6 @@ struct WrappedCall {
   std::vector<Version> input_versions;
   std::vector<Part> parts;  ///< empty with `cuts`
   bool examined = true;     ///< see `Job::examined`
-  int64_t looked = 0;       ///< see `Job::looked`
-  /// Along which samples lie in each leaf of the outputs, as a look has told; -1: not known.
-  std::vector<int64_t> output_dims;
   std::vector<BufferSlot> buffers;
   std::shared_ptr<coupled::RenormedWeights> renormed;  ///< null where forward scaled no rows
   std::vector<std::string> left_on_module;             ///< see WrapReport

@@ -12,7 +12,7 @@ from typing import Any
 import infinitybatch as ib
 import pytest
 import torch
-from support import LOOKS, Calls, mlp
+from support import Calls, mlp
 from torch import nn
 from wrap_support import Square, X, Y, close, contrastive, grads, opaque
 
@@ -152,7 +152,7 @@ def test_user_code_runs_once_for_each_micro_batch(make, calls):
     inner.register_forward_hook(lambda module, args, out: seen.append(len(args[0])))
     contrastive(ib.wrap(inner, micro_batch_size=4)(X)).backward()
     assert seen[:4] == [4, 4, 4, 1]
-    assert len(seen) == calls + LOOKS and seen[4 + LOOKS :] == [1, 4, 4, 4][: calls - 4]
+    assert len(seen) == calls and seen[4:] == [1, 4, 4, 4][: calls - 4]
 
 
 def test_hooks_fire_once_on_the_whole_gradient():
@@ -245,7 +245,7 @@ def failing(fails_at: int) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("fails_at", [1, 3, *(4 + LOOKS + i for i in (1, 2, 4))])
+@pytest.mark.parametrize("fails_at", [1, 3, 5, 6, 8])
 def test_after_an_exception_everything_works(fails_at):
     inner = failing(fails_at)
     wrapped = ib.wrap(inner, micro_batch_size=4)

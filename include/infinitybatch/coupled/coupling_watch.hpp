@@ -80,8 +80,6 @@ class CouplingWatch {
   void watch_draws(const std::vector<at::Device>& devices);
   /// The first op that drew.
   const std::optional<std::string>& drew() const noexcept { return drew_; }
-  /// Whether an op talked to other ranks.
-  bool talked() const noexcept { return talked_; }
   /// Puts generators back that ops were given, as they were before the first time.
   void undo_draws() const;
 
@@ -128,7 +126,6 @@ class CouplingWatch {
   std::vector<at::Generator> generators_;  // the default ones, where draws are watched
   std::vector<Stand> given_;               // those that ops were given
   std::optional<std::string> drew_;
-  bool talked_ = false;
   bool drawing_ = false;  // an op that may draw is at work
   CallbackErrors errors_;
 };

@@ -13,7 +13,6 @@
 #include <infinitybatch/execute/parameter_rule.hpp>
 #include <infinitybatch/execute/pass_times.hpp>
 #include <infinitybatch/execute/plan.hpp>
-#include <infinitybatch/execute/row_look.hpp>
 #include <infinitybatch/execute/source_watch.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
 
@@ -78,7 +77,7 @@ class Executor {
   /// Whether samples are coupled by what no cut can answer: what forward leaves in buffers,
   /// parameters and attributes, or ordinary ops.
   bool coupled_beyond_cuts() const noexcept {
-    return apart_ || rows_differ_ || state_.found() || experiment_.found();
+    return apart_ || state_.found() || experiment_.found();
   }
   /// What forwards of parts of the batch left in attributes.
   const LeftTensors& left() const noexcept { return state_.left(); }
@@ -135,18 +134,6 @@ class Executor {
   void recount();
   /// The same, and for the same reason, where an op's number may count samples.
   void count_rows();
-  /// Whether the same rows, split otherwise, give the same rows of outputs: once for each kind of
-  /// batch, and again where micro-batches are smaller. \throws CouplingError
-  void look_at_rows();
-  /// The same, where others that are still to come say more: nothing where they are the same.
-  std::exception_ptr look_quietly();
-  std::optional<TrialOutputs> try_forward(const Batch& inputs, int64_t rows);
-  /// Which outputs a separable loss reads, as far as its graph shows.
-  void note_read();
-  /// Runs forward on other rows and undoes it: buffers, parameters, attributes of modules and
-  /// random state are as before, whatever happens.
-  /// \param trial whether what it writes into parameters is not compared with what others write
-  void aside(bool trial, const std::function<void()>& forward);
   /// Runs forward on other rows, records and undoes it: buffers, parameters, attributes of modules
   /// and random state are as before, whatever happens.
   /// \param use what it ran on, what it did, what it gave
@@ -181,10 +168,6 @@ class Executor {
   SourceWatch sources_;
   Rows first_;                               // of the first micro-batch
   bool uneven_ = false;                      // another one was of another length
-  int64_t smallest_ = 0;                     // rows of the step's own micro-batches
-  std::vector<bool> read_;                   // outputs, by a separable loss; empty: not known
-  bool rows_differ_ = false;
-  std::optional<memory::HighWater> high_water_;  // of this step, where rows will be looked at
   const bool asks_;                          // nobody has looked at this kind of batch
   bool apart_ = false;                       // what forwards left did not agree
   std::optional<Denominator> denominator_;   // of a separable loss

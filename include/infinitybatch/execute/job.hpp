@@ -59,8 +59,6 @@ struct Job {
   coupled::RenormedMemory* renormed = nullptr;  ///< what is known of `max_norm`; may be null
   bool* examined = nullptr;  ///< whether it is known that ordinary ops mix no samples; null where
                              ///< nobody asks
-  int64_t* looked = nullptr;  ///< rows of the smallest micro-batch of this kind that has been compared
-                              ///< with a larger one, see `RowLook`; 0: none; null: nobody asks
   bool check_recordings = true;  ///< with `cut`: whether the first recording is checked
   bool use_tapes = true;         ///< false: a second forward always runs the user's code
   bool tapes_failed = false;     ///< then: because a replay gave other outputs
