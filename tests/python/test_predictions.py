@@ -15,6 +15,9 @@ from support import Calls
 from torch import nn
 from wrap_support import Square, contrastive
 
+# Which plan is the fastest is measured, and begins anew where another one is.
+pytestmark = pytest.mark.alone
+
 UNSETTLED, MORE, ROWS, WIDTH = 40, 6, 48, 96
 COUPLED = ib.losses.coupled(lambda outputs, _: contrastive(outputs))
 SEPARABLE = nn.MSELoss()
