@@ -311,6 +311,7 @@ def test_however_copies_run_the_peak_is_predicted():
         assert rows == 32
 
 
+@pytest.mark.alone
 def test_a_slow_link_does_not():
     report, plan, _, error = planned(3e7, steps=2)
     assert plan.parked_graphs == plan.retained == plan.parked_graph_bytes == 0
