@@ -26,6 +26,6 @@ files="tests/python/test_exactness.py tests/python/test_static_graph.py tests/py
 [ -z "${INFINITYBATCH_LONG_TESTS:-}" ] || files="$(cat tests/sim/files.txt)"
 # shellcheck disable=SC2086
 "$VENV_PYTHON" -m pytest tests/sim $files --device sim || status=1
-say "Python and command line tests that measure times, one after the other"
+say "Tests that no other may run beside, one after the other"
 "$VENV_PYTHON" -m pytest tests -m alone || status=1
 exit "$status"
