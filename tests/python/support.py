@@ -1,7 +1,7 @@
 """The oracle: what torch itself computes for the whole batch at once."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,16 +68,17 @@ def worst_error(found: Result, wanted: Result) -> float:
 
 
 def excess_in_single(
-    found: Result, truth: Result, whole: Result, dtype: torch.dtype = torch.float32
+    found: Result, truth: Result, whole: Sequence[Result], dtype: torch.dtype = torch.float32
 ) -> dict[str, tuple[float, float]]:
     """Gradients outside of contract 1 in a type coarser than float64.
 
     Args:
         truth: native in float64.
-        whole: native in `dtype`.
+        whole: native in `dtype`, in one or several orders of the batch: what one order rounds is
+            one draw, by luck a tenth of what the next one does.
     """
     roundings = 8 * torch.finfo(dtype).eps
-    moved, given = [whole.gradients], (found.gradients, truth.gradients)
+    moved, given = [one.gradients for one in whole], (found.gradients, truth.gradients)
     return excess(*given, moved, least=roundings, times=2, any_type=True)
 
 
