@@ -4,6 +4,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/tape/arguments.hpp>
+#include <infinitybatch/tape/witness.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
@@ -121,15 +122,19 @@ CutPass::Work CutPass::play(Part& part, Rows rows, const Batch& inputs, int64_t 
     };
   }
   try {
-    tape::play(part.recorded->tape, segment, inputs, work.values, random, first);
+    tape::play(part.recorded->tape, segment, inputs, work.values, random, first, part.reused);
+  } catch (const tape::OtherValues&) {
+    distrust();
+    throw;
   } catch (const Error&) {
     throw;
   } catch (const c10::OutOfMemoryError&) {
     throw;
   } catch (const c10::Error& error) {
-    if (job_.static_tapes == nullptr) throw;
+    if (!part.reused) throw;
+    distrust();
     const std::string why = error.what_without_backtrace();
-    throw Unsupported(
+    throw tape::OtherValues(
         "static_graph says that forward depends on shapes only, but what was recorded of it does "
         "not run on rows " +
         std::to_string(rows.begin) + " to " + std::to_string(rows.end) + " (" +
@@ -137,6 +142,12 @@ CutPass::Work CutPass::play(Part& part, Rows rows, const Batch& inputs, int64_t 
         "): sizes in it follow the samples' values; leave static_graph out");
   }
   return work;
+}
+
+/// What forward does depends on values after all, or may: each micro-batch is recorded.
+void CutPass::distrust() {
+  *job_.static_tapes->varies = true;
+  job_.static_tapes->by_rows.clear();
 }
 
 /// Without user code nobody else writes the model's own counters.

@@ -11,6 +11,7 @@
 #include <infinitybatch/tape/arguments.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 #include <infinitybatch/tape/sample_flow.hpp>
+#include <infinitybatch/tape/witness.hpp>
 
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
@@ -111,6 +112,7 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   watch.forget();
   tape::Recorder recorder(inputs, held_buffers_, devices_);
   if (disturbed) recorder.disturb(coupled::is_provisional);
+  if (job_.static_tapes != nullptr) recorder.witness();
   if (records_lightly()) recorder.lighten(job_.device);
   const Batch given = records_lightly() ? run_lightly(recorder, forward) : recorder.run(forward);
   const bool cuts = job_.static_tapes != nullptr || !watch.seen().empty() || draws(watch);
@@ -265,6 +267,7 @@ bool CutPass::rebinds_buffers() const {
 void CutPass::confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded) {
   // Numbers of Python's stand in it as constants, and nobody would draw those of the next step.
   if (streams_ && tell_foreign_sources() != foreign_before_) return;
+  if (*job_.static_tapes->varies) return;
   StaticTapes::Entry& entry = job_.static_tapes->by_rows[rows.size()];
   if (!entry.recorded) {
     const auto kept = std::make_shared<Recorded>(*recorded);
@@ -280,6 +283,7 @@ void CutPass::confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded
         std::to_string(rows.size()) + " samples, but two of them differ: " + *found +
         "; leave static_graph out");
   }
+  if (!tape::same_witnesses(entry.recorded->tape, recorded->tape)) return distrust();
   // A function of the user's runs in every step, so that it has to be met in every step.
   const auto& ops = recorded->tape.ops;
   entry.confirmed = std::none_of(ops.begin(), ops.end(), [](const tape::Op& op) {
@@ -294,7 +298,7 @@ void CutPass::confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded
 }
 
 bool CutPass::reuse(Rows rows) {
-  if (job_.static_tapes == nullptr) return false;
+  if (job_.static_tapes == nullptr || *job_.static_tapes->varies) return false;
   const auto entry = job_.static_tapes->by_rows.find(rows.size());
   if (entry == job_.static_tapes->by_rows.end() || !entry->second.confirmed) return false;
   if (streams_ && rows.size() < job_.batch_size() &&
@@ -303,6 +307,7 @@ bool CutPass::reuse(Rows rows) {
   }
   Part& part = parts_[rows.begin];
   begin(part, entry->second.recorded);
+  part.reused = true;
   if (streams_) return true;
   for (tape::Draw& draw : part.random[0]) draw.state = tape::fork(draw.generator);
   return true;

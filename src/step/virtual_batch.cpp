@@ -18,6 +18,7 @@
 #include <infinitybatch/plan/planner.hpp>
 #include <infinitybatch/step/admission.hpp>
 #include <infinitybatch/tape/mismatch.hpp>
+#include <infinitybatch/tape/witness.hpp>
 
 #include <algorithm>
 #include <chrono>
@@ -159,6 +160,8 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       job.use_tapes = false;
       job.tapes_failed = true;
       job.examined = nullptr;
+    } catch (const tape::OtherValues&) {
+      check_inputs();  // each micro-batch is recorded from now on
     } catch (const SegmentsChanged& changed) {
       check_inputs();
       segments_ = changed.segments();

@@ -12,6 +12,7 @@
 #include <infinitybatch/core/transforms.hpp>
 #include <infinitybatch/execute/outside_loss.hpp>
 #include <infinitybatch/step/admission.hpp>
+#include <infinitybatch/tape/witness.hpp>
 
 #include <utility>
 
@@ -72,6 +73,12 @@ Batch run(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs,
   }
   if (wrapped->options.static_graph) {
     park();
+    const Rerunnable rerunnable(inputs);
+    try {
+      return attempt(cut);
+    } catch (const tape::OtherValues&) {
+      rerunnable.check();  // each micro-batch is recorded from now on
+    }
     return attempt(cut);
   }
   if (sees_all) {

@@ -12,6 +12,7 @@
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/step/admission.hpp>
+#include <infinitybatch/tape/witness.hpp>
 
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
@@ -186,6 +187,8 @@ Batch BudgetedForward::run() {
       uncut_ = true;
       wrapped_->sees_whole_batch() = job_.cut = false;
       --restarts_;
+    } catch (const tape::OtherValues&) {
+      // Each micro-batch is recorded from now on.
     } catch (const SegmentsChanged& changed) {
       answer_other_segments(changed.segments());
     } catch (const CouplingError&) {

@@ -43,11 +43,12 @@ void Wrapped::keep_draw_laws(const Job& job) {
 StaticForward Wrapped::static_forward_of(const Job& job, const std::string& kind) {
   std::vector<const void*> owned = owned_by(job);
   const std::lock_guard<std::mutex> lock(mutex);
-  const StaticForward& known = static_forwards[kind];
-  if (known.tapes.owned == owned) return known;
+  StaticForward& known = static_forwards[kind];
+  if (known.tapes.owned == owned && !*known.tapes.varies) return known;
   StaticForward anew;
+  if (known.tapes.owned == owned) anew.tapes.varies = known.tapes.varies;
   anew.tapes.owned = std::move(owned);
-  return anew;
+  return known = std::move(anew);
 }
 
 void Wrapped::keep_static_forward(const std::string& kind, StaticForward known) {

@@ -4,6 +4,7 @@
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/tape/segment.hpp>
+#include <infinitybatch/tape/witness.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
@@ -38,6 +39,9 @@ class Player {
          PlayObserver* observer = nullptr, bool graph = true)
       : tape_(tape), values_(values), restored_(restored), observer_(observer), graph_(graph) {}
 
+  /// The rows are not those of the recording.
+  void check_witnesses() { checks_ = true; }
+
   void bind(const External& external, const Batch& inputs) {
     values_[external.value] = found(external, inputs);
   }
@@ -63,6 +67,9 @@ class Player {
           stack.assign(1, std::move(result));
         } else if (observer_ == nullptr || !observer_->stand_in(i, stack)) {
           op.facts->handle.callBoxed(stack);
+          if (checks_ && op.witness != kNoWitness) {
+            check(tape_.witnesses[op.witness], *op.facts, stack);
+          }
         }
         if (observer_ != nullptr) observer_->after(i, stack);
         take_results(op);
@@ -168,6 +175,7 @@ class Player {
   size_t restored_;
   PlayObserver* observer_;
   bool graph_;
+  bool checks_ = false;
   std::vector<c10::IValue> stack_;
   uint32_t modes_ = UINT32_MAX;
   bool cached_casts_ = false;

@@ -1,5 +1,7 @@
 #include "program.hpp"
 
+#include <infinitybatch/tape/witness.hpp>
+
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -135,6 +137,10 @@ void Program::meet(const at::RecordFunction& op) {
   if (depth_ > 0) {
     ++depth_;
     if (recording_ && tape_.modes[op_.modes].in_autocast) note_cast(op);
+    if (recording_ && witnesses && !shows_values_) {
+      const OpFacts* inner = facts_of(op);
+      shows_values_ = inner != nullptr && inner->reads_values;
+    }
     return;
   }
   const OpFacts* facts = facts_of(op);
@@ -215,6 +221,7 @@ void Program::begin_op(const at::RecordFunction& op) {
   op_.draws.end = position(tape_.draws);
   if (facts.reads_values && !tape_.host_read) tape_.host_read = facts.name();
   op_.reads_values = facts.reads_values || selects_by_mask(facts, inputs) || op_.aside;
+  shows_values_ = witnesses && shows_values(facts, inputs);
   if (light) begin_cost();
 }
 
@@ -336,6 +343,10 @@ void Program::end_op(const at::RecordFunction& op) {
     }
   }
   op_.outputs.end = position(tape_.outputs);
+  if (shows_values_) {
+    op_.witness = position(tape_.witnesses);
+    tape_.witnesses.push_back(witness_of(*facts_, outputs));
+  }
   if (light) end_cost(outputs);
   tape_.ops.push_back(op_);
 }

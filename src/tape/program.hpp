@@ -40,6 +40,7 @@ class Program {
   Program* outer = nullptr;  ///< the recording that this one runs inside of
   /// See Recorder::disturb.
   std::function<bool(const Tape&, const Op&)> disturb;
+  bool witnesses = false;  ///< See Recorder::witness.
   /// See Recorder::lighten and Recorder::keep.
   std::optional<at::Device> light;
   FrontierGuide guide;
@@ -128,8 +129,9 @@ class Program {
 
   int depth_ = 0;  // of registered operators that are at work
   const OpFacts* facts_ = nullptr;
-  int exceptions_ = 0;      // in flight when the op began
-  bool recording_ = false;  // the op at work is going to the tape
+  int exceptions_ = 0;         // in flight when the op began
+  bool recording_ = false;     // the op at work is going to the tape
+  bool shows_values_ = false;  // user code may see values through it
   Op op_;
   uint32_t last_modes_ = 0;
   std::vector<at::Tensor> written_;                     // the op's arguments that it changes

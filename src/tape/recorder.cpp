@@ -60,6 +60,10 @@ void Recorder::disturb(std::function<bool(const Tape&, const Op&)> which) {
   program_->disturb = std::move(which);
 }
 
+void Recorder::witness() {
+  program_->witnesses = true;
+}
+
 void Recorder::lighten(at::Device device) {
   program_->light = device;
 }

@@ -26,10 +26,12 @@ void bind_externals(const Tape& tape, const Segment& segment, const Batch& input
 }  // namespace
 
 void play(const Tape& tape, const Segment& segment, const Batch& inputs,
-          std::vector<at::Tensor>& values, std::vector<Draw>& random, const StandIn& first) {
+          std::vector<at::Tensor>& values, std::vector<Draw>& random, const StandIn& first,
+          bool other_rows) {
   const ModesGuard modes;
   const GeneratorsGuard generators(tape);
   Player player(tape, values, segment.first_restore);
+  if (other_rows) player.check_witnesses();
   bind_externals(tape, segment, inputs, player);
   if (segment.draws) set_states(random);
   player.play(segment.ops, first);

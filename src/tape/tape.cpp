@@ -27,7 +27,7 @@ void trim(Tape& tape) {
       continue;
     }
     if (op.aside) continue;
-    keep[i] = op.facts->writes || op.facts->draws;
+    keep[i] = op.facts->writes || op.facts->draws || op.witness != kNoWitness;
     for (uint32_t o = op.outputs.begin; o < op.outputs.end && !keep[i]; ++o) {
       keep[i] = tape.outputs[o] != kNoValue && needed[tape.outputs[o]];
     }

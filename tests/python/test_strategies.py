@@ -140,9 +140,9 @@ def refuses(strategy: str, name: str) -> bool:
     return "checkpoint" in strategy and name in OPAQUE
 
 
-#: A promise of static_graph that does not hold and is not noticed: experts that a recording's rows
-#: did not choose are left out of later ones (4 % of the loss, whole gradients).
-UNNOTICED = [(way, "experts") for way in STRATEGIES if "static" in way]
+def may_refuse(strategy: str, name: str) -> bool:
+    """Experts that the sample chooses are another program for some micro-batches."""
+    return "static" in strategy and name == "experts"
 
 
 def measured(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
@@ -158,10 +158,8 @@ def cases() -> list[Any]:
         for name in MODELS
         if name not in RANDOM or "native numbers" in strategy
     ]
-    special = [case for case in every if case[1] in (*RANDOM, "batch_norm")]
-    chosen = every if LONG else special + [c for c in every if c not in special][::3]
-    gap = pytest.mark.xfail(reason="static_graph believes a program that depends on values")
-    return [pytest.param(*c, marks=gap) if c in UNNOTICED else c for c in chosen]
+    special = [case for case in every if case[1] in (*RANDOM, "batch_norm") or may_refuse(*case)]
+    return every if LONG else special + [c for c in every if c not in special][::3]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -186,5 +184,9 @@ def test_exact(strategy, name, threads):
             with pytest.raises(ib.Error):
                 STRATEGIES[strategy](found, inputs.clone(), targets, size)
             return
-        loss = STRATEGIES[strategy](found, inputs.clone(), targets, size)
+        try:
+            loss = STRATEGIES[strategy](found, inputs.clone(), targets, size)
+        except ib.Unsupported as error:
+            assert may_refuse(strategy, name) and "static_graph" in str(error)
+            continue
         assert excess(measured(found, loss), wanted, moved) == {}, size

@@ -131,6 +131,7 @@ class CutPass {
     std::set<tape::Crossing> differentiable;
     WaitingRoom gradients;
     std::map<int64_t, Work> retained;
+    bool reused = false;  // `recorded` is that of other rows
   };
 
   tape::Tape record_tape(const Batch& inputs, coupled::CouplingWatch& watch,
@@ -145,6 +146,7 @@ class CutPass {
   void learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape,
                    coupled::CouplingWatch& watch, const Elsewhere& elsewhere);
   void confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded);
+  void distrust();
   bool rebinds_buffers() const;
   void settle_written(const Part& part, int64_t segment, const Work& work);
   void check_replay(const Part& part, Rows rows, const Batch& inputs, const Batch& outputs);

@@ -3,6 +3,7 @@
 #include <infinitybatch/tape/segment.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -60,6 +61,8 @@ struct StaticTapes {
   };
   std::map<int64_t, Entry> by_rows;
   std::vector<const void*> owned;  ///< parameters and buffers that they were recorded with
+  /// Values decide what forward does, or may: each micro-batch is recorded. Copies share it.
+  std::shared_ptr<std::atomic<bool>> varies = std::make_shared<std::atomic<bool>>(false);
 };
 
 }  // namespace infinitybatch

@@ -62,6 +62,10 @@ class Recorder {
   /// next must not depend on their values. Call it before `run`.
   void disturb(std::function<bool(const Tape&, const Op&)> which);
 
+  /// For a tape that is played on other rows later: notes what user code sees of values, which
+  /// has to be the same there (witness.hpp). Call it before `run`.
+  void witness();
+
   /// For a forward whose graph would not fit: graph nodes let go of what they save as soon as their
   /// op has run, and what each op costs is noted (`Tape::costs`). Outputs carry the graph that they
   /// carry natively, hooks included, but it cannot run backward. Call it before `run`.

@@ -53,9 +53,12 @@ using StandIn = std::function<at::Tensor(std::vector<c10::IValue>& arguments)>;
 ///               that it gives, and the model's outputs, are
 /// \param random states of generators to begin with; afterwards those that the segment left
 /// \param first  in place of the segment's first op, where set
+/// \param other_rows these rows are not those of the recording, or parameters have changed since
+/// \throws OtherValues there, where user code could have taken another way
 /// \throws StateError where a tensor that the recording read has been changed since
 void play(const Tape& tape, const Segment& segment, const Batch& inputs,
-          std::vector<at::Tensor>& values, std::vector<Draw>& random, const StandIn& first);
+          std::vector<at::Tensor>& values, std::vector<Draw>& random, const StandIn& first,
+          bool other_rows = false);
 
 /// The arguments of the segment's first op. `values` as for `play`.
 std::vector<c10::IValue> first_arguments(const Tape& tape, const Segment& segment,

@@ -19,6 +19,7 @@ namespace infinitybatch::tape {
 using ValueId = uint32_t;
 inline constexpr ValueId kNoValue = UINT32_MAX;
 inline constexpr uint32_t kNoMemory = UINT32_MAX;
+inline constexpr uint32_t kNoWitness = UINT32_MAX;
 
 /// An argument of an op that is a tensor, or a list of them.
 struct Slot {
@@ -49,6 +50,14 @@ struct Op {
                                    ///< reach the host, or decide the shape of the result
   bool drew = false;               ///< it took numbers from a generator
   bool aside = false;              ///< scaled rows of a weight: replays find them scaled
+  uint32_t witness = kNoWitness;   ///< index into Tape::witnesses; see `Recorder::witness`
+};
+
+/// What an op showed user code of tensors' values while it was recorded.
+struct Witness {
+  std::vector<int64_t> sizes;        ///< of each result: how many dimensions, and each of them
+  std::vector<c10::IValue> numbers;  ///< that it returned
+  at::Tensor content;                ///< of memory that Python reads; undefined otherwise
 };
 
 /// What an op did to the device's memory while it was recorded; see `Recorder::lighten`.
@@ -103,6 +112,8 @@ struct Tape {
   std::vector<Modes> modes;
   /// For ops without facts, in order: the bytes of all of the memory that the value lies in.
   std::vector<std::pair<ValueId, at::Tensor>> restores;
+
+  std::vector<Witness> witnesses;  ///< of ops through which user code may see values
 
   std::vector<uint32_t> origins;  ///< for each op: its position before `trim`
   Costs costs;
