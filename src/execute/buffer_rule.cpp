@@ -139,6 +139,19 @@ void BufferRule::settle(const at::Tensor& buffer, const at::Tensor& value) {
   }
 }
 
+void BufferRule::meet(const at::Tensor& buffer, const at::Tensor& value) {
+  const at::NoGradGuard no_grad;
+  for (Entry& entry : entries_) {
+    if (!entry.tensor.is_same(buffer)) continue;
+    entry.written = true;
+    if (!exact_ || !entry.left.defined()) {
+      entry.left = value;
+    } else {
+      note_difference(entry.left, value, entry.disagree);
+    }
+  }
+}
+
 bool BufferRule::written() const noexcept {
   return std::any_of(entries_.begin(), entries_.end(),
                      [](const Entry& entry) { return entry.written; });

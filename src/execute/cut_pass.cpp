@@ -151,13 +151,13 @@ void CutPass::distrust() {
 }
 
 /// Without user code nobody else writes the model's own counters.
-void CutPass::settle_written(const Part& part, int64_t segment, const Work& work) {
-  if (job_.static_tapes == nullptr || &part != &parts_.begin()->second) return;
+void CutPass::meet_written(const Part& part, int64_t segment, const Work& work) {
+  if (job_.static_tapes == nullptr) return;
   for (const tape::Take& take : segment_of(part, segment).takes) {
-    if (!take.written) continue;
+    if (!take.written || part.recorded->last_writer.at(take.from.value) != segment) continue;
     for (const tape::External& external : part.recorded->tape.externals) {
       if (external.value != take.from.value || !external.is_buffer) continue;
-      buffers_.settle(external.tensor, work.values[external.value].detach());
+      buffers_.meet(external.tensor, work.values[external.value].detach());
     }
   }
 }
@@ -207,7 +207,7 @@ void CutPass::advance_to(Rows rows, const Batch& inputs, int64_t segment) {
 Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool retain) {
   Part& part = parts_.at(rows.begin);
   Work work = go_through(part, rows, inputs, segment, /*inside=*/false);
-  settle_written(part, segment, work);
+  meet_written(part, segment, work);
   let_go(part, segment);
   const bool last = is_last(part, segment);
   if (!last && has_op_before(part, segment + 1)) {
@@ -260,7 +260,7 @@ Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
     std::vector<tape::Draw> random = part.random[static_cast<size_t>(segment)];
     work_ = play(part, rows, inputs, segment, random);
     // With a separable loss this is the last segment's only pass.
-    if (last) settle_written(part, segment, work_);
+    if (last) meet_written(part, segment, work_);
   }
   if (!last) return {};
   Batch outputs = tape::result_of(part.recorded->tape, work_.values);

@@ -190,3 +190,58 @@ def test_a_momentum_that_counts_steps(which, n):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
         for a, b in zip(model.buffers(), twin.buffers(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+class Remembering(nn.Module):
+    """Leaves something of its outputs in a buffer that its next forward reads."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.head = nn.Linear(6, 5).double()
+        self.kind = kind
+        self.register_buffer("kept", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.head(x)
+        z, seen = y + self.kept, y.detach()
+        if self.kind == "mean":
+            self.kept.mul_(0.9).add_(seen.mean(0), alpha=0.1)
+        if self.kind == "queue":
+            self.kept.copy_(seen[-1])
+        if self.kind == "another tensor":
+            self.kept = self.kept * 0.9 + seen.mean(0) * 0.1
+        if self.kind == "equal at first":
+            self.kept.copy_(seen.amax(0).clamp(max=-50))
+        if self.kind == "counter":
+            self.kept += 1
+        return z
+
+
+@pytest.mark.parametrize("by", ["VirtualBatch", "coupled", "wrap"])
+@pytest.mark.parametrize("kind", ["mean", "queue", "another tensor", "equal at first", "counter"])
+def test_what_micro_batches_leave_in_buffers_is_compared(kind, by):
+    """Recorded, and where recordings are used again: none of them may speak for the others."""
+    model = Remembering(kind)
+    twin = copy.deepcopy(model)
+    options = {"micro_batch_size": 3, "static_graph": True}
+    if by == "wrap":
+        run = ib.wrap(model, **options)
+        step = lambda x, y: F.cross_entropy(run(x), y).backward()  # noqa: E731
+    else:
+        loss = ib.losses.coupled(F.cross_entropy) if by == "coupled" else nn.CrossEntropyLoss()
+        step = ib.VirtualBatch(model, loss, **options).backward
+    inputs, targets = classification(9)
+    steps = []
+    for scale in (1, 1, 1, -1e4):
+        found = model.kept.clone()
+        try:
+            step(inputs * scale, targets)
+        except ib.CouplingError as error:
+            assert "'kept'" in str(error)
+            assert torch.equal(model.kept, found)
+            break
+        F.cross_entropy(twin(inputs * scale), targets).backward()
+        assert excess(gradients(model), gradients(twin)) == {}
+        torch.testing.assert_close(model.kept, twin.kept, rtol=1e-12, atol=0)
+        steps.append(scale)
+    assert len(steps) == {"counter": 4, "equal at first": 3}.get(kind, 0)

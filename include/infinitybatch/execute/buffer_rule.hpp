@@ -40,6 +40,9 @@ class BufferRule {
   /// leaves there.
   void settle(const at::Tensor& buffer, const at::Tensor& value);
 
+  /// What a micro-batch would leave in this buffer, where its program ran without writing it.
+  void meet(const at::Tensor& buffer, const at::Tensor& value);
+
   /// Whether any micro-batch has written a buffer.
   bool written() const noexcept;
 

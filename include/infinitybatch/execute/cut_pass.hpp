@@ -148,7 +148,7 @@ class CutPass {
   void confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded);
   void distrust();
   bool rebinds_buffers() const;
-  void settle_written(const Part& part, int64_t segment, const Work& work);
+  void meet_written(const Part& part, int64_t segment, const Work& work);
   void check_replay(const Part& part, Rows rows, const Batch& inputs, const Batch& outputs);
   Batch replay_lightly(const Recorded& recorded, Rows rows, const Batch& inputs);
   static Work tail_of(const Recorded& recorded, tape::Frontiers& frontiers, const Batch& outputs);

@@ -19,13 +19,15 @@ struct Recorded {
   std::vector<int64_t> stretches{0};             ///< the first segment of each
   std::map<tape::Crossing, int64_t> first_user;  ///< the last segment to need a value in backward
   std::map<tape::Crossing, int64_t> last_user;   ///< and in forward
+  std::map<tape::ValueId, int64_t> last_writer;  ///< the last segment to write what it takes
 
-  /// Fills `first_user` and `last_user` once the tape is cut.
+  /// Fills the three once the tape is cut.
   void note_users() {
     for (size_t s = 0; s < segments.size(); ++s) {
       for (const tape::Take& take : segments[s].takes) {
         first_user.try_emplace(take.from, static_cast<int64_t>(s));
         last_user[take.from] = static_cast<int64_t>(s);
+        if (take.written) last_writer[take.from.value] = static_cast<int64_t>(s);
       }
     }
   }
