@@ -1,5 +1,13 @@
 # How our own targets are compiled: warnings, sanitizers, compiler cache, the precompiled header.
 
+# A build tree that was configured before this option was there stays file by file.
+set(_unity ON)
+if(DEFINED CACHE{INFINITYBATCH_SANITIZE} AND NOT DEFINED CACHE{INFINITYBATCH_UNITY}
+   AND EXISTS "${CMAKE_BINARY_DIR}/build.ninja")
+  set(_unity OFF)
+endif()
+option(INFINITYBATCH_UNITY
+       "Compile each folder's sources as one: a quick full build; OFF for quick small changes" ${_unity})
 option(INFINITYBATCH_SANITIZE "Compile with AddressSanitizer and UndefinedBehaviorSanitizer" OFF)
 option(INFINITYBATCH_WERROR "Treat warnings in our own code as errors" OFF)
 option(INFINITYBATCH_CCACHE "Use ccache where it is installed" ON)
@@ -36,6 +44,25 @@ if(INFINITYBATCH_SANITIZE)
   target_link_options(infinitybatch_compile INTERFACE ${_sanitizers})
 endif()
 
+# infinitybatch_unity(<target>): with INFINITYBATCH_UNITY each folder of the target's sources is one
+# compilation. Torch's headers and the templates they instantiate are most of what a file costs, so
+# that a folder costs little more than one file. Folders, not CMake's batches: what must be told
+# apart by name is then the same whichever files are added.
+function(infinitybatch_unity target)
+  if(NOT INFINITYBATCH_UNITY)
+    return()
+  endif()
+  get_target_property(sources ${target} SOURCES)
+  foreach(source IN LISTS sources)
+    if(source MATCHES "\\.cpp$")
+      get_filename_component(folder "${source}" DIRECTORY)
+      get_filename_component(folder "${folder}" NAME)
+      set_source_files_properties("${source}" PROPERTIES UNITY_GROUP "${folder}")
+    endif()
+  endforeach()
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+endfunction()
+
 # infinitybatch_target(<target>): our flags, and the library's precompiled header unless the target
 # is the library itself, which makes it.
 function(infinitybatch_target target)
@@ -45,6 +72,7 @@ function(infinitybatch_target target)
     PROPERTIES POSITION_INDEPENDENT_CODE OFF # -fPIC comes with the flags above
                CXX_EXTENSIONS OFF
                DEFINE_SYMBOL "")
+  infinitybatch_unity(${target})
   if(target STREQUAL "infinitybatch")
     # Narrow on purpose: 27 s once, then 1.5 s a file. torch/torch.h would cost more than it saves.
     target_precompile_headers(

@@ -7,17 +7,27 @@ file(GLOB_RECURSE package_files CONFIGURE_DEPENDS
      RELATIVE "${PROJECT_SOURCE_DIR}/python"
      "${PROJECT_SOURCE_DIR}/python/infinitybatch/*.py" "${PROJECT_SOURCE_DIR}/python/infinitybatch/*.pyi"
      "${PROJECT_SOURCE_DIR}/python/infinitybatch/py.typed")
-# Links to files that are gone would still be importable as names: make the folder anew.
-file(GLOB_RECURSE stale_links LIST_DIRECTORIES false "${INFINITYBATCH_PYTHON_DIR}/*.py"
-     "${INFINITYBATCH_PYTHON_DIR}/*.pyi")
-foreach(link IN LISTS stale_links)
-  file(REMOVE "${link}")
+# Links that are right stay as they are: somebody may be importing. Links to files that are gone
+# would still be importable as names.
+file(GLOB_RECURSE links LIST_DIRECTORIES false
+     RELATIVE "${PROJECT_BINARY_DIR}/python"
+     "${INFINITYBATCH_PYTHON_DIR}/*.py" "${INFINITYBATCH_PYTHON_DIR}/*.pyi")
+foreach(link IN LISTS links)
+  if(NOT link IN_LIST package_files AND NOT link STREQUAL "infinitybatch/_build.py")
+    file(REMOVE "${PROJECT_BINARY_DIR}/python/${link}")
+  endif()
 endforeach()
 foreach(file IN LISTS package_files)
-  get_filename_component(folder "${PROJECT_BINARY_DIR}/python/${file}" DIRECTORY)
-  file(MAKE_DIRECTORY "${folder}")
-  file(CREATE_LINK "${PROJECT_SOURCE_DIR}/python/${file}" "${PROJECT_BINARY_DIR}/python/${file}"
-       SYMBOLIC)
+  set(link "${PROJECT_BINARY_DIR}/python/${file}")
+  set(leads_to "")
+  if(IS_SYMLINK "${link}")
+    file(READ_SYMLINK "${link}" leads_to)
+  endif()
+  if(NOT leads_to STREQUAL "${PROJECT_SOURCE_DIR}/python/${file}")
+    get_filename_component(folder "${link}" DIRECTORY)
+    file(MAKE_DIRECTORY "${folder}")
+    file(CREATE_LINK "${PROJECT_SOURCE_DIR}/python/${file}" "${link}" SYMBOLIC)
+  endif()
 endforeach()
 
 # What infinitybatch._torch_check compares the installed torch with.
@@ -36,8 +46,7 @@ if(bind_sources)
   # The module is called _C in every build and ABI tag aside: torch ties it to one Python anyway.
   Python_add_library(_C MODULE WITH_SOABI ${bind_sources})
   infinitybatch_target(_C)
-  set_source_files_properties(${bind_sources} PROPERTIES COMPILE_DEFINITIONS
-                                                         "TORCH_EXTENSION_NAME=_C")
+  target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
   target_link_libraries(_C PRIVATE infinitybatch TorchWheel::torch_python)
   set_target_properties(_C PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${INFINITYBATCH_PYTHON_DIR}"
                                       BUILD_RPATH "${TORCH_WHEEL_LIB}")

@@ -20,7 +20,7 @@ export PYTHONPATH="$RELEASE/python"
 cd "$ROOT"
 # A test uses one thread. Files stay together, for what is set up once in each.
 say "Python, command line and packaging tests, as many at once as there are cores"
-"$VENV_PYTHON" -m pytest tests -m "not alone" -n auto --dist loadfile || status=1
+"$VENV_PYTHON" -m pytest tests -m "not alone" -n auto --dist loadfile --no-loadscope-reorder || status=1
 say "Tests on a simulated accelerator"
 files="tests/python/test_exactness.py tests/python/test_static_graph.py tests/python/test_wrap.py"
 [ -z "${INFINITYBATCH_LONG_TESTS:-}" ] || files="$(cat tests/sim/files.txt)"

@@ -15,14 +15,23 @@ GCC_ONLY = re.compile(
 LAUNCHER = re.compile(r"^\S*cmake -E env \S+ \S*ccache ")
 
 
+def files_of(compiled: str) -> list[str]:
+    """The files that CMake compiles as one (INFINITYBATCH_UNITY), or this one alone."""
+    if "/Unity/unity_" not in compiled:
+        return [compiled]
+    return re.findall(r'#include "(.+)"', Path(compiled).read_text())
+
+
 def main() -> None:
     source, target = Path(sys.argv[1]), Path(sys.argv[2])
     entries = []
     for entry in json.loads(source.read_text()):
         if "cmake_pch" in entry["file"]:
             continue
-        entry["command"] = GCC_ONLY.sub("", LAUNCHER.sub("", entry["command"]))
-        entries.append(entry)
+        command = GCC_ONLY.sub("", LAUNCHER.sub("", entry["command"]))
+        for file in files_of(entry["file"]):
+            one = command.replace(entry["file"], file)
+            entries.append({"directory": entry["directory"], "command": one, "file": file})
     target.write_text(json.dumps(entries, indent=1))
 
 

@@ -48,7 +48,23 @@ def nothing_races(request):
     sim.reset()
 
 
+#: What takes longest begins first, so that no process is left with one of them while others idle.
+LONGEST = (
+    "test_packaging.py",
+    "test_benchmarks.py",
+    "test_families.py",
+    "test_cut_transaction.py",
+    "test_strategies.py",
+    "test_checkpoints.py",
+    "test_command_line_training.py",
+    "test_wrap_ranks.py",
+    "test_tape_ops.py",
+)
+
+
 def pytest_collection_modifyitems(config, items):
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))  # stable
     if config.getoption("--device") == "cpu":
         return
     lines = (SIM / "left_out.txt").read_text().splitlines()

@@ -6,6 +6,7 @@
 #include "parking_argument.hpp"
 #include "python_model.hpp"
 #include "python_source.hpp"
+#include "signals.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
@@ -27,11 +28,6 @@ namespace infinitybatch::python {
 namespace py = pybind11;
 
 namespace {
-
-void check_signals() {
-  const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
 
 /// By hand: std::variant's own conversion wants types that can be made of nothing.
 Loss to_loss(const py::object& loss) {
@@ -192,7 +188,7 @@ std::string sizes(const std::vector<int64_t>& all) {
   return "[" + text + "]";
 }
 
-std::string describe(const StepReport& report) {
+std::string describe_step(const StepReport& report) {
   char number[32];
   std::snprintf(number, sizeof number, "%.6g",
                 report.loss.to(at::kCPU, at::kDouble).item<double>());
@@ -205,7 +201,7 @@ std::string describe(const StepReport& report) {
   return text + ">";
 }
 
-void bind_report(py::module_& module) {
+void bind_step_report(py::module_& module) {
   py::class_<StepReport> type(module, "StepReport", "What one step did.");
   bind_parked(type);
   type.def_readonly("loss", &StepReport::loss,
@@ -231,13 +227,13 @@ void bind_report(py::module_& module) {
           "\"checkpoint\" (the graph of one micro-batch was never there as a whole).")
       .def_readonly("strategy_reason", &StepReport::strategy_reason,
                     "Why forwards ran twice; empty where they did not.")
-      .def("__repr__", &describe);
+      .def("__repr__", &describe_step);
 }
 
 }  // namespace
 
 void bind_virtual_batch(py::module_& module) {
-  bind_report(module);
+  bind_step_report(module);
   py::class_<PyVirtualBatch>(module, "VirtualBatch", garbage_collected<PyVirtualBatch>())
       .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,
                     int64_t, bool, bool, const py::object&, const py::object&, bool, bool,

@@ -6,6 +6,7 @@
 #include "parking_argument.hpp"
 #include "python_batch.hpp"
 #include "python_model.hpp"
+#include "signals.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
@@ -27,11 +28,6 @@ namespace infinitybatch::python {
 namespace py = pybind11;
 
 namespace {
-
-void check_signals() {
-  const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
 
 /// 0 where there are none; that they differ is for Wrap::forward to say.
 int64_t rows_of(const Batch& inputs) {
@@ -136,7 +132,7 @@ class PyWrap {
   std::unique_ptr<Wrap> wrap_;
 };
 
-void bind_report(py::module_& module) {
+void bind_wrap_report(py::module_& module) {
   py::class_<WrapReport> type(module, "WrapReport", "What the last call of a wrapped module did.");
   bind_parked(type);
   bind_graph_bytes(type, "call");
@@ -175,7 +171,7 @@ void bind_report(py::module_& module) {
 }  // namespace
 
 void bind_wrap(py::module_& module) {
-  bind_report(module);
+  bind_wrap_report(module);
   py::class_<PyWrap>(module, "Wrap", "infinitybatch.wrap without its manners.",
                      garbage_collected<PyWrap>())
       .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,

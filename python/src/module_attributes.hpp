@@ -1,5 +1,6 @@
 #pragma once
 
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace infinitybatch::python {
@@ -18,6 +19,10 @@ inline PyObject* interned(const char* name) {
 inline PyObject* dict_in(PyObject* attributes, PyObject* name) {
   PyObject* found = PyDict_GetItemWithError(attributes, name);
   return found != nullptr && PyDict_CheckExact(found) ? found : nullptr;
+}
+
+inline at::Tensor tensor_or_nothing(PyObject* object) {
+  return object != nullptr && THPVariable_Check(object) ? THPVariable_Unpack(object) : at::Tensor();
 }
 
 inline PyObject* modules_name() {

@@ -11,7 +11,7 @@
 namespace infinitybatch::python {
 namespace {
 
-constexpr int kDeepest = 2;
+constexpr int kDeepestRead = 2;
 
 class Hashing {
  public:
@@ -67,7 +67,7 @@ class Hashing {
       mix(static_cast<uint64_t>(PyObject_Hash(value)));
     } else if (PyTuple_CheckExact(value)) {
       mix(4);
-      if (depth == kDeepest) return;
+      if (depth == kDeepestRead) return;
       for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
         setting(PyTuple_GET_ITEM(value, i), depth + 1);
       }

@@ -108,10 +108,6 @@ class Walk {
   ska::flat_hash_set<PyObject*> tensors_;
 };
 
-at::Tensor tensor_or_nothing(PyObject* object) {
-  return object != nullptr && THPVariable_Check(object) ? THPVariable_Unpack(object) : at::Tensor();
-}
-
 }  // namespace
 
 std::optional<Owned> walk_ordinary(py::handle model) {

@@ -18,11 +18,11 @@
 namespace infinitybatch::python {
 namespace {
 
-constexpr size_t kWords = 624;
+constexpr size_t kNumpyWords = 624;
 
 /// As NumPy's mt19937_state; `is_laid_out_so` compares it with get_state() once.
-struct Twister {
-  std::array<uint32_t, kWords> key;
+struct NumpyTwister {
+  std::array<uint32_t, kNumpyWords> key;
   int32_t pos;
 };
 
@@ -30,9 +30,9 @@ void restore_full(const Held& numpy_random, const py::object& state) {
   numpy_random.handle().attr("set_state")(state);
 }
 
-py::dict full_state(const Twister& twister, bool has_gauss, const py::object& gauss) {
+py::dict full_state(const NumpyTwister& twister, bool has_gauss, const py::object& gauss) {
   const py::module_ numpy = py::module_::import("numpy");
-  const py::bytes bytes(reinterpret_cast<const char*>(twister.key.data()), 4 * kWords);
+  const py::bytes bytes(reinterpret_cast<const char*>(twister.key.data()), 4 * kNumpyWords);
   py::dict inner;
   inner["key"] = numpy.attr("frombuffer")(bytes, numpy.attr("uint32"));
   inner["pos"] = twister.pos;
@@ -44,10 +44,11 @@ py::dict full_state(const Twister& twister, bool has_gauss, const py::object& ga
   return state;
 }
 
-bool is_laid_out_so(const Twister& twister, const py::object& numpy_random) {
+bool is_laid_out_so(const NumpyTwister& twister, const py::object& numpy_random) {
   const py::object inner = numpy_random.attr("get_state")(py::arg("legacy") = false)["state"];
   const auto key = inner["key"].attr("tobytes")().cast<std::string>();
-  return key.size() == 4 * kWords && std::memcmp(key.data(), twister.key.data(), 4 * kWords) == 0 &&
+  return key.size() == 4 * kNumpyWords &&
+         std::memcmp(key.data(), twister.key.data(), 4 * kNumpyWords) == 0 &&
          inner["pos"].cast<int32_t>() == twister.pos;
 }
 
@@ -59,14 +60,14 @@ struct Known {
   Held generator;  // held, so that no other one gets its address
   Held acquire;
   Held release;
-  Twister* twister = nullptr;  // null where it is of another kind
+  NumpyTwister* twister = nullptr;  // null where it is of another kind
 };
 
 /// Where `generator` keeps its state; null where it is of another kind.
-Twister* twister_of(const py::object& generator, const py::object& numpy_random) {
+NumpyTwister* twister_of(const py::object& generator, const py::object& numpy_random) {
   if (!py::type::handle_of(generator).is(numpy_random.attr("MT19937"))) return nullptr;
   const auto address = generator.attr("ctypes").attr("state_address").cast<uintptr_t>();
-  return reinterpret_cast<Twister*>(address);
+  return reinterpret_cast<NumpyTwister*>(address);
 }
 
 /// The global generator, with its lock and its memory.
@@ -91,7 +92,7 @@ const Known& look_up(const py::object& numpy_random) {
 }
 
 /// Null where memory must not be read.
-Twister* find_twister(const Known& known, const py::object& numpy_random) {
+NumpyTwister* find_twister(const Known& known, const py::object& numpy_random) {
   if (known.twister == nullptr) return nullptr;
   // A thread that fills an array has the lock and not the GIL. Where nobody has it, nobody can draw
   // before the GIL is given away, which nothing here does.
@@ -106,7 +107,7 @@ Twister* find_twister(const Known& known, const py::object& numpy_random) {
 std::function<void()> save_numpy_random(const py::object& numpy_random) {
   const Known& known = look_up(numpy_random);
   const Held module = known.module;
-  Twister* twister = find_twister(known, numpy_random);
+  NumpyTwister* twister = find_twister(known, numpy_random);
   if (twister == nullptr) {
     const Held state(numpy_random.attr("get_state")(py::arg("legacy") = false));
     return [module, state] {
@@ -116,7 +117,7 @@ std::function<void()> save_numpy_random(const py::object& numpy_random) {
   const auto before = recycled(*twister);
   const py::handle draw = known.standard_normal.handle();
   const py::object number = draw();
-  const bool was_cached = std::memcmp(twister, before.get(), sizeof(Twister)) == 0;
+  const bool was_cached = std::memcmp(twister, before.get(), sizeof(NumpyTwister)) == 0;
   if (was_cached) {
     // Rare: an odd number of normal numbers has been drawn.
     const py::dict state = full_state(*before, true, number);

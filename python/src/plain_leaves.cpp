@@ -2,6 +2,7 @@
 
 #include "held.hpp"
 #include "python_batch.hpp"
+#include "tree_module.hpp"
 
 #include <infinitybatch/core/plain_leaves.hpp>
 
@@ -9,11 +10,6 @@
 
 namespace infinitybatch::python {
 namespace {
-
-py::handle tree_module() {
-  static const py::handle module = py::module_::import("infinitybatch._tree").release();
-  return module;
-}
 
 py::handle held_in(const std::any& value) {
   const auto* held = std::any_cast<Held>(&value);

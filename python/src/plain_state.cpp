@@ -82,10 +82,10 @@ void put_back(const Attributes& attributes) {
   }
 }
 
-class Walk {
+class StateWalk {
  public:
   /// \param restorable what lies in the attributes is kept, to be put back
-  explicit Walk(bool restorable) : restorable_(restorable) {}
+  explicit StateWalk(bool restorable) : restorable_(restorable) {}
 
   void module(PyObject* module, const std::string& prefix) {
     if (!modules_.insert(module).second) return;
@@ -158,13 +158,13 @@ class Walk {
 }  // namespace
 
 PlainState plain_state(py::handle model) {
-  Walk walk(/*restorable=*/true);
+  StateWalk walk(/*restorable=*/true);
   walk.module(model.ptr(), "");
   return std::move(walk).state();
 }
 
 std::vector<NamedParameter> plain_tensors(py::handle model) {
-  Walk walk(/*restorable=*/false);
+  StateWalk walk(/*restorable=*/false);
   walk.module(model.ptr(), "");
   return std::move(walk).tensors();
 }

@@ -2,6 +2,7 @@
 #include "python_batch.hpp"
 
 #include "marked.hpp"
+#include "tree_module.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -19,11 +20,6 @@ namespace {
 using StructurePtr = std::shared_ptr<const Structure>;
 
 /// infinitybatch._tree: what only torch.utils._pytree knows.
-py::handle tree_module() {
-  static const py::handle module = py::module_::import("infinitybatch._tree").release();
-  return module;
-}
-
 bool has_only_str_keys(PyObject* dict) {
   PyObject* key = nullptr;
   PyObject* value = nullptr;

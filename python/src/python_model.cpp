@@ -1,5 +1,6 @@
 #include "python_model.hpp"
 
+#include "module_attributes.hpp"
 #include "module_walk.hpp"
 #include "python_batch.hpp"
 
@@ -19,10 +20,6 @@
 
 namespace infinitybatch::python {
 namespace {
-
-at::Tensor tensor_or_nothing(PyObject* object) {
-  return object != nullptr && THPVariable_Check(object) ? THPVariable_Unpack(object) : at::Tensor();
-}
 
 /// A buffer of a TorchScript module, which keeps no Python dict.
 BufferSlot attribute_slot(std::string name, const Held& module, const Held& key) {

@@ -15,7 +15,17 @@ namespace {
 
 // aten::batch_norm(input, weight?, bias?, running_mean?, running_var?, training, momentum, eps,
 //                  cudnn_enabled)
-enum Argument : size_t { kInput, kWeight, kBias, kMean, kVar, kTraining, kMomentum, kEps, kCudnn };
+enum BatchNormArgument : size_t {
+  kInput,
+  kWeight,
+  kBias,
+  kRunningMean,
+  kRunningVar,
+  kTraining,
+  kMomentum,
+  kEps,
+  kCudnn
+};
 
 at::Tensor tensor_or_none(const c10::IValue& value) {
   return value.isTensor() ? value.toTensor() : at::Tensor();
@@ -55,8 +65,8 @@ void BatchNorm::collect(Rows rows, const Arguments& arguments) {
   if (!known_) {
     known_ = true;
     type_ = statistics_type(input);
-    running_mean_ = tensor_or_none(arguments[kMean]);
-    running_var_ = tensor_or_none(arguments[kVar]);
+    running_mean_ = tensor_or_none(arguments[kRunningMean]);
+    running_var_ = tensor_or_none(arguments[kRunningVar]);
     momentum_ = arguments[kMomentum].toDouble();
     eps_ = arguments[kEps].toDouble();
   }

@@ -13,7 +13,7 @@
 namespace infinitybatch::coupled {
 namespace {
 
-thread_local CouplingWatch* innermost = nullptr;
+thread_local CouplingWatch* innermost_watch = nullptr;
 
 enum class Kind { batch_norm, always, embedding, across_batch };
 
@@ -130,27 +130,27 @@ void CouplingWatch::undo_draws() const {
 }
 
 bool CouplingWatch::at_work() noexcept {
-  return innermost != nullptr;
+  return innermost_watch != nullptr;
 }
 
 CouplingWatch::Scope::Scope(CouplingWatch& watch)
-    : outer_(innermost),
+    : outer_(innermost_watch),
       handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(&on_op, &after_op)
                                              .needsInputs(true)
                                              .scopes({at::RecordScope::FUNCTION}))) {
   watch.inside_ = 0;
   watch.drawing_ = false;
   watch.renormed_->forget();
-  innermost = &watch;
+  innermost_watch = &watch;
 }
 
 CouplingWatch::Scope::~Scope() {
   at::removeCallback(handle_);
-  innermost = outer_;
+  innermost_watch = outer_;
 }
 
 std::unique_ptr<at::ObserverContext> CouplingWatch::on_op(const at::RecordFunction& op) {
-  CouplingWatch* watch = innermost;
+  CouplingWatch* watch = innermost_watch;
   std::unique_ptr<at::ObserverContext> context;
   if (watch != nullptr) watch->errors_.guard([&] { context = watch->begin(op); });
   return context;
@@ -231,7 +231,7 @@ void CouplingWatch::check(int64_t rows, int64_t total) const {
 }
 
 void CouplingWatch::after_op(const at::RecordFunction&, at::ObserverContext* context) {
-  CouplingWatch* watch = innermost;
+  CouplingWatch* watch = innermost_watch;
   if (watch == nullptr || context == nullptr) return;
   watch->errors_.guard([&] { watch->end(context); });
 }

@@ -12,7 +12,7 @@ namespace infinitybatch::coupled {
 namespace {
 
 // aten::embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)
-enum Argument : size_t { kWeight, kIndices, kPadding, kScale, kSparse };
+enum EmbeddingArgument : size_t { kTable, kIndices, kPadding, kScale, kSparse };
 
 // aten::embedding_bag(weight, indices, offsets, scale_grad_by_freq, mode, sparse,
 //                     per_sample_weights, include_last_offset[, padding_idx])
@@ -67,7 +67,7 @@ void ScaledEmbedding::collect(Rows /*rows*/, const Arguments& arguments) {
   const at::NoGradGuard no_grad;
   const at::Tensor indices = arguments[kIndices].toTensor().detach().reshape({-1}).to(at::kLong);
   if (!counts_.defined()) {
-    counts_ = at::zeros({arguments[kWeight].toTensor().size(0)}, indices.options());
+    counts_ = at::zeros({arguments[kTable].toTensor().size(0)}, indices.options());
   }
   counts_.index_add_(0, indices, at::ones_like(indices));
 }
@@ -76,7 +76,7 @@ void ScaledEmbedding::combine(SettledBuffers& /*buffers*/) {}
 
 at::Tensor ScaledEmbedding::apply(Rows /*rows*/, const Arguments& arguments,
                                   std::vector<at::Tensor>& /*leaves*/) {
-  const at::Tensor weight = arguments[kWeight].toTensor();
+  const at::Tensor weight = arguments[kTable].toTensor();
   const at::Tensor indices = arguments[kIndices].toTensor();
   const at::Tensor words = at::embedding(weight, indices, arguments[kPadding].toInt(),
                                          /*scale_grad_by_freq=*/false, arguments[kSparse].toBool());

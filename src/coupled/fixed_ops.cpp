@@ -14,7 +14,7 @@
 namespace infinitybatch::coupled {
 namespace {
 
-thread_local FixedOps* innermost = nullptr;
+thread_local FixedOps* innermost_scope = nullptr;
 
 constexpr std::array<std::string_view, 4> kNorms{"aten::batch_norm", "aten::native_batch_norm",
                                                  "aten::_native_batch_norm_legit",
@@ -29,8 +29,7 @@ double number(c10::ArrayRef<const c10::IValue> inputs, size_t index, double othe
 
 /// What stands for every number of a draw; nothing where the op is no draw that fills a tensor.
 /// All other draws of torch's CPU kernels end in one of these, or move the generator unseen.
-std::optional<double> fixed_draw(std::string_view name,
-                                 c10::ArrayRef<const c10::IValue> inputs) {
+std::optional<double> fixed_draw(std::string_view name, c10::ArrayRef<const c10::IValue> inputs) {
   if (name == "aten::bernoulli_") return 1;
   if (name == "aten::uniform_") {
     const double from = number(inputs, 1, 0);
@@ -72,7 +71,7 @@ struct FixedOps::Replaced : at::ObserverContext {
 };
 
 FixedOps::FixedOps(const std::vector<at::Device>& devices, int64_t rows)
-    : outer_(innermost),
+    : outer_(innermost_scope),
       handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(&on_op, &after_op)
                                              .needsInputs(true)
                                              .needsOutputs(true)
@@ -85,12 +84,12 @@ FixedOps::FixedOps(const std::vector<at::Device>& devices, int64_t rows)
   for (const at::Device& device : devices) {
     if (!device.is_cpu()) know(at::globalContext().defaultGenerator(device));
   }
-  innermost = this;
+  innermost_scope = this;
 }
 
 FixedOps::~FixedOps() {
   at::removeCallback(handle_);
-  innermost = outer_;
+  innermost_scope = outer_;
   // Those that ops were given are nobody else's to put back.
   for (const auto& [generator, state] : generators_) state.put_back(generator);
 }
@@ -101,9 +100,8 @@ bool FixedOps::strayed() const {
 }
 
 bool FixedOps::moved() const {
-  return std::any_of(generators_.begin(), generators_.end(), [](const auto& each) {
-           return !(GeneratorState(each.first) == each.second);
-         });
+  return std::any_of(generators_.begin(), generators_.end(),
+                     [](const auto& each) { return !(GeneratorState(each.first) == each.second); });
 }
 
 std::map<std::string, std::string> FixedOps::foreign() const {
@@ -111,12 +109,12 @@ std::map<std::string, std::string> FixedOps::foreign() const {
 }
 
 std::unique_ptr<at::ObserverContext> FixedOps::on_op(const at::RecordFunction& op) {
-  return innermost != nullptr ? innermost->begin(op) : nullptr;
+  return innermost_scope != nullptr ? innermost_scope->begin(op) : nullptr;
 }
 
 void FixedOps::after_op(const at::RecordFunction& op, at::ObserverContext* context) {
-  if (innermost == nullptr || context == nullptr) return;
-  if (auto* replaced = dynamic_cast<Replaced*>(context)) innermost->end(op, *replaced);
+  if (innermost_scope == nullptr || context == nullptr) return;
+  if (auto* replaced = dynamic_cast<Replaced*>(context)) innermost_scope->end(op, *replaced);
 }
 
 std::unique_ptr<at::ObserverContext> FixedOps::begin(const at::RecordFunction& op) {
@@ -170,9 +168,9 @@ void FixedOps::end(const at::RecordFunction& op, Replaced& replaced) {
       for (const auto& [generator, state] : generators_) state.put_back(generator);
     } else if (replaced.across) {
       const bool numbers = output.is_floating_point() || output.is_complex();
-      output.fill_(numbers && output.dim() > 0 ? static_cast<double>(output.size(0)) /
-                                                     static_cast<double>(rows_)
-                                               : 0);
+      output.fill_(numbers && output.dim() > 0
+                       ? static_cast<double>(output.size(0)) / static_cast<double>(rows_)
+                       : 0);
     } else {
       const at::Tensor& input = replaced.input;
       output.copy_(input.detach());

@@ -2,6 +2,7 @@
 
 #include "plain_copy.hpp"
 
+#include <infinitybatch/core/tensor_memory.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/coupled/original_weights.hpp>
 #include <infinitybatch/tape/op_facts.hpp>
@@ -16,15 +17,6 @@
 
 namespace infinitybatch::coupled {
 namespace {
-
-c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
-                                                  : nullptr;
-}
-
-uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
-}
 
 /// Of an interpreter's stack: what was there before comes first.
 c10::ArrayRef<const c10::IValue> arguments_of(const at::RecordFunction& op, size_t count) {

@@ -3,6 +3,7 @@
 #include "plain_copy.hpp"
 
 #include <infinitybatch/core/extent.hpp>
+#include <infinitybatch/core/tensor_memory.hpp>
 #include <infinitybatch/tape/op_facts.hpp>
 
 #include <c10/core/GradMode.h>
@@ -28,11 +29,6 @@ bool overwrites(std::string_view op) {
       "aten::zero_",    "aten::fill_",      "aten::copy_",  "aten::normal_",
       "aten::uniform_", "aten::bernoulli_", "aten::random_"};
   return std::find(kOps.begin(), kOps.end(), op) != kOps.end();
-}
-
-const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
-                                                  : nullptr;
 }
 
 /// Strides with sizes, the smallest stride first: transposing changes nothing.

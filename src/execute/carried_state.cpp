@@ -1,6 +1,7 @@
 #include <infinitybatch/execute/carried_state.hpp>
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/tensor_memory.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
@@ -12,11 +13,7 @@
 namespace infinitybatch {
 namespace {
 
-thread_local CarriedState* innermost = nullptr;
-
-uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
-}
+thread_local CarriedState* innermost_state = nullptr;
 
 /// Constants may be converted, or made anew with the values that they had.
 bool same_values(const at::Tensor& before, const at::Tensor& now) {
@@ -30,20 +27,20 @@ bool same_values(const at::Tensor& before, const at::Tensor& now) {
 
 }  // namespace
 
-CarriedState::Scope::Scope(CarriedState* state, bool part) noexcept : outer_(innermost) {
-  innermost = state;
+CarriedState::Scope::Scope(CarriedState* state, bool part) noexcept : outer_(innermost_state) {
+  innermost_state = state;
   if (state != nullptr) state->part_ = part;
 }
 CarriedState::Scope::~Scope() {
-  innermost = outer_;
+  innermost_state = outer_;
 }
 
 CarriedState* CarriedState::at_work() noexcept {
-  return innermost == nullptr || innermost->idle_ ? nullptr : innermost;
+  return innermost_state == nullptr || innermost_state->idle_ ? nullptr : innermost_state;
 }
 
 void CarriedState::let_be() noexcept {
-  if (innermost != nullptr && !innermost->trial_) innermost->restore_ = nullptr;
+  if (innermost_state != nullptr && !innermost_state->trial_) innermost_state->restore_ = nullptr;
 }
 
 void CarriedState::before_forward(PlainState state) {

@@ -10,7 +10,7 @@
 namespace infinitybatch {
 namespace {
 
-thread_local LossWatch* innermost = nullptr;
+thread_local LossWatch* innermost_watch = nullptr;
 
 template <typename Visit>
 void for_each_tensor(const c10::IValue& value, Visit&& visit) {
@@ -35,7 +35,7 @@ LossWatch::LossWatch(const std::vector<at::Tensor>& watched, std::function<void(
                      std::function<void(const at::Tensor&)> read)
     : write_(std::move(write)),
       read_(std::move(read)),
-      outer_(innermost),
+      outer_(innermost_watch),
       handle_(
           at::addThreadLocalCallback(at::RecordFunctionCallback(&on_op).needsInputs(true).scopes(
               {at::RecordScope::FUNCTION}))) {
@@ -43,16 +43,16 @@ LossWatch::LossWatch(const std::vector<at::Tensor>& watched, std::function<void(
     if (!watched[i].defined() || !watched[i].has_storage()) continue;
     unwritten_.emplace(watched[i].storage().unsafeGetStorageImpl(), i);
   }
-  innermost = this;
+  innermost_watch = this;
 }
 
 LossWatch::~LossWatch() {
   at::removeCallback(handle_);
-  innermost = outer_;
+  innermost_watch = outer_;
 }
 
 std::unique_ptr<at::ObserverContext> LossWatch::on_op(const at::RecordFunction& op) {
-  LossWatch* watch = innermost;
+  LossWatch* watch = innermost_watch;
   if (watch != nullptr) watch->errors_.guard([&] { watch->meet(op); });
   return nullptr;
 }

@@ -2,6 +2,7 @@
 
 #include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/tensor_memory.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
@@ -10,13 +11,6 @@
 #include <utility>
 
 namespace infinitybatch {
-namespace {
-
-const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  return tensor.storage().unsafeGetStorageImpl();
-}
-
-}  // namespace
 
 ParameterRule::ParameterRule(const std::vector<NamedParameter>& parameters,
                              coupled::WatchedMemory& memory, bool exact)

@@ -1,15 +1,10 @@
 #include <infinitybatch/execute/waiting_room.hpp>
 
+#include <infinitybatch/core/tensor_memory.hpp>
+
 #include <algorithm>
 
 namespace infinitybatch {
-namespace {
-
-uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
-}
-
-}  // namespace
 
 int64_t WaitingRoom::fetch(const std::set<tape::Crossing>& which, bool ahead) {
   int64_t bytes = 0;

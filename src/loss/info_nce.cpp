@@ -17,7 +17,7 @@
 namespace infinitybatch::losses {
 namespace {
 
-constexpr const char* kName = "info_nce";
+constexpr const char* kInfoNce = "info_nce";
 
 /// log(sum_i exp(s_ij)) of each column, as the largest score and the logarithm of the rest.
 struct LogSumExp {
@@ -85,10 +85,10 @@ at::Tensor sum_of_losses(PairTiles& tiles, bool symmetric, bool wants_gradients)
 }
 
 void check(const InfoNCELossOptions& options) {
-  check_reduction(kName, options.reduction);
-  check_tile(kName, options.tile);
+  check_reduction(kInfoNce, options.reduction);
+  check_tile(kInfoNce, options.tile);
   if (std::holds_alternative<double>(options.temperature)) {
-    check_positive(kName, "temperature", options.temperature, {});
+    check_positive(kInfoNce, "temperature", options.temperature, {});
   }
 }
 
@@ -96,17 +96,17 @@ void check(const InfoNCELossOptions& options) {
 
 at::Tensor info_nce(const at::Tensor& a, const at::Tensor& b, const InfoNCELossOptions& options) {
   check(options);
-  check_pair(kName, a, b);
+  check_pair(kInfoNce, a, b);
   if (b.size(0) < a.size(0) || (options.symmetric && b.size(0) != a.size(0))) {
-    throw InvalidArgument(std::string(kName) + ": " + std::to_string(a.size(0)) +
+    throw InvalidArgument(std::string(kInfoNce) + ": " + std::to_string(a.size(0)) +
                           " embeddings need as many partners, but there are " +
                           std::to_string(b.size(0)) +
                           (options.symmetric ? "; more than that are negatives of one direction: "
                                                "symmetric=false"
                                              : ""));
   }
-  const at::Tensor temperature = tensor_of(kName, "temperature", options.temperature);
-  check_positive(kName, "temperature", options.temperature, temperature);
+  const at::Tensor temperature = tensor_of(kInfoNce, "temperature", options.temperature);
+  check_positive(kInfoNce, "temperature", options.temperature, temperature);
   const PairWants wants{wants_gradient(a), wants_gradient(b), wants_gradient(temperature)};
   at::Tensor value;
   PairGradients gradients;
@@ -116,7 +116,7 @@ at::Tensor info_nce(const at::Tensor& a, const at::Tensor& b, const InfoNCELossO
     const at::Tensor like = widened(at::empty({0}, b.options()));
     PairTiles tiles(
         a, b, value_of(options.temperature, temperature, like), options.normalize,
-        rows_of_tile(kName, options.tile, a.size(0), b.size(0), b.size(1), like.element_size()),
+        rows_of_tile(kInfoNce, options.tile, a.size(0), b.size(0), b.size(1), like.element_size()),
         wants);
     value = sum_of_losses(tiles, options.symmetric, wants.any()).to(like.scalar_type());
     gradients = tiles.take(options.symmetric ? 0.5 : 1);
@@ -124,17 +124,17 @@ at::Tensor info_nce(const at::Tensor& a, const at::Tensor& b, const InfoNCELossO
       gradients.temperature = gradients.temperature.reshape(temperature.sizes());
     }
   }
-  const at::Tensor sum = with_gradients(kName, value, {a, b, temperature},
+  const at::Tensor sum = with_gradients(kInfoNce, value, {a, b, temperature},
                                         {gradients.rows, gradients.columns, gradients.temperature});
   return reduced(sum, options.reduction, a.size(0));
 }
 
 CoupledLoss info_nce(InfoNCELossOptions options, std::optional<at::Device> device) {
   check(options);
-  return {kName,
+  return {kInfoNce,
           [options = std::move(options)](const Batch& outputs, const Batch& targets) {
-            check_no_targets(kName, targets);
-            const auto [a, b] = pair_of(kName, outputs);
+            check_no_targets(kInfoNce, targets);
+            const auto [a, b] = pair_of(kInfoNce, outputs);
             return info_nce(a, b, options);
           },
           device};

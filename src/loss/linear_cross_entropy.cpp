@@ -17,30 +17,30 @@
 namespace infinitybatch::losses {
 namespace {
 
-const std::string kName = "linear_cross_entropy";
+const std::string kLinearCrossEntropy = "linear_cross_entropy";
 
 void check(const at::Tensor& weight, const at::Tensor& bias, const CrossEntropyLossOptions& options,
            const LinearHeadOptions& head) {
-  check_reduction(kName, options.reduction);
-  check_smoothing(kName, options.label_smoothing);
-  check_tile(kName, head.tile);
+  check_reduction(kLinearCrossEntropy, options.reduction);
+  check_smoothing(kLinearCrossEntropy, options.label_smoothing);
+  check_tile(kLinearCrossEntropy, head.tile);
   if (!(head.softcap >= 0)) {
-    throw InvalidArgument(kName + ": softcap must be above 0, or 0 for none, not " +
+    throw InvalidArgument(kLinearCrossEntropy + ": softcap must be above 0, or 0 for none, not " +
                           std::to_string(head.softcap));
   }
   if (!weight.defined() || weight.dim() < 2 || !weight.is_floating_point()) {
-    throw InvalidArgument(kName +
+    throw InvalidArgument(kLinearCrossEntropy +
                           " needs a floating point linear_weight of shape (C, ..., "
                           "features)" +
                           (weight.defined() ? ", but was given " + shape_of(weight) : ""));
   }
   if (bias.defined() && bias.sizes() != weight.sizes().slice(0, weight.dim() - 1)) {
-    throw InvalidArgument(kName + ": linear_bias has shape " + shape_of(bias) +
+    throw InvalidArgument(kLinearCrossEntropy + ": linear_bias has shape " + shape_of(bias) +
                           ", which must be that of linear_weight " + shape_of(weight) +
                           " without the last dimension");
   }
   if (options.weight.defined() && options.weight.numel() != weight.size(0)) {
-    throw InvalidArgument(kName + ": weight has shape " + shape_of(options.weight) +
+    throw InvalidArgument(kLinearCrossEntropy + ": weight has shape " + shape_of(options.weight) +
                           ", but there are " + std::to_string(weight.size(0)) + " classes");
   }
 }
@@ -63,7 +63,7 @@ Heads heads_of(const at::Tensor& input, const at::Tensor& weight, const at::Tens
   const bool plain = inner.empty();
   const bool probabilities = are_probabilities(target);
   if (input.dim() < 2 || input.size(-1) != features || (!plain && input.dim() != 2)) {
-    throw InvalidArgument(kName + " takes outputs (N, " + (plain ? "..., " : "") +
+    throw InvalidArgument(kLinearCrossEntropy + " takes outputs (N, " + (plain ? "..., " : "") +
                           "features) for " + "a linear_weight of shape " + shape_of(weight) +
                           ", but was given " + shape_of(input));
   }
@@ -71,10 +71,11 @@ Heads heads_of(const at::Tensor& input, const at::Tensor& weight, const at::Tens
   if (probabilities) expected.push_back(classes);
   expected.insert(expected.end(), inner.begin(), inner.end());
   if (target.sizes() != at::IntArrayRef(expected)) {
-    throw InvalidArgument(
-        kName + " takes targets of shape " + shape_of(at::empty(expected, at::kMeta)) +
-        " beside outputs " + shape_of(input) + " and linear_weight " + shape_of(weight) +
-        ", but was given " + shape_of(target) + " of " + c10::toString(target.scalar_type()));
+    throw InvalidArgument(kLinearCrossEntropy + " takes targets of shape " +
+                          shape_of(at::empty(expected, at::kMeta)) + " beside outputs " +
+                          shape_of(input) + " and linear_weight " + shape_of(weight) +
+                          ", but was given " + shape_of(target) + " of " +
+                          c10::toString(target.scalar_type()));
   }
   const int64_t count = c10::multiply_integers(inner);
   const int64_t rows = input.numel() / std::max<int64_t>(features, 1);
@@ -110,7 +111,7 @@ void check_devices(const at::Tensor& input, const at::Tensor& weight, const at::
                    const at::Tensor& target) {
   for (const at::Tensor& other : {weight, bias, target}) {
     if (!other.defined() || other.device() == input.device()) continue;
-    throw InvalidArgument(kName + ": outputs are on " + input.device().str() +
+    throw InvalidArgument(kLinearCrossEntropy + ": outputs are on " + input.device().str() +
                           ", but linear_weight, linear_bias or targets on " + other.device().str());
   }
 }
@@ -132,9 +133,9 @@ at::Tensor sum_of_losses(const at::Tensor& input, const at::Tensor& weight, cons
     HeadJob job;
     job.hidden = as_autocast(heads.hidden).contiguous();
     if (job.hidden.scalar_type() != weights.scalar_type()) {
-      throw InvalidArgument(kName + ": outputs of type " + c10::toString(job.hidden.scalar_type()) +
-                            " do not go with a linear_weight of type " +
-                            c10::toString(weights.scalar_type()));
+      throw InvalidArgument(
+          kLinearCrossEntropy + ": outputs of type " + c10::toString(job.hidden.scalar_type()) +
+          " do not go with a linear_weight of type " + c10::toString(weights.scalar_type()));
     }
     const NoAutocast no_autocast;
     if (!are_probabilities(target)) {
@@ -162,10 +163,11 @@ at::Tensor sum_of_losses(const at::Tensor& input, const at::Tensor& weight, cons
       HeadGradients part{whole.hidden, of_weight ? whole.weight.select(1, i) : at::Tensor(),
                          of_bias ? whole.bias.select(1, i) : at::Tensor()};
       if (!tiles) {
-        tiles.emplace(job,
-                      rows_of_tile(kName, head.tile, job.hidden.size(0), weights.size(0),
-                                   weights.size(2), static_cast<int64_t>(exact.dtype().itemsize())),
-                      whole.any());
+        tiles.emplace(
+            job,
+            rows_of_tile(kLinearCrossEntropy, head.tile, job.hidden.size(0), weights.size(0),
+                         weights.size(2), static_cast<int64_t>(exact.dtype().itemsize())),
+            whole.any());
       }
       const at::Tensor sum = tiles->add(job, part);
       value = value.defined() ? value.add_(sum) : sum;
@@ -176,7 +178,7 @@ at::Tensor sum_of_losses(const at::Tensor& input, const at::Tensor& weight, cons
     if (of_weight) whole.weight = whole.weight.reshape(weight.sizes());
     if (of_bias) whole.bias = whole.bias.reshape(bias.sizes());
   }
-  return with_gradients(kName.c_str(), value, {input, weight, bias},
+  return with_gradients(kLinearCrossEntropy.c_str(), value, {input, weight, bias},
                         {whole.hidden, whole.weight, whole.bias}, nothing_counts);
 }
 
@@ -196,15 +198,15 @@ SeparableLoss linear_cross_entropy(at::Tensor linear_weight, at::Tensor linear_b
   SeparableLoss::Denominator part;
   if (options.reduction == Reduction::mean) {
     part = [options, classes = linear_weight.size(0)](const Batch& targets, int64_t) {
-      return denominator(target_leaf(kName, targets, 0).tensor, classes, options);
+      return denominator(target_leaf(kLinearCrossEntropy, targets, 0).tensor, classes, options);
     };
   }
   auto sum = [options = std::move(options), head, weight = std::move(linear_weight),
               bias = std::move(linear_bias)](const Batch& outputs, const Batch& targets) {
-    const auto tensors = raw_arguments(kName, outputs, targets, {"(input; target)"});
+    const auto tensors = raw_arguments(kLinearCrossEntropy, outputs, targets, {"(input; target)"});
     return sum_of_losses(tensors[0], weight, bias, tensors[1], options, head);
   };
-  return {kName, std::move(sum), std::move(part)};
+  return {kLinearCrossEntropy, std::move(sum), std::move(part)};
 }
 
 at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& linear_weight,
@@ -213,7 +215,7 @@ at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& linea
                                 const LinearHeadOptions& head) {
   check(linear_weight, linear_bias, options, head);
   if (!input.defined() || !target.defined()) {
-    throw InvalidArgument(kName + " takes an input and targets");
+    throw InvalidArgument(kLinearCrossEntropy + " takes an input and targets");
   }
   const at::Tensor sum = sum_of_losses(input, linear_weight, linear_bias, target, options, head);
   if (options.reduction == Reduction::sum) return sum;

@@ -21,7 +21,7 @@ using torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::Node;
 
-constexpr const char* kName = "pairwise";
+constexpr const char* kPairwise = "pairwise";
 constexpr const char* kFunction = "the function of losses.pairwise";
 
 /// Evaluates one tile after the other, each forward and, where gradients are wanted, backward.
@@ -71,7 +71,7 @@ class Tiles {
 
   at::Tensor result() {
     const at::Tensor value = total_.to(type_.value_or(a_.scalar_type()));
-    return with_gradients(kName, value, std::move(edges_), std::move(gradients_));
+    return with_gradients(kPairwise, value, std::move(edges_), std::move(gradients_));
   }
 
  private:
@@ -122,9 +122,9 @@ class Tiles {
 };
 
 void check(const PairwiseFunction& function, const PairwiseLossOptions& options) {
-  if (!function) throw InvalidArgument(std::string(kName) + " needs a function of a tile");
-  check_reduction(kName, options.reduction);
-  check_tile(kName, options.tile);
+  if (!function) throw InvalidArgument(std::string(kPairwise) + " needs a function of a tile");
+  check_reduction(kPairwise, options.reduction);
+  check_tile(kPairwise, options.tile);
 }
 
 }  // namespace
@@ -132,8 +132,8 @@ void check(const PairwiseFunction& function, const PairwiseLossOptions& options)
 at::Tensor pairwise(const at::Tensor& a, const at::Tensor& b, const PairwiseFunction& function,
                     const Batch& targets, const PairwiseLossOptions& options) {
   check(function, options);
-  check_pair(kName, a, b);
-  const int64_t tile = rows_of_tile(kName, options.tile, a.size(0), b.size(0), b.size(1),
+  check_pair(kPairwise, a, b);
+  const int64_t tile = rows_of_tile(kPairwise, options.tile, a.size(0), b.size(0), b.size(1),
                                     static_cast<int64_t>(b.element_size()));
   Tiles tiles(a, b);
   for (int64_t begin = 0; begin < a.size(0); begin += tile) {
@@ -145,11 +145,12 @@ at::Tensor pairwise(const at::Tensor& a, const at::Tensor& b, const PairwiseFunc
 CoupledLoss pairwise(PairwiseFunction function, PairwiseLossOptions options,
                      std::optional<at::Device> device) {
   check(function, options);
-  return {kName,
+  return {kPairwise,
           [function = std::move(function), options](const Batch& outputs, const Batch& targets) {
             const std::vector<at::Tensor> tensors = outputs.tensors();
             const bool self = tensors.size() == 1 && tensors[0].dim() == 2;
-            const auto [a, b] = self ? std::pair(tensors[0], tensors[0]) : pair_of(kName, outputs);
+            const auto [a, b] =
+                self ? std::pair(tensors[0], tensors[0]) : pair_of(kPairwise, outputs);
             return pairwise(a, b, function, targets, options);
           },
           device};

@@ -16,7 +16,7 @@
 namespace infinitybatch::losses {
 namespace {
 
-constexpr const char* kName = "siglip";
+constexpr const char* kSiglip = "siglip";
 // From here on log(1 + exp(x)) is x in float64 too: exp(-40) is below its precision.
 constexpr double kLinearFrom = 40;
 
@@ -49,10 +49,10 @@ Sums sums_of(PairTiles& tiles, const at::Tensor& bias, bool wants_gradients) {
 }
 
 void check(const SigLIPLossOptions& options) {
-  check_reduction(kName, options.reduction);
-  check_tile(kName, options.tile);
+  check_reduction(kSiglip, options.reduction);
+  check_tile(kSiglip, options.tile);
   if (std::holds_alternative<double>(options.temperature)) {
-    check_positive(kName, "temperature", options.temperature, {});
+    check_positive(kSiglip, "temperature", options.temperature, {});
   }
 }
 
@@ -60,15 +60,15 @@ void check(const SigLIPLossOptions& options) {
 
 at::Tensor siglip(const at::Tensor& a, const at::Tensor& b, const SigLIPLossOptions& options) {
   check(options);
-  check_pair(kName, a, b);
+  check_pair(kSiglip, a, b);
   if (b.size(0) < a.size(0)) {
-    throw InvalidArgument(std::string(kName) + ": " + std::to_string(a.size(0)) +
+    throw InvalidArgument(std::string(kSiglip) + ": " + std::to_string(a.size(0)) +
                           " embeddings need as many partners, but there are " +
                           std::to_string(b.size(0)));
   }
-  const at::Tensor temperature = tensor_of(kName, "temperature", options.temperature);
-  check_positive(kName, "temperature", options.temperature, temperature);
-  const at::Tensor bias = tensor_of(kName, "bias", options.bias);
+  const at::Tensor temperature = tensor_of(kSiglip, "temperature", options.temperature);
+  check_positive(kSiglip, "temperature", options.temperature, temperature);
+  const at::Tensor bias = tensor_of(kSiglip, "bias", options.bias);
   const PairWants wants{wants_gradient(a), wants_gradient(b), wants_gradient(temperature)};
   const bool wants_bias = wants_gradient(bias);
   Sums sums;
@@ -79,7 +79,7 @@ at::Tensor siglip(const at::Tensor& a, const at::Tensor& b, const SigLIPLossOpti
     const at::Tensor like = widened(at::empty({0}, b.options()));
     PairTiles tiles(
         a, b, value_of(options.temperature, temperature, like), options.normalize,
-        rows_of_tile(kName, options.tile, a.size(0), b.size(0), b.size(1), like.element_size()),
+        rows_of_tile(kSiglip, options.tile, a.size(0), b.size(0), b.size(1), like.element_size()),
         wants);
     sums = sums_of(tiles, value_of(options.bias, bias, like), wants.any() || wants_bias);
     sums.loss = sums.loss.to(like.scalar_type());
@@ -90,17 +90,17 @@ at::Tensor siglip(const at::Tensor& a, const at::Tensor& b, const SigLIPLossOpti
     sums.bias_gradient = wants_bias ? sums.bias_gradient.reshape(bias.sizes()) : at::Tensor();
   }
   const at::Tensor sum = with_gradients(
-      kName, sums.loss, {a, b, temperature, bias},
+      kSiglip, sums.loss, {a, b, temperature, bias},
       {gradients.rows, gradients.columns, gradients.temperature, sums.bias_gradient});
   return reduced(sum, options.reduction, a.size(0));
 }
 
 CoupledLoss siglip(SigLIPLossOptions options, std::optional<at::Device> device) {
   check(options);
-  return {kName,
+  return {kSiglip,
           [options = std::move(options)](const Batch& outputs, const Batch& targets) {
-            check_no_targets(kName, targets);
-            const auto [a, b] = pair_of(kName, outputs);
+            check_no_targets(kSiglip, targets);
+            const auto [a, b] = pair_of(kSiglip, outputs);
             return siglip(a, b, options);
           },
           device};

@@ -17,7 +17,7 @@
 namespace infinitybatch::losses {
 namespace {
 
-constexpr const char* kName = "sup_con";
+constexpr const char* kSupCon = "sup_con";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 /// (n, 1): the sum of products in each row, without a matrix of them.
@@ -61,10 +61,10 @@ at::Tensor sum_of_losses(PairTiles& tiles, const at::Tensor& labels, bool wants_
 }
 
 void check(const SupConLossOptions& options) {
-  check_reduction(kName, options.reduction);
-  check_tile(kName, options.tile);
+  check_reduction(kSupCon, options.reduction);
+  check_tile(kSupCon, options.tile);
   if (std::holds_alternative<double>(options.temperature)) {
-    check_positive(kName, "temperature", options.temperature, {});
+    check_positive(kSupCon, "temperature", options.temperature, {});
   }
 }
 
@@ -77,7 +77,7 @@ at::Tensor labels_of_views(const at::Tensor& labels, const at::Tensor& embedding
     of_samples = at::arange(samples, embeddings.options().dtype(at::kLong));
   } else if (labels.dim() != 1 || labels.size(0) != samples ||
              !at::isIntegralType(labels.scalar_type(), /*includeBool=*/true)) {
-    throw InvalidArgument(std::string(kName) + " takes one integer label for each of the " +
+    throw InvalidArgument(std::string(kSupCon) + " takes one integer label for each of the " +
                           std::to_string(samples) + " samples, but was given " + shape_of(labels) +
                           " of " + c10::toString(labels.scalar_type()));
   }
@@ -91,13 +91,13 @@ at::Tensor sup_con(const at::Tensor& embeddings, const at::Tensor& labels,
   check(options);
   if (!embeddings.defined() || !embeddings.is_floating_point() || embeddings.dim() < 2 ||
       embeddings.dim() > 3) {
-    throw InvalidArgument(std::string(kName) +
+    throw InvalidArgument(std::string(kSupCon) +
                           " takes floating point embeddings (N, D) or (N, views, D), but was "
                           "given " +
                           (embeddings.defined() ? shape_of(embeddings) : "nothing"));
   }
-  const at::Tensor temperature = tensor_of(kName, "temperature", options.temperature);
-  check_positive(kName, "temperature", options.temperature, temperature);
+  const at::Tensor temperature = tensor_of(kSupCon, "temperature", options.temperature);
+  check_positive(kSupCon, "temperature", options.temperature, temperature);
   const at::Tensor of_views = labels_of_views(labels, embeddings);
   const bool wants_rows = wants_gradient(embeddings);
   const PairWants wants{wants_rows, wants_rows, wants_gradient(temperature)};
@@ -111,7 +111,7 @@ at::Tensor sup_con(const at::Tensor& embeddings, const at::Tensor& labels,
     const at::Tensor like = widened(at::empty({0}, flat.options()));
     PairTiles tiles(
         flat, {}, value_of(options.temperature, temperature, like), options.normalize,
-        rows_of_tile(kName, options.tile, rows, rows, flat.size(1), like.element_size()), wants);
+        rows_of_tile(kSupCon, options.tile, rows, rows, flat.size(1), like.element_size()), wants);
     value = sum_of_losses(tiles, of_views, wants.any()).to(like.scalar_type());
     gradients = tiles.take(1);
     if (gradients.rows.defined()) gradients.rows = gradients.rows.reshape(embeddings.sizes());
@@ -119,19 +119,19 @@ at::Tensor sup_con(const at::Tensor& embeddings, const at::Tensor& labels,
       gradients.temperature = gradients.temperature.reshape(temperature.sizes());
     }
   }
-  const at::Tensor sum = with_gradients(kName, value, {embeddings, temperature},
+  const at::Tensor sum = with_gradients(kSupCon, value, {embeddings, temperature},
                                         {gradients.rows, gradients.temperature});
   return reduced(sum, options.reduction, rows);
 }
 
 CoupledLoss sup_con(SupConLossOptions options, std::optional<at::Device> device) {
   check(options);
-  return {kName,
+  return {kSupCon,
           [options = std::move(options)](const Batch& outputs, const Batch& targets) {
             const std::vector<at::Tensor> embeddings = outputs.tensors();
             const std::vector<at::Tensor> labels = targets.tensors();
             if (embeddings.size() != 1 || labels.size() > 1) {
-              throw InvalidArgument(std::string(kName) +
+              throw InvalidArgument(std::string(kSupCon) +
                                     " takes one tensor of embeddings and at most one of labels, "
                                     "but was given " +
                                     std::to_string(embeddings.size()) + " and " +

@@ -26,8 +26,8 @@ constexpr size_t kLeastRounds = 3;
 constexpr int kMostRehearsals = 40;
 
 /// What clocks say at one moment, in seconds.
-struct Moment {
-  explicit Moment(at::Device device) {
+struct Instant {
+  explicit Instant(at::Device device) {
     if (!device.is_cpu()) at::accelerator::synchronizeDevice(device.index());
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     wall = std::chrono::duration<double>(now).count();
@@ -218,19 +218,19 @@ class Race {
       if (contestant.times.timed()) order.push_back(&contestant);
     }
     std::mt19937 random(0);
-    const double start = Moment(job_.device).wall;
+    const double start = Instant(job_.device).wall;
     const auto in_time = [&] {
       return report.rounds < static_cast<int64_t>(kLeastRounds) ||
-             Moment(job_.device).wall - start < how_.seconds;
+             Instant(job_.device).wall - start < how_.seconds;
     };
     for (; report.rounds < how_.rounds && in_time(); ++report.rounds) {
       std::shuffle(order.begin(), order.end(), random);
       for (Contestant* contestant : order) {
         model_.reset();
         if (options_.interrupt) options_.interrupt();
-        const Moment begin(job_.device);
+        const Instant begin(job_.device);
         contestant->run();
-        const Moment end(job_.device);
+        const Instant end(job_.device);
         contestant->times.cpu_seconds.push_back(end.cpu - begin.cpu);
         contestant->times.wall_seconds.push_back(end.wall - begin.wall);
       }

@@ -26,9 +26,9 @@ bool is_other_number(const at::Tensor& constant) {
 }
 
 /// What lies where: buffers, and numbers that may count.
-class Memories {
+class ConstantCounts {
  public:
-  explicit Memories(const Tape& tape) : tape_(tape) {
+  explicit ConstantCounts(const Tape& tape) : tape_(tape) {
     for (const External& external : tape.externals) {
       const uint32_t memory = tape.memories[external.value];
       if (external.is_buffer) {
@@ -83,9 +83,9 @@ class Memories {
 }  // namespace
 
 bool may_count(const Tape& tape) {
-  Memories memories(tape);
+  ConstantCounts counts(tape);
   return std::any_of(tape.ops.begin(), tape.ops.end(),
-                     [&](const Op& op) { return memories.meet(op); });
+                     [&](const Op& op) { return counts.meet(op); });
 }
 
 }  // namespace infinitybatch::tape

@@ -28,7 +28,9 @@ def on_two_ranks(body: Callable[[int], Any]) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    # Forked by a process that has imported torch and nothing has run in: importing takes seconds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "infinitybatch"])
     results = context.Queue()
     ranks = [context.Process(target=rank_main, args=(body, r, port, results)) for r in range(2)]
     for process in ranks:

@@ -1,7 +1,8 @@
 """What others get: the wheel in an environment of its own, and CMake projects that use the library.
 
 The tests build from INFINITYBATCH_BUILD_DIR (`make test` sets it), whose objects are compiled
-already; without it they compile into build/packaging.
+already; without it they compile into build/packaging. Those that link it anew in the wheel's layout
+are marked `alone`: others start programs from it.
 """
 
 import os
@@ -15,9 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-# The wheel's layout links the build tree anew, while other tests import from it.
-pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ.get("INFINITYBATCH_BUILD_DIR", ROOT / "build" / "packaging"))
@@ -149,6 +147,7 @@ def site_packages(python: Path) -> Path:
     return Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
 
 
+@pytest.mark.alone
 def test_wheel_holds_everything_and_no_path_of_the_build_machine(installed):
     package = site_packages(installed) / "infinitybatch"
     for name in (
@@ -169,6 +168,7 @@ def test_wheel_holds_everything_and_no_path_of_the_build_machine(installed):
             assert str(ROOT) not in file.read_text(), file
 
 
+@pytest.mark.alone
 def test_installed_package_makes_a_step(installed):
     output = run(
         installed, "-c",
@@ -185,6 +185,7 @@ def test_installed_package_makes_a_step(installed):
     assert "[7, 7, 7, 7, 7, 7, 7, 1]" in output
 
 
+@pytest.mark.alone
 def test_console_script_runs_without_importing_torch(installed):
     script = installed.parent / "infinitybatch"
     assert "doctor" in run(script, "--help")
@@ -203,6 +204,7 @@ def test_console_script_runs_without_importing_torch(installed):
     assert "--no-such-flag" in done.stderr
 
 
+@pytest.mark.alone
 def test_console_script_without_torch_says_what_to_do(installed):
     link = site_packages(installed) / "torch-of-the-test.pth"
     text = link.read_text()
@@ -214,6 +216,7 @@ def test_console_script_without_torch_says_what_to_do(installed):
     assert "pip install torch" in output
 
 
+@pytest.mark.alone
 def test_another_minor_version_of_torch_is_refused(installed):
     built = re.search(
         r'TORCH_VERSION = "(.*)"',
@@ -228,12 +231,14 @@ def test_another_minor_version_of_torch_is_refused(installed):
     assert "pip install" in output
 
 
+@pytest.mark.alone
 def test_find_package_from_a_prefix(prefix):
     build = WORK / "consumer-prefix"
     configure(build, CONSUMER, f"-DCMAKE_PREFIX_PATH={prefix}")
     build_and_run_consumer(build)
 
 
+@pytest.mark.alone
 def test_find_package_from_the_installed_wheel(installed):
     build = WORK / "consumer-wheel"
     configure(

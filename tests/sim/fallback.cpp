@@ -322,7 +322,7 @@ torch::Library& leaf_kernels() {
   return library;
 }
 
-const bool registered = [] {
+const bool fallback_registered = [] {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findOp(name);

@@ -369,7 +369,7 @@ PinnedAllocator& pinned() {
   return allocator;
 }
 
-const bool registered = [] {
+const bool memory_registered = [] {
   c10::SetAllocator(kType, &allocator());
   at::setHostAllocator(kType, &pinned());
   return true;

@@ -8,7 +8,7 @@
 namespace infinitybatch::app {
 namespace {
 
-nlohmann::ordered_json to_json(const Ratio& ratio) {
+nlohmann::ordered_json ratio_fields(const Ratio& ratio) {
   return {{"lower", ratio.lower}, {"median", ratio.median}, {"upper", ratio.upper}};
 }
 
@@ -21,8 +21,8 @@ void write(const BenchReport& report, const OneBatch& work) {
                      {"peak_bytes", times.peak_bytes},
                      {"cpu_seconds", times.cpu_seconds},
                      {"wall_seconds", times.wall_seconds},
-                     {"cpu", to_json(times.cpu)},
-                     {"wall", to_json(times.wall)}});
+                     {"cpu", ratio_fields(times.cpu)},
+                     {"wall", ratio_fields(times.wall)}});
     } else {
       fields["why_not"] = times.why_not;
     }

@@ -13,7 +13,7 @@ namespace infinitybatch::app {
 namespace {
 
 constexpr int64_t kChannelsPerGroup = 8;
-constexpr int64_t kPooled = 2;  ///< the last feature map is averaged to 2 by 2 places
+constexpr int64_t kLastPlaces = 2;  ///< the last feature map is averaged to 2 by 2 places
 
 torch::nn::Conv2d convolution(int64_t from, int64_t to, int64_t kernel, int64_t stride) {
   return torch::nn::Conv2d(
@@ -76,7 +76,8 @@ TORCH_MODULE(Block);
 class ResNet final : public Network {
  public:
   ResNet(Normalization kind, int64_t channels, int64_t width, int64_t depth, int64_t classes)
-      : stem_(kind, channels, width, 3, 1), classifier_(2 * width * kPooled * kPooled, classes) {
+      : stem_(kind, channels, width, 3, 1),
+        classifier_(2 * width * kLastPlaces * kLastPlaces, classes) {
     for (int64_t stage = 0; stage < 2; ++stage) {
       for (int64_t block = 0; block < depth; ++block) {
         check_interrupt();
@@ -95,7 +96,7 @@ class ResNet final : public Network {
     for (const auto& block : *blocks_) {
       values = block->as<Block>()->forward(values);
     }
-    values = at::adaptive_avg_pool2d(values, {kPooled, kPooled});
+    values = at::adaptive_avg_pool2d(values, {kLastPlaces, kLastPlaces});
     return classifier_->forward(values.flatten(1));
   }
 

@@ -15,7 +15,7 @@ struct Stream {
   }
 };
 
-const bool registered = register_exactness<Stream>();
+const bool stream_registered = register_exactness<Stream>();
 
 }  // namespace
 }  // namespace infinitybatch::testing

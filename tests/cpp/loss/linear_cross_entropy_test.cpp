@@ -12,7 +12,7 @@
 #include <tuple>
 #include <vector>
 
-namespace infinitybatch {
+namespace infinitybatch::of_head {
 namespace {
 
 namespace F = torch::nn::functional;
@@ -31,7 +31,7 @@ void expect_close(const at::Tensor& ours, const at::Tensor& plain, double tolera
 }
 
 /// Rows, classes, rows a tile.
-class Head : public testing::TestWithParam<std::tuple<int64_t, int64_t, int64_t>> {
+class Head : public ::testing::TestWithParam<std::tuple<int64_t, int64_t, int64_t>> {
  protected:
   void SetUp() override {
     at::manual_seed(0);
@@ -80,7 +80,7 @@ TEST_P(Head, IsTheLinearLayerAndTheCriterion) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, Head,
-                         testing::Values(std::tuple(1, 4, 1), std::tuple(1, 4, 9),
+                         ::testing::Values(std::tuple(1, 4, 1), std::tuple(1, 4, 9),
                                          std::tuple(13, 7, 1), std::tuple(13, 7, 4),
                                          std::tuple(13, 7, 13), std::tuple(13, 7, 99)));
 
@@ -178,4 +178,4 @@ TEST(LinearCrossEntropyTiles, RefusesWhatItCannotTake) {
 }
 
 }  // namespace
-}  // namespace infinitybatch
+}  // namespace infinitybatch::of_head

@@ -16,7 +16,7 @@ using memory_test::block;
 using memory_test::kCpu;
 using memory_test::live;
 
-constexpr int64_t kMiB = int64_t{1} << 20;
+constexpr int64_t kMebibyte = int64_t{1} << 20;
 
 TEST(Limit, AllowsExactlyItsBytes) {
   const Limit limit(live() + 1000);
@@ -31,11 +31,11 @@ TEST(Limit, AllowsExactlyItsBytes) {
 }
 
 TEST(Limit, SaysInNumbersWhatWentWrong) {
-  const at::Tensor held = block(12 * kMiB);
-  const Limit limit(live() + 8 * kMiB);
+  const at::Tensor held = block(12 * kMebibyte);
+  const Limit limit(live() + 8 * kMebibyte);
   const std::string expected_start = "infinitybatch: allocating 12 MiB on the CPU would make ";
   try {
-    block(12 * kMiB);
+    block(12 * kMebibyte);
     FAIL();
   } catch (const c10::OutOfMemoryError& error) {
     const std::string message = error.what();

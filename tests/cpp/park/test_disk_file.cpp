@@ -17,7 +17,7 @@ namespace {
 using park_test::Directory;
 using park_test::kCpu;
 
-constexpr int64_t kBytes = 3 * DiskFile::kAlignment;
+constexpr int64_t kBlockBytes = 3 * DiskFile::kAlignment;
 
 class DiskFileTest : public testing::TestWithParam<std::pair<bool, bool>> {
  protected:
@@ -25,13 +25,13 @@ class DiskFileTest : public testing::TestWithParam<std::pair<bool, bool>> {
     return {directory_.path(), GetParam().first, GetParam().second};
   }
   std::byte* block(char value) {
-    std::byte* data = memory_.piece(0, kBytes).data();
-    std::memset(data, value, kBytes);
+    std::byte* data = memory_.piece(0, kBlockBytes).data();
+    std::memset(data, value, kBlockBytes);
     return data;
   }
 
   Directory directory_;
-  HostBlock memory_{kBytes, kCpu};
+  HostBlock memory_{kBlockBytes, kCpu};
 };
 
 TEST_P(DiskFileTest, GivesBackWhatWasWrittenAndHasNoName) {
@@ -39,18 +39,19 @@ TEST_P(DiskFileTest, GivesBackWhatWasWrittenAndHasNoName) {
   EXPECT_TRUE(directory_.empty());
   EXPECT_EQ(file.directory(), directory_.path());
   EXPECT_EQ(file.tmpfile(), GetParam().first);
-  for (const int i : {2, 0, 1}) ASSERT_EQ(file.write(block('a' + i), kBytes, i * kBytes), 0);
+  for (const int i : {2, 0, 1})
+    ASSERT_EQ(file.write(block('a' + i), kBlockBytes, i * kBlockBytes), 0);
   for (const int i : {1, 2, 0}) {
     const std::byte* data = block(0);
-    ASSERT_EQ(file.read(block(0), kBytes, i * kBytes), 0);
-    for (int64_t byte = 0; byte < kBytes; ++byte) ASSERT_EQ(data[byte], std::byte('a' + i));
+    ASSERT_EQ(file.read(block(0), kBlockBytes, i * kBlockBytes), 0);
+    for (int64_t byte = 0; byte < kBlockBytes; ++byte) ASSERT_EQ(data[byte], std::byte('a' + i));
   }
   EXPECT_TRUE(directory_.empty());
 }
 
 TEST_P(DiskFileTest, SaysThatThereIsNothingToRead) {
   DiskFile file(options());
-  EXPECT_EQ(file.read(block(0), kBytes, 0), EIO);
+  EXPECT_EQ(file.read(block(0), kBlockBytes, 0), EIO);
 }
 
 TEST_P(DiskFileTest, LeavesThePageCacheOutUnlessItCannot) {
@@ -96,14 +97,14 @@ TEST(DiskFile, SaysHowMuchRoomThereIs) {
 TEST(FailDisk, FailsTheNthAndOnlyThat) {
   const Directory directory;
   DiskFile file({directory.path()});
-  HostBlock memory(kBytes, kCpu);
-  std::byte* data = memory.piece(0, kBytes).data();
+  HostBlock memory(kBlockBytes, kCpu);
+  std::byte* data = memory.piece(0, kBlockBytes).data();
   FailDisk failure(2, EDQUOT);
-  EXPECT_EQ(file.write(data, kBytes, 0), 0);
+  EXPECT_EQ(file.write(data, kBlockBytes, 0), 0);
   EXPECT_FALSE(failure.failed());
-  EXPECT_EQ(file.read(data, kBytes, 0), EDQUOT);
+  EXPECT_EQ(file.read(data, kBlockBytes, 0), EDQUOT);
   EXPECT_TRUE(failure.failed());
-  EXPECT_EQ(file.read(data, kBytes, 0), 0);
+  EXPECT_EQ(file.read(data, kBlockBytes, 0), 0);
   EXPECT_EQ(failure.seen(), 3);
   EXPECT_THROW(FailDisk(1), StateError);
   EXPECT_THROW(FailDisk(0), InvalidArgument);

@@ -9,7 +9,7 @@
 #include <functional>
 #include <numeric>
 
-namespace infinitybatch {
+namespace infinitybatch::of_lengths {
 namespace {
 
 constexpr int64_t kBaseline = 1000;
@@ -224,4 +224,4 @@ TEST(Lengths, RaggedBatchesArePlannedByTheLongestSamples) {
 }
 
 }  // namespace
-}  // namespace infinitybatch
+}  // namespace infinitybatch::of_lengths

@@ -23,7 +23,8 @@ std::vector<at::Tensor> gradients(const at::Tensor& loss, const std::vector<at::
   return torch::autograd::grad({loss}, leaves);
 }
 
-void expect_close(const std::vector<at::Tensor>& found, const std::vector<at::Tensor>& wanted) {
+void expect_within_rounding(const std::vector<at::Tensor>& found,
+                            const std::vector<at::Tensor>& wanted) {
   ASSERT_EQ(found.size(), wanted.size());
   for (size_t i = 0; i < found.size(); ++i) EXPECT_LE(error(found[i], wanted[i]), 1e-12) << i;
 }
@@ -36,7 +37,7 @@ TEST(Wrap, AnyLossOfAnyModule) {
     const Wrap wrapped(task.net, in_micro_batches_of(size));
     const at::Tensor outputs = wrapped.forward(task.inputs).tensor();
     EXPECT_LE(error(outputs, task.net->forward(task.inputs)), 1e-15);
-    expect_close(gradients(contrastive(outputs), task.net->parameters()), wanted);
+    expect_within_rounding(gradients(contrastive(outputs), task.net->parameters()), wanted);
   }
 }
 
@@ -53,8 +54,8 @@ TEST(Wrap, ACallableWithParametersAndANestedBatch) {
   };
   const Batch inputs = Batch::dict({{"x", x}, {"shift", Batch(shift).shared()}});
   const Wrap wrapped(make_model(compute, {weight}), in_micro_batches_of(3));
-  expect_close(gradients(loss(wrapped.forward(inputs)), {weight, x, shift}),
-               gradients(loss(compute(inputs)), {weight, x, shift}));
+  expect_within_rounding(gradients(loss(wrapped.forward(inputs)), {weight, x, shift}),
+                         gradients(loss(compute(inputs)), {weight, x, shift}));
 }
 
 TEST(Wrap, HooksFireOnceAndGradientsOfHalfPrecisionKeepTheirType) {
@@ -85,7 +86,7 @@ TEST(Wrap, BackwardOnceTwiceAndWithAGraph) {
                   [&] { torch::autograd::grad({loss}, task.net->parameters(), {}, true, true); }),
               "create_graph");
   const auto once = torch::autograd::grad({loss}, task.net->parameters(), {}, true);
-  expect_close(gradients(loss, task.net->parameters()), once);
+  expect_within_rounding(gradients(loss, task.net->parameters()), once);
   expect_says(message_of<c10::Error>([&] { gradients(loss, task.net->parameters()); }),
               "second time");
 }
@@ -126,8 +127,8 @@ TEST(Wrap, NumbersAreReduced) {
     const at::Tensor found = Wrap(model, options).forward(task.inputs).tensor();
     const at::Tensor wanted = model.forward(task.inputs).tensor();
     EXPECT_LE(error(found, wanted), 1e-14);
-    expect_close(gradients(found.pow(2), task.net->parameters()),
-                 gradients(wanted.pow(2), task.net->parameters()));
+    expect_within_rounding(gradients(found.pow(2), task.net->parameters()),
+                           gradients(wanted.pow(2), task.net->parameters()));
     expect_says(
         message_of<BatchError>([&] { Wrap(model, in_micro_batches_of(3)).forward(task.inputs); }),
         "reduce=");
@@ -150,13 +151,13 @@ TEST(Wrap, UnderABudget) {
   for (int step = 0; step < 4; ++step) {
     const memory::PeakScope peak(at::kCPU);
     const at::Tensor loss = contrastive(wrapped.forward(task.inputs).tensor());
-    expect_close(gradients(loss, task.net->parameters()), wanted);
+    expect_within_rounding(gradients(loss, task.net->parameters()), wanted);
     EXPECT_LE(peak.peak(), wrapped.last_report()->memory_budget);
     EXPECT_EQ(wrapped.last_report()->restarts, 0);
   }
   // Without anything the budget is "auto".
   const Wrap automatic(task.net, {});
-  expect_close(
+  expect_within_rounding(
       gradients(contrastive(automatic.forward(task.inputs).tensor()), task.net->parameters()),
       wanted);
   EXPECT_GT(automatic.last_report()->memory_budget.value(), 0);
@@ -214,8 +215,8 @@ TEST(Wrap, OpsOfTheWholeBatchAreExact) {
     EXPECT_EQ(wrapped.last_report()->strategy, size < 9 ? "cut" : "native");
     const at::Tensor loss = contrastive(outputs);
     // What waits may be asked for once more.
-    if (size < 9) expect_close(torch::autograd::grad({loss}, own, {}, true), wanted);
-    expect_close(gradients(loss, own), wanted);
+    if (size < 9) expect_within_rounding(torch::autograd::grad({loss}, own, {}, true), wanted);
+    expect_within_rounding(gradients(loss, own), wanted);
     const auto buffers = net->named_buffers();
     for (const auto& each : native->named_buffers()) {
       EXPECT_LE(error(buffers[each.key()], each.value()), 1e-12) << each.key();
@@ -232,7 +233,7 @@ TEST(Wrap, OpsOfTheWholeBatchUnderABudget) {
   const Wrap wrapped(net, options);
   for (int step = 0; step < 3; ++step) {
     const at::Tensor loss = contrastive(wrapped.forward(x).tensor());
-    expect_close(gradients(loss, net->parameters()), wanted);
+    expect_within_rounding(gradients(loss, net->parameters()), wanted);
     EXPECT_LE(wrapped.last_report()->peak_bytes, wrapped.last_report()->memory_budget);
     EXPECT_EQ(wrapped.last_report()->strategy, "cut");
   }
