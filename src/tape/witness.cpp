@@ -32,7 +32,7 @@ bool is_discrete(const at::Tensor& tensor) {
   return c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
 }
 
-bool same_number(const c10::IValue& a, const c10::IValue& b) {
+bool same_plain_number(const c10::IValue& a, const c10::IValue& b) {
   if (a.tagKind() != b.tagKind()) return false;
   if (!a.isDouble()) return a == b;
   return std::bit_cast<uint64_t>(a.toDouble()) == std::bit_cast<uint64_t>(b.toDouble());
@@ -85,7 +85,7 @@ void check(const Witness& witness, const OpFacts& facts, c10::ArrayRef<c10::IVal
   const Witness now = form_of(results);
   const bool same = now.sizes == witness.sizes &&
                     std::equal(now.numbers.begin(), now.numbers.end(), witness.numbers.begin(),
-                               witness.numbers.end(), same_number);
+                               witness.numbers.end(), same_plain_number);
   if (same &&
       (!witness.content.defined() || same_content(witness.content, results[0].toTensor()))) {
     return;
@@ -99,7 +99,7 @@ bool same_witnesses(const Tape& a, const Tape& b) {
                     [](const Witness& x, const Witness& y) {
                       return x.sizes == y.sizes && same_content(x.content, y.content) &&
                              std::equal(x.numbers.begin(), x.numbers.end(), y.numbers.begin(),
-                                        y.numbers.end(), same_number);
+                                        y.numbers.end(), same_plain_number);
                     });
 }
 
