@@ -13,6 +13,7 @@
 #include <mutex>
 #include <thread>
 #include <unordered_set>
+#include <utility>
 
 namespace infinitybatch::autograd {
 
@@ -178,7 +179,8 @@ void GradientSinks::adopt(const at::Tensor& leaf) {
 void GradientSinks::uninstall() {
   for (const auto& entry : entries_) {
     if (!entry->installed) continue;
-    compat::set_accumulator(entry->parameter, entry->previous);
+    // Held no longer than it is out of its place: graphs that lead there tell who else does.
+    compat::set_accumulator(entry->parameter, std::exchange(entry->previous, NodePtr()));
     entry->installed = false;
   }
 }

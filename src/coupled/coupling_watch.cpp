@@ -141,6 +141,7 @@ CouplingWatch::Scope::Scope(CouplingWatch& watch)
   watch.inside_ = 0;
   watch.drawing_ = false;
   watch.renormed_->forget();
+  watch.means_.clear();
   innermost_watch = &watch;
 }
 
@@ -160,6 +161,7 @@ std::unique_ptr<at::ObserverContext> CouplingWatch::begin(const at::RecordFuncti
   const std::string_view name = op.name();
   // What an embedding's `max_norm` rewrites is renormed_'s to see.
   if (inside_ == 0 && name != kRenorm) errors_.guard([&] { memory_.observe(op); });
+  if (inside_ == 0) errors_.guard([&] { means_.observe(op); });
   const bool reads = inside_ == 0 && !renormed_->empty();
   const bool lookup = reads && renormed_->is_lookup(op);
   if (reads && !lookup) on_read(op);

@@ -23,8 +23,41 @@ BufferRule::BufferRule(std::vector<BufferSlot> slots, bool exact) : exact_(exact
   }
 }
 
+void BufferRule::note_means(const std::vector<coupled::SampleMean>& means, int64_t rows) {
+  for (Entry& entry : entries_) {
+    entry.weight_now = 0;
+    for (const coupled::SampleMean& mean : means) {
+      const bool each = mean.count > 0 && rows > 0 && mean.count % rows == 0;
+      if (each && entry.tensor.is_same(mean.buffer)) entry.weight_now = mean.count;
+    }
+  }
+}
+
+/// Called with what a micro-batch has left.
+void BufferRule::add_means() {
+  for (Entry& entry : entries_) {
+    const int64_t weight = std::exchange(entry.weight_now, 0);
+    entry.mean = entry.mean && weight > 0;
+    if (!entry.mean) continue;
+    const at::Tensor now = entry.slot.get().detach();
+    const bool half = now.scalar_type() == at::kHalf || now.scalar_type() == at::kBFloat16;
+    const at::Tensor share = (half ? now.to(at::kFloat) : now) * weight;
+    entry.sum = entry.sum.defined() ? entry.sum.add(share) : share;
+    entry.weight += weight;
+  }
+}
+
+/// All micro-batches have been there.
+void BufferRule::settle_means() {
+  for (Entry& entry : entries_) {
+    if (!entry.mean || entry.weight == 0 || entry.settled.defined() || entry.left_by_loss) continue;
+    entry.settled = entry.sum.div(static_cast<double>(entry.weight)).to(entry.tensor.scalar_type());
+  }
+}
+
 void BufferRule::end_micro_batch() {
   const at::NoGradGuard no_grad;
+  if (exact_ && !second_pass_) add_means();
   for (Entry& entry : entries_) {
     const at::Tensor now = entry.slot.get();
     const bool same = now.is_same(entry.tensor) && now._version() == entry.version;
@@ -54,7 +87,13 @@ void BufferRule::end_micro_batch() {
 
 void BufferRule::end_other_rows() {
   const bool second_pass = std::exchange(second_pass_, false);
+  const std::vector<Entry> before = entries_;  // means are of the step's own rows
   end_micro_batch();
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    entries_[i].sum = before[i].sum;
+    entries_[i].weight = before[i].weight;
+    entries_[i].mean = before[i].mean;
+  }
   second_pass_ = second_pass;
 }
 
@@ -69,6 +108,7 @@ void BufferRule::note_write(const at::Tensor& buffer) {
 void BufferRule::begin_loss() {
   if (!exact_) return;  // they hold it already
   const at::NoGradGuard no_grad;
+  settle_means();
   for (Entry& entry : entries_) {
     const at::Tensor& after = entry.settled.defined() ? entry.settled : entry.left;
     if (!after.defined()) continue;
@@ -164,6 +204,7 @@ bool BufferRule::rebound() const noexcept {
 
 void BufferRule::commit() {
   const at::NoGradGuard no_grad;
+  settle_means();
   for (Entry& entry : entries_) {
     if (entry.settled.defined()) {
       entry.left = entry.settled;
@@ -200,6 +241,9 @@ void BufferRule::roll_back() {
     entry.left.reset();
     entry.disagree.reset();
     entry.settled.reset();
+    entry.sum.reset();
+    entry.weight = entry.weight_now = 0;
+    entry.mean = true;
     entry.left_by_loss = false;
   }
   first_ = true;

@@ -268,6 +268,9 @@ void Executor::forward(Rows rows) {
     outputs_ = job_.model->forward(inputs_);
   }
   watch_.rethrow();
+  // Provisional where forward is cut: they follow statistics of the whole batch.
+  if (!cut_pass_ && state_at_work_ == &state_)
+    buffers_.note_means(watch_.take_means(), rows.size());
   if (auto name = foreign.drew()) foreign_draw_ = std::move(name);
   wrote_inputs_ = wrote_inputs_ || versions_of(inputs_) != before;
 }

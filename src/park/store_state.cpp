@@ -2,6 +2,7 @@
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
+#include <infinitybatch/park/absence.hpp>
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
@@ -12,10 +13,6 @@
 
 namespace infinitybatch::park::detail {
 namespace {
-
-constexpr const char* kAwayMessage =
-    "infinitybatch: this tensor's memory is parked on the host or on disk; it can be read once it "
-    "was brought back";
 
 std::byte* address(const c10::Storage& storage) {
   return static_cast<std::byte*>(
@@ -105,7 +102,7 @@ void ParkedState::announce_away() const {
   size_t announced = 0;
   try {
     for (; announced < items_.size(); ++announced) {
-      compat::announce_absence(*items_[announced].storage.unsafeGetStorageImpl(), kAwayMessage);
+      compat::announce_absence(*items_[announced].storage.unsafeGetStorageImpl(), kAbsent);
     }
   } catch (...) {
     for (size_t i = 0; i <= announced; ++i) {

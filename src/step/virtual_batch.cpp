@@ -5,6 +5,7 @@
 #include "virtual_batch_state.hpp"
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/exception_text.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/core/pinned_copies.hpp>
@@ -13,6 +14,7 @@
 #include <infinitybatch/memory/foreign_storage.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
+#include <infinitybatch/park/absence.hpp>
 #include <infinitybatch/park/store.hpp>
 #include <infinitybatch/plan/checkpoint_planner.hpp>
 #include <infinitybatch/plan/planner.hpp>
@@ -193,6 +195,10 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       give_up_checkpoints(job, *budget + 1, *budget,
                           std::string("a single sample (") + error.what_without_backtrace() + ")");
     } catch (...) {
+      if (const std::string text = first_line_of(std::current_exception());
+          park::tells_of_absence(text)) {
+        throw StateError(text.substr(text.find(park::kAbsent)));
+      }
       if (streamed_ && job.checkpoints != nullptr && refuses_one_sample(std::current_exception())) {
         check_inputs();
         checkpoints_.erase(signature_of(job));

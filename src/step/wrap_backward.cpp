@@ -247,6 +247,7 @@ class WrapNode : public Node {
       }
       if (options.agree) options.agree(error);
       if (error) std::rethrow_exception(error);
+      leave_out_unreached(sums);
       return sums;
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
@@ -262,7 +263,22 @@ class WrapNode : public Node {
   std::string name() const override { return "infinitybatch::Wrap"; }
 
  private:
+  /// Hooks of leaves that get no gradient would be called with None. Natively no node leads there,
+  /// and they do not run.
+  void leave_out_unreached(const variable_list& sums) {
+    // Another backward may reach them.
+    if (torch::autograd::get_current_graph_task_keep_graph()) return;
+    for (size_t i = 0; i < sums.size(); ++i) {
+      torch::autograd::Edge& edge = next_edges()[i];
+      if (sums[i].defined() || !edge.is_valid()) continue;
+      // Where another node leads there it is that one's gradient, which waits for this node.
+      if (edge.function->tensor_pre_hooks().empty() || edge.function.use_count() > 1) continue;
+      unreached_.push_back(std::exchange(edge, torch::autograd::Edge()));
+    }
+  }
+
   std::shared_ptr<WrappedCall> call_;
+  torch::autograd::edge_list unreached_;  // the engine knows them by address
 };
 
 /// Tells the call what was copied while it lives.

@@ -342,6 +342,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
     GraphMemory* const notes = memory ? &*memory : nullptr;
     const coupled::ForeignDraws foreign(options_.match_native_rng && part_);
     Batch given = keep ? call_model_and_keep(micro, notes) : call_model(micro, notes);
+    buffer_rule_.note_means(watch_.take_means(), rows.size());
     if (exact_) watch_.check(rows.size(), total);
     if (!options_.match_native_rng || !part_) return given;
     const auto drew = watch_.drew() ? watch_.drew() : foreign.drew();

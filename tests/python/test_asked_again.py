@@ -48,6 +48,21 @@ def test_other_rows_are_a_typed_error(way: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_do_not_lie_side_by_side(way: str) -> None:
+    norm, loss = WAYS[way]
+    wide = torch.zeros(12, 12, dtype=torch.float64)
+
+    def every_other(begin: int, end: int, noise: float) -> torch.Tensor:
+        wide[begin:end, ::2] = X[begin:end] + noise * torch.randn(end - begin, 6)
+        return wide.clone()[begin:end, ::2]
+
+    batch = ib.VirtualBatch(model_with(norm), loss, micro_batch_size=4)
+    with pytest.raises(ib.BatchError, match="asked for them again"):
+        batch.backward(ib.BatchSource(12, lambda begin, end: every_other(begin, end, 0.1)), TARGETS)
+    batch.backward(ib.BatchSource(12, lambda begin, end: every_other(begin, end, 0.0)), TARGETS)
+
+
 def test_the_order_of_numbers_counts() -> None:
     torch.manual_seed(1)
     batch = ib.VirtualBatch(model_with(True), nn.CrossEntropyLoss(), micro_batch_size=4)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from batch_norm_models import MODELS, Residual, images, make, single_layer
-from measure import excess, worst
+from measure import excess, gradients, worst
 from support import Calls, native, ours, worst_error
 from torch import nn
 
@@ -346,22 +346,47 @@ def test_standardised_weights_couple_nothing(with_batch_norm):
         assert_same(found, wanted, 1e-12)
 
 
-def test_instance_norm_with_statistics_is_refused():
-    """Its running statistics follow the samples, and micro-batches leave others."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3),
-        nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
-        nn.Flatten(),
-        nn.Linear(144, 5),
-    ).double()
+def with_instance_norm(*behind):
+    layers = nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+    return nn.Sequential(*layers, *behind, nn.Flatten(), nn.Linear(144, 5)).double()
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), contrastive])
+@pytest.mark.parametrize("twice", [False, True])
+def test_running_statistics_of_instance_norm_are_means_over_samples(criterion, twice):
+    model = with_instance_norm()
+    if twice:
+        model.insert(2, model[1])
     inputs, targets = images(7)
-    for size in (1, 3):
-        with pytest.raises(ib.CouplingError, match=r"buffer '1\.running_mean'.*eval\(\)"):
-            ours(model, nn.CrossEntropyLoss(), inputs, targets, micro_batch_size=size)
+    inputs += torch.arange(7.0).reshape(7, 1, 1, 1)  # each sample has another mean
+    loss = ib.losses.coupled(criterion) if criterion is contrastive else criterion
+    wanted = native(model, criterion, inputs, targets)
+    assert not torch.equal(wanted.buffers["1.running_mean"], model[1].running_mean)
+    for size in (1, 3, 4, 7):
+        found = ours(model, loss, inputs, targets, micro_batch_size=size)
+        assert_same(found, wanted, 1e-12)
+    assert_same(ours(model, loss, inputs, targets, memory_budget="8MiB"), wanted, 1e-12)
+    wrapped = copy.deepcopy(model)
+    same = ib.wrap(wrapped, micro_batch_size=3)
+    criterion(same(inputs), targets).backward()
+    assert excess(dict(wrapped.named_buffers()), wanted.buffers, least=1e-12) == {}
+    assert excess(gradients(wrapped), wanted.gradients, least=1e-12) == {}
+
+
+def test_running_statistics_that_are_read_are_refused():
+    """What follows would depend on the other samples."""
+    reading = Calls(
+        lambda self, x: self.net(x) + self.net[1].running_mean.mean(), net=with_instance_norm()
+    )
+    model = with_instance_norm(nn.BatchNorm2d(4))  # cut: its statistics are provisional
+    inputs, targets = images(7)
+    for each in (reading, model):
+        with pytest.raises(ib.CouplingError):
+            ours(each, nn.CrossEntropyLoss(), inputs, targets, micro_batch_size=3)
     model.eval()
     wanted = native(model, nn.CrossEntropyLoss(), inputs, targets)
     found = ours(model, nn.CrossEntropyLoss(), inputs, targets, micro_batch_size=3)
-    assert worst_error(found, wanted) <= 1e-12
+    assert_same(found, wanted, 1e-12)
 
 
 def test_a_single_sample_without_any_statistics_is_refused():

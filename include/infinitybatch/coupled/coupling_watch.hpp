@@ -5,6 +5,7 @@
 #include <infinitybatch/core/model.hpp>
 #include <infinitybatch/coupled/across_batch.hpp>
 #include <infinitybatch/coupled/renormed_weights.hpp>
+#include <infinitybatch/coupled/sample_means.hpp>
 #include <infinitybatch/coupled/watched_memory.hpp>
 
 #include <ATen/core/Generator.h>
@@ -74,6 +75,9 @@ class CouplingWatch {
   /// What ops do with the parameters, and with whatever else it is told of.
   WatchedMemory& memory() noexcept { return memory_; }
 
+  /// Buffers that the forward watched last moved by a mean over its samples.
+  std::vector<SampleMean> take_means() { return means_.take(); }
+
   /// From now on ops that draw random numbers are noticed too, from the default generators or from
   /// one that they are given.
   /// \param devices whose default generators there are, beside the CPU's
@@ -119,6 +123,7 @@ class CouplingWatch {
 
   AcrossBatchFunctions functions_;
   WatchedMemory memory_;
+  SampleMeans means_;
   std::unordered_set<const c10::StorageImpl*> parameters_;
   std::vector<CoupledOp> seen_;
   std::shared_ptr<RenormedWeights> renormed_;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <infinitybatch/core/model.hpp>
+#include <infinitybatch/coupled/sample_means.hpp>
 
 #include <vector>
 
@@ -15,6 +16,10 @@ class BufferRule {
  public:
   /// \param exact without it the buffers of one micro-batch carry on into the next
   BufferRule(std::vector<BufferSlot> slots, bool exact);
+
+  /// In front of `end_micro_batch`: what it has moved these buffers by is a mean over its rows, so
+  /// that what micro-batches leave adds up. Holds where all of them say so.
+  void note_means(const std::vector<coupled::SampleMean>& means, int64_t rows);
 
   /// Call it when a micro-batch is done and its graph is gone.
   void end_micro_batch();
@@ -67,8 +72,14 @@ class BufferRule {
     at::Tensor left;            // what the first micro-batch left; undefined before
     at::Tensor disagree;        // 0-dimensional bool on the buffer's device
     at::Tensor settled;         // by an op of the whole batch
+    at::Tensor sum;             // of what micro-batches left, each times its weight
+    int64_t weight = 0;         // of all of them
+    int64_t weight_now = 0;     // of the one that is about to end; 0 where it is no mean
+    bool mean = true;           // so far
     bool left_by_loss = false;  // which saw what forward left, and has the last word
   };
+  void add_means();
+  void settle_means();
   static bool silently_written(const Entry& entry);
   static void restore(Entry& entry);
   static void restore_unseen(Entry& entry);

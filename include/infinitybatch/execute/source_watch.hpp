@@ -13,8 +13,7 @@ namespace infinitybatch {
 /// Notices a source that gives other rows when it is asked for the same ones again (augmentation
 /// that draws anew): a second forward or a replay of them would belong to another loss. Compares
 /// numbers that are computed from their bits, of more than 256 KiB from parts spread over them;
-/// tensors that the source puts on an accelerator, or whose elements do not lie side by side, are
-/// not looked at.
+/// tensors that the source puts on an accelerator are not looked at.
 class SourceWatch {
  public:
   /// \param given as the source gave them
