@@ -16,6 +16,8 @@
 //                           const Batch& targets, int64_t samples, int64_t micro_batch_size);
 // and its whole test file is
 //     const bool registered = register_exactness<MyStrategy>();
+// It may say `static std::vector<std::string> names()`, what StepReport::strategy may be, in place
+// of being held to one forward for each micro-batch, and `static bool takes(const Family&)`.
 namespace infinitybatch::testing {
 
 struct Sizes {
@@ -51,6 +53,12 @@ template <typename Strategy>
 void expect_cost(Subject& subject, const StepReport& report, const Sizes& sizes) {
   const std::vector<int64_t> wanted = split_by(sizes.samples, sizes.micro_batch_size);
   std::vector<int64_t> ran = subject.take_forwards();
+  if constexpr (requires { Strategy::names(); }) {  // which has tests of its own for what it costs
+    const std::vector<std::string> names = Strategy::names();
+    EXPECT_EQ(std::count(names.begin(), names.end(), report.strategy), 1) << report.strategy;
+    subject.take_ambiguity();
+    return;
+  }
   if constexpr (requires { Strategy::looks; })
     ran.erase(ran.begin(), ran.begin() + Strategy::looks);
   bool rerun = false;
@@ -184,6 +192,9 @@ bool register_exactness(const TableRows& rows = {}) {
   };
   size_t row = 0;
   for (const Pair& pair : pairs()) {
+    if constexpr (requires { Strategy::takes(*pair.family); }) {
+      if (!Strategy::takes(*pair.family)) continue;
+    }
     if (row++ % rows.every != rows.first % rows.every) continue;
     const std::string name = pair.family->name + "__" + test_name(*pair.criterion);
     if (!pair.family->autocast) {  // which leaves float64 alone

@@ -34,7 +34,13 @@ double distance(const at::Tensor& value, const at::Tensor& reference) {
   if (!value.defined()) return 0;
   const at::Tensor a = wide(value), b = wide(reference);
   if (a.sizes() != b.sizes()) return INFINITY;
+  if (value.scalar_type() != reference.scalar_type() &&
+      !at::isFloatingType(reference.scalar_type()) && !at::isComplexType(reference.scalar_type())) {
+    return INFINITY;  // integers are not rounded
+  }
   if (!a.isnan().equal(b.isnan()) || !a.isfinite().equal(b.isfinite())) return INFINITY;
+  const at::Tensor infinite = b.isinf();
+  if (!a.masked_select(infinite).equal(b.masked_select(infinite))) return INFINITY;  // other signs
   return finite_norm(a - b);
 }
 
@@ -67,7 +73,8 @@ std::vector<Excess> beyond(const Gradients& ours, const std::vector<double>& fou
   std::vector<Excess> result;
   for (size_t i = 0; i < found.size(); ++i) {
     if (found[i] <= allowed[i]) continue;
-    result.push_back({i == 0 ? "loss" : ours.parameters[i - 1].name, found[i], allowed[i]});
+    const bool named = i > 0 && i <= ours.parameters.size();
+    result.push_back({named ? ours.parameters[i - 1].name : "loss", found[i], allowed[i]});
   }
   return result;
 }
@@ -126,9 +133,13 @@ std::vector<double> errors(const Gradients& value, const Gradients& reference) {
       relative(distance(value.loss, reference.loss), norm_of(reference.loss))};
   for (size_t i = 0; i < reference.parameters.size(); ++i) {
     const double own = norm_of(reference.parameters[i].tensor);
-    result.push_back(relative(distance(value.parameters[i].tensor, reference.parameters[i].tensor),
-                              own <= kTrueZero * largest ? largest : own));
+    const bool here =
+        i < value.parameters.size() && value.parameters[i].name == reference.parameters[i].name;
+    const double off =
+        here ? distance(value.parameters[i].tensor, reference.parameters[i].tensor) : INFINITY;
+    result.push_back(relative(off, own <= kTrueZero * largest ? largest : own));
   }
+  if (value.parameters.size() > reference.parameters.size()) result[0] = INFINITY;
   return result;
 }
 

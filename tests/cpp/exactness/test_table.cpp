@@ -54,6 +54,29 @@ TEST(ExactnessMeasure, SeesMissingAndInfiniteGradients) {
   EXPECT_TRUE(std::isinf(errors(two(1, 1), missing)[1]));
   EXPECT_TRUE(std::isinf(errors(two(NAN, 1), two(1, 1))[1]));
   EXPECT_EQ(errors(two(NAN, 1), two(NAN, 1))[1], 0);
+  EXPECT_TRUE(std::isinf(errors(two(1, NAN), two(1, 1))[2])) << "in a later parameter";
+  EXPECT_TRUE(std::isinf(errors(two(-INFINITY, 1), two(INFINITY, 1))[1])) << "of the other sign";
+  EXPECT_FALSE(excess_in_double(two(1, NAN), two(1, 1), two(1, NAN)).empty());
+}
+
+TEST(ExactnessMeasure, SeesParametersThatAreMissingOrCalledOtherwise) {
+  Gradients fewer = two(1, 1), renamed = two(1, 1);
+  fewer.parameters.pop_back();
+  renamed.parameters[1].name = "third";
+  EXPECT_TRUE(std::isinf(errors(fewer, two(1, 1))[2]));
+  EXPECT_TRUE(std::isinf(errors(two(1, 1), fewer)[0]));
+  EXPECT_TRUE(std::isinf(errors(renamed, two(1, 1))[2]));
+  EXPECT_FALSE(excess_in_double(fewer, two(1, 1), two(1, 1)).empty());
+}
+
+TEST(ExactnessMeasure, ComparesIntegersExactly) {
+  Gradients counted = two(1, 1);
+  counted.parameters[1].tensor = at::full({}, 7, at::kLong);
+  Gradients other = counted;
+  other.parameters[1].tensor = at::full({}, 8, at::kLong);
+  EXPECT_EQ(errors(counted, counted)[2], 0);
+  EXPECT_GT(errors(other, counted)[2], 0.1);
+  EXPECT_TRUE(std::isinf(errors(two(1, 7), counted)[2])) << "of another shape and type";
 }
 
 // What native's own rounding allows in float32 hides no fault, in any family.
