@@ -1,6 +1,7 @@
 // C++ exceptions as Python exceptions, and Python's out-of-memory errors as the planner knows them.
 #include "bind.hpp"
 
+#include <infinitybatch/core/engine_error.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
@@ -126,6 +127,7 @@ void bind_errors(py::module_&) {
   torch_out_of_memory();
   py::register_local_exception_translator(&translate);
   register_exception_keeper(&keep_python_error);
+  register_engine_thrower(&throw_as_python);
   register_out_of_memory(&is_python_out_of_memory);
 }
 

@@ -1,7 +1,9 @@
 #include "bind.hpp"
+#include "module_walk.hpp"
 #include "python_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/execute/loss_state.hpp>
 #include <infinitybatch/loss/coupled.hpp>
 #include <infinitybatch/loss/criteria.hpp>
 
@@ -28,6 +30,12 @@ at::Tensor to_tensor(const py::object& value, const char* what) {
   return value.cast<at::Tensor>();
 }
 
+/// What the loss keeps between its calls is undone where they do not count.
+void tell_state(const Held& held) {
+  LossState* const state = LossState::at_work();
+  if (state != nullptr) state->before([&] { return held_state(held.handle()); });
+}
+
 SeparableLoss separable(const py::object& sum, const py::object& denominator) {
   SeparableLoss::Denominator part;
   if (!denominator.is_none()) {
@@ -48,6 +56,7 @@ SeparableLoss separable(const py::object& sum, const py::object& denominator) {
   return losses::separable(
       [held = Held(sum)](const Batch& outputs, const Batch& targets) {
         const py::gil_scoped_acquire gil;
+        tell_state(held);
         return to_tensor(held.handle()(to_python(outputs), to_python(targets)), "sum");
       },
       std::move(part));
@@ -57,6 +66,7 @@ CoupledLoss coupled(const py::object& value, const std::optional<at::Device>& de
   return losses::coupled(
       [held = Held(value)](const Batch& outputs, const Batch& targets) {
         const py::gil_scoped_acquire gil;
+        tell_state(held);
         return to_tensor(held.handle()(to_python(outputs), to_python(targets)), "a coupled loss");
       },
       device);

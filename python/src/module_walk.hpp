@@ -3,7 +3,7 @@
 #include "held.hpp"
 
 #include <infinitybatch/core/model.hpp>
-#include <infinitybatch/execute/carried_state.hpp>
+#include <infinitybatch/execute/plain_state.hpp>
 
 #include <cstdint>
 #include <optional>
@@ -25,8 +25,11 @@ struct Owned {
 std::optional<Owned> walk_ordinary(py::handle model);
 
 /// Tensors in plain attributes of the modules of a tree, and in tuples, lists and dicts there, two
-/// deep and of at most 16 items. Modules without an ordinary dict are left out. The GIL is held.
+/// deep and of at most 16 items; and a snapshot of all that lies there (see `PlainSnapshot`). The
+/// GIL is held.
 PlainState plain_state(py::handle model);
+/// The same of whatever a function, a bound method or a module holds, buffers among the tensors.
+PlainState held_state(py::handle object);
 /// The tensors alone.
 std::vector<NamedParameter> plain_tensors(py::handle model);
 

@@ -1,6 +1,7 @@
 #include "module_walk.hpp"
 
 #include "module_attributes.hpp"
+#include "plain_snapshot.hpp"
 
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -17,8 +18,8 @@
 namespace infinitybatch::python {
 namespace {
 
-constexpr Py_ssize_t kMostItems = 16;  // of a container: a tokenizer's words are no state
-constexpr int kDeepest = 2;
+constexpr Py_ssize_t kMostTensors = 16;  // of a container: a tokenizer's words are no state
+constexpr int kDeepestTensor = 2;
 
 /// Its value is listed, or holds modules. The interpreter interns the names of attributes, but for
 /// those of an object that comes out of a pickle.
@@ -30,62 +31,25 @@ bool is_listed(PyObject* name) {
   });
 }
 
-/// By its type: `isinstance` asks metaclasses, which costs a hundred times as much in each step.
-bool is_tensor(PyObject* value) {
-  return PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(THPVariableClass));
-}
-
 bool may_hold_tensors(PyObject* value) {
   return is_tensor(value) || PyTuple_Check(value) || PyList_CheckExact(value) ||
          PyDict_CheckExact(value);
 }
 
-bool is_number_or_text(PyObject* value) {
-  return value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) ||
-         PyFloat_CheckExact(value) || PyUnicode_CheckExact(value);
-}
-
-/// What a forward may leave for the next: "initialised" flags and counters too.
-bool is_state(PyObject* value) {
-  return value != nullptr && (may_hold_tensors(value) || is_number_or_text(value));
-}
-
-/// Torch's own, which go with its hooks and with `train()`.
-bool is_torchs(PyObject* name) {
-  return PyUnicode_CompareWithASCIIString(name, "training") == 0 ||
-         PyUnicode_CompareWithASCIIString(name, "_is_full_backward_hook") == 0;
-}
-
-/// The attributes of one module, as they were.
-struct Attributes {
-  Held now;     // the module's dict itself
-  Held before;  // a copy
-};
-
-void put_back(const Attributes& attributes) {
-  PyObject* now = attributes.now.get();
-  PyObject* before = attributes.before.get();
-  std::vector<py::object> changed;
-  PyObject* key = nullptr;
-  PyObject* value = nullptr;
-  for (Py_ssize_t at = 0; PyDict_Next(now, &at, &key, &value) != 0;) {
-    PyObject* old = PyDict_GetItemWithError(before, key);
-    if (old == value || is_torchs(key)) continue;
-    if (is_state(value) || is_state(old))
-      changed.push_back(py::reinterpret_borrow<py::object>(key));
-  }
-  for (const py::object& name : changed) {
-    PyObject* old = PyDict_GetItemWithError(before, name.ptr());
-    const int failed =
-        old == nullptr ? PyDict_DelItem(now, name.ptr()) : PyDict_SetItem(now, name.ptr(), old);
-    if (failed != 0) throw py::error_already_set();
-  }
+/// Functions of classes may have closures, too.
+void note_forward(PlainSnapshot& snapshot, PyObject* module) {
+  auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(module));
+  if (!snapshot.meet(type)) return;
+  static PyObject* const forward_name = interned("forward");
+  const auto forward = py::reinterpret_steal<py::object>(PyObject_GetAttr(type, forward_name));
+  if (!forward) return PyErr_Clear();
+  if (PyFunction_Check(forward.ptr())) snapshot.object(forward.ptr(), "forward", 0);
 }
 
 class StateWalk {
  public:
-  /// \param restorable what lies in the attributes is kept, to be put back
-  explicit StateWalk(bool restorable) : restorable_(restorable) {}
+  /// \param snapshot what lies in the attributes is noted there; null where nobody asks
+  explicit StateWalk(PlainSnapshot* snapshot) : snapshot_(snapshot) {}
 
   void module(PyObject* module, const std::string& prefix) {
     if (!modules_.insert(module).second) return;
@@ -93,8 +57,15 @@ class StateWalk {
     if (!attributes) return PyErr_Clear();
     if (!PyDict_CheckExact(attributes.ptr())) return;
     PyObject* children = PyDict_GetItemWithError(attributes.ptr(), modules_name());
-    if (children == nullptr || !PyDict_CheckExact(children)) return;
-    if (restorable_) note(attributes);
+    if (children == nullptr || !PyDict_Check(children)) {  // ordered, in old pickles
+      if (snapshot_ != nullptr) attributes_of(attributes.ptr());
+      return;
+    }
+    if (snapshot_ != nullptr) {
+      snapshot_->meet(module);
+      snapshot_->module(attributes.ptr(), prefix);
+      note_forward(*snapshot_, module);
+    }
     PyObject* key = nullptr;
     PyObject* value = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(attributes.ptr(), &at, &key, &value) != 0;) {
@@ -108,19 +79,14 @@ class StateWalk {
 
   std::vector<NamedParameter> tensors() && { return std::move(tensors_); }
 
-  PlainState state() && {
-    return {std::move(tensors_), [kept = std::move(kept_)] {
-              const py::gil_scoped_acquire gil;
-              const py::error_scope keep_error;
-              for (const Attributes& attributes : kept) put_back(attributes);
-            }};
-  }
-
  private:
-  void note(const py::object& attributes) {
-    auto copy = py::reinterpret_steal<py::object>(PyDict_Copy(attributes.ptr()));
-    if (!copy) throw py::error_already_set();
-    kept_.push_back({Held(attributes), Held(std::move(copy))});
+  /// Of what is no module: a function with its parameters.
+  void attributes_of(PyObject* attributes) {
+    PyObject* key = nullptr;
+    PyObject* value = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(attributes, &at, &key, &value) != 0;) {
+      snapshot_->object(value, py::handle(key).cast<std::string>(), 0);
+    }
   }
 
   void take(PyObject* value, const std::string& name, int depth) {
@@ -128,43 +94,69 @@ class StateWalk {
       tensors_.push_back({name, THPVariable_Unpack(value)});
       return;
     }
-    if (depth == kDeepest) return;
+    if (depth == kDeepestTensor) return;
     const auto each = [&](PyObject* item, const std::string& key) {
       if (may_hold_tensors(item)) take(item, name + "[" + key + "]", depth + 1);
     };
     if (PyTuple_Check(value)) {
-      const Py_ssize_t size = std::min(PyTuple_GET_SIZE(value), kMostItems);
+      const Py_ssize_t size = std::min(PyTuple_GET_SIZE(value), kMostTensors);
       for (Py_ssize_t i = 0; i < size; ++i) each(PyTuple_GET_ITEM(value, i), std::to_string(i));
     } else if (PyList_CheckExact(value)) {
-      const Py_ssize_t size = std::min(PyList_GET_SIZE(value), kMostItems);
+      const Py_ssize_t size = std::min(PyList_GET_SIZE(value), kMostTensors);
       for (Py_ssize_t i = 0; i < size; ++i) each(PyList_GET_ITEM(value, i), std::to_string(i));
     } else if (PyDict_CheckExact(value)) {
       PyObject* key = nullptr;
       PyObject* item = nullptr;
       Py_ssize_t count = 0;
-      for (Py_ssize_t at = 0; count < kMostItems && PyDict_Next(value, &at, &key, &item) != 0;) {
+      for (Py_ssize_t at = 0; count < kMostTensors && PyDict_Next(value, &at, &key, &item) != 0;) {
         ++count;
         each(item, py::repr(key).cast<std::string>());
       }
     }
   }
 
-  bool restorable_;
+  PlainSnapshot* snapshot_;
   std::vector<NamedParameter> tensors_;
-  std::vector<Attributes> kept_;
   ska::flat_hash_set<PyObject*> modules_;
 };
+
+/// With the interpreter's exception, if there is one, put aside.
+template <typename Do>
+auto undisturbed(const std::shared_ptr<PlainSnapshot>& snapshot, Do what) {
+  return [snapshot, what] {
+    const py::gil_scoped_acquire gil;
+    const py::error_scope keep_error;
+    return what(*snapshot);
+  };
+}
 
 }  // namespace
 
 PlainState plain_state(py::handle model) {
-  StateWalk walk(/*restorable=*/true);
+  const auto snapshot = std::make_shared<PlainSnapshot>();
+  StateWalk walk(snapshot.get());
   walk.module(model.ptr(), "");
-  return std::move(walk).state();
+  return {std::move(walk).tensors(),
+          undisturbed(snapshot, [](const PlainSnapshot& kept) { kept.restore(); }),
+          undisturbed(snapshot, [](const PlainSnapshot& kept) { return kept.changed(); }),
+          undisturbed(snapshot, [](const PlainSnapshot& kept) { return kept.numbers(); }),
+          undisturbed(snapshot, [](const PlainSnapshot& kept) { return kept.objects(); })};
+}
+
+PlainState held_state(py::handle object) {
+  std::vector<NamedParameter> tensors;
+  const auto snapshot = std::make_shared<PlainSnapshot>(&tensors);
+  snapshot->object(object.ptr(), "loss", 0);
+  snapshot->collect_no_more();
+  return {std::move(tensors),
+          undisturbed(snapshot, [](const PlainSnapshot& kept) { kept.restore(); }),
+          undisturbed(snapshot, [](const PlainSnapshot& kept) { return kept.changed(); }),
+          undisturbed(snapshot, [](const PlainSnapshot& kept) { return kept.numbers(); }),
+          undisturbed(snapshot, [](const PlainSnapshot& kept) { return kept.objects(); })};
 }
 
 std::vector<NamedParameter> plain_tensors(py::handle model) {
-  StateWalk walk(/*restorable=*/false);
+  StateWalk walk(/*snapshot=*/nullptr);
   walk.module(model.ptr(), "");
   return std::move(walk).tensors();
 }

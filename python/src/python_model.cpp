@@ -71,6 +71,17 @@ Batch finished(const py::object& given, Outputs use) {
   return outputs;
 }
 
+PlainLook look_at(const Held& view) {
+  return {[view] {
+            const py::gil_scoped_acquire gil;
+            return plain_state(view.handle().attr("forward"));
+          },
+          [view] {
+            const py::gil_scoped_acquire gil;
+            return plain_tensors(view.handle().attr("forward"));
+          }};
+}
+
 std::string first_line(const py::error_already_set& error) {
   const auto text = py::str(error.value()).cast<std::string>();
   return text.substr(0, text.find('\n'));
@@ -167,8 +178,7 @@ Model model_of(const Held& view, const Held& forward, Outputs use) {
       callable = view.handle().attr("uncompiled")(callable);
     }
     CarriedState* carried = CarriedState::at_work();
-    const py::object module = view.handle().attr("forward");
-    if (carried != nullptr) carried->before_forward(plain_state(module));
+    if (carried != nullptr) carried->before_forward(look_at(view));
     py::object given;
     try {
       given = call_model(callable, inputs);
@@ -183,7 +193,7 @@ Model model_of(const Held& view, const Held& forward, Outputs use) {
       if (is_forwards_own(error)) CarriedState::let_be();
       throw;
     }
-    if (carried != nullptr) carried->after_forward(plain_tensors(module));
+    if (carried != nullptr) carried->after_forward();
     return finished(given, use);
   };
   // What is found beside the parameters, for which C++ asks first, until it asks for that too.

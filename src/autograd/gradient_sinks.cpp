@@ -2,6 +2,7 @@
 
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/autograd/node_at_work.hpp>
+#include <infinitybatch/core/engine_error.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
@@ -56,6 +57,11 @@ struct GradientSinks::Slot {
     return impl ? at::Tensor(std::move(impl)) : at::Tensor();
   }
 
+  void set_open(bool now) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    open = now;
+  }
+
   std::mutex mutex;  // the engine may run several device threads
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> variable;
   at::Tensor buffer;
@@ -76,9 +82,10 @@ class GradientSinks::Sink : public Node {
     if (!gradients[0].defined()) return {};
     std::lock_guard<std::mutex> lock(slot_->mutex);
     if (!slot_->open) {
-      throw StateError(
-          "backward through a graph of a finished VirtualBatch step; detach what you keep of a "
-          "step's outputs");
+      throw_through_engine(std::make_exception_ptr(StateError(
+          "backward reaches the graph of one micro-batch, through a tensor that somebody kept of its "
+          "forward (in an attribute, a hook, a closure, a callback): the gradient would be that of "
+          "its samples alone. Return the tensor as an output of the model, or detach what is kept")));
     }
     const at::Tensor variable = slot_->lock();
     if (!variable.defined()) return {};
@@ -177,6 +184,8 @@ void GradientSinks::adopt(const at::Tensor& leaf) {
 }
 
 void GradientSinks::uninstall() {
+  // No gradient may come from user code, between the passes of a wrapped model.
+  for (const auto& entry : entries_) entry->slot->set_open(false);
   for (const auto& entry : entries_) {
     if (!entry->installed) continue;
     // Held no longer than it is out of its place: graphs that lead there tell who else does.
@@ -186,6 +195,7 @@ void GradientSinks::uninstall() {
 }
 
 void GradientSinks::install() {
+  for (const auto& entry : entries_) entry->slot->set_open(true);
   for (const auto& entry : entries_) {
     if (entry->installed || !entry->parameter.defined()) continue;
     entry->previous = compat::accumulator_of(entry->parameter);

@@ -129,6 +129,15 @@ void CouplingWatch::undo_draws() const {
   for (const Stand& given : given_) given.state.put_back(given.generator);
 }
 
+std::function<void()> CouplingWatch::hold_draws() const {
+  std::vector<at::Generator> generators;
+  for (const Stand& given : given_) generators.push_back(given.generator);
+  const auto held = std::make_shared<std::vector<Stand>>(stand_of(generators));
+  return [held] {
+    for (const Stand& each : *held) each.state.put_back(each.generator);
+  };
+}
+
 bool CouplingWatch::at_work() noexcept {
   return innermost_watch != nullptr;
 }

@@ -27,9 +27,12 @@ bool same_values(const at::Tensor& before, const at::Tensor& now) {
 
 }  // namespace
 
-CarriedState::Scope::Scope(CarriedState* state, bool part) noexcept : outer_(innermost_state) {
+CarriedState::Scope::Scope(CarriedState* state, bool part, int64_t batch) noexcept
+    : outer_(innermost_state) {
   innermost_state = state;
-  if (state != nullptr) state->part_ = part;
+  if (state == nullptr) return;
+  state->part_ = part;
+  state->batch_ = batch;
 }
 CarriedState::Scope::~Scope() {
   innermost_state = outer_;
@@ -40,15 +43,24 @@ CarriedState* CarriedState::at_work() noexcept {
 }
 
 void CarriedState::let_be() noexcept {
-  if (innermost_state != nullptr && !innermost_state->trial_) innermost_state->restore_ = nullptr;
+  if (innermost_state != nullptr && innermost_state->beside_ == nullptr) innermost_state->keeps_ = false;
 }
 
-void CarriedState::before_forward(PlainState state) {
-  if (first_) restore_ = std::move(state.restore);
+void CarriedState::before_forward(const PlainLook& look) {
+  look_ = look;
+  std::vector<NamedParameter> tensors;
+  if (first_) {
+    tensors = runs_->begin(look);
+    if (beside_ != nullptr) beside_->show_first_numbers();
+  } else {
+    runs_->before_part();
+    if (part_) tensors = look.tensors();
+  }
   before_.clear();
+  with_graph_.clear();
   if (!part_) return;
   memory_.rest();
-  for (NamedParameter& each : state.tensors) {
+  for (NamedParameter& each : tensors) {
     memory_.know(each.tensor, /*carried=*/true);
     const uint32_t version = version_of(each.tensor);
     before_.push_back({std::move(each.name), std::move(each.tensor), version});
@@ -75,12 +87,16 @@ void CarriedState::refuse(const std::string& name, const std::string& more) {
                 "its own");
 }
 
-void CarriedState::after_forward(const std::vector<NamedParameter>& now) {
+void CarriedState::after_forward() {
+  if (first_) runs_->first_is_over();
   if (!part_) {
+    runs_->set_single();
     first_ = false;
     idle_ = true;
     return;
   }
+  if (!first_ || !runs_->wants_to_learn()) runs_->after_part();
+  const std::vector<NamedParameter> now = look_.tensors();
   bool changed = now.size() != before_.size();
   std::vector<NamedParameter> left;
   for (const Seen& seen : before_) {
@@ -109,16 +125,25 @@ void CarriedState::after_forward(const std::vector<NamedParameter>& now) {
     left.push_back(each);
   }
   left_behind_.add(left);
+  with_graph_.clear();
+  for (const NamedParameter& each : left) {
+    const bool has_graph = each.tensor.requires_grad() && !each.tensor.is_leaf();
+    if (collects_ && has_graph) with_graph_.push_back(each.tensor);
+  }
   memory_.forget_carried();
   before_.clear();
-  if (first_ && !changed) idle_ = true;
+  if (first_ && !changed && !runs_->counts() && !runs_->wants_to_learn()) idle_ = true;
   first_ = false;
 }
 
 void CarriedState::forward_failed(const std::string& how) {
   for (const Seen& seen : before_) {
-    if (!left_.contains(seen.tensor.unsafeGetTensorImpl()) || !has_read(seen.tensor)) continue;
-    refuse(seen.name, " (which failed: " + how + ")");
+    // Layers may refuse a state before any op has read it, one of an earlier step too.
+    const bool of_part = left_.contains(seen.tensor.unsafeGetTensorImpl()) &&
+                         (has_read(seen.tensor) || !seen.tensor.requires_grad());
+    const auto sizes = seen.tensor.sizes();
+    const bool of_whole = std::find(sizes.begin(), sizes.end(), batch_) != sizes.end();
+    if (of_part || of_whole) refuse(seen.name, " (which failed: " + how + ")");
   }
 }
 
@@ -127,8 +152,9 @@ void CarriedState::roll_back() {
   before_.clear();
   left_.clear();
   left_behind_.clear();
-  if (restore_) restore_();
-  restore_ = nullptr;
+  if (keeps_) runs_->roll_back();
+  runs_->forget();
+  keeps_ = true;
   first_ = true;
   idle_ = false;
 }

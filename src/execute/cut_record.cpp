@@ -8,6 +8,7 @@
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/coupled/random_draw.hpp>
 #include <infinitybatch/execute/outside_loss.hpp>
+#include <infinitybatch/execute/plain_runs.hpp>
 #include <infinitybatch/tape/arguments.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 #include <infinitybatch/tape/sample_flow.hpp>
@@ -142,14 +143,14 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
 }
 
 Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
-                      const std::function<Batch()>& forward, const Elsewhere& elsewhere) {
+                      const Forward& forward, const Elsewhere& elsewhere) {
   Part& part = parts_[rows.begin];
   rewind_random();
   const bool check = job_.check_recordings && !checked_;
   const RngSnapshot before = check ? RngSnapshot::capture(devices_) : RngSnapshot();
   Batch outputs;
   auto recorded = std::make_shared<Recorded>();
-  recorded->tape = record_tape(inputs, watch, forward, /*disturbed=*/false, &outputs);
+  recorded->tape = record_tape(inputs, watch, forward.once, /*disturbed=*/false, &outputs);
   meet_random(recorded->tape);
   check_seen(recorded->tape, watch);
   if (const auto op = coupled::early_read(recorded->tape)) {
@@ -167,8 +168,10 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
            "shared leaf), which the whole batch has once");
   }
   const tape::Tape whole = check ? recorded->tape : tape::Tape();
-  const bool counts =
-      job_.static_tapes != nullptr && (reads_buffers(recorded->tape) || rebinds_buffers());
+  const PlainNumbers* const known = PlainNumbers::at_work();
+  bool numbers = known != nullptr && known->moves();
+  const bool counts = job_.static_tapes != nullptr &&
+                      (reads_buffers(recorded->tape) || rebinds_buffers());
   tape::trim(recorded->tape);
   const std::vector<uint32_t> ops = coupled::whole_batch_ops(recorded->tape);
   std::vector<uint32_t> beside;
@@ -180,13 +183,15 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
   if (check) {
     checked_ = true;
     check_replay(part, rows, inputs, outputs);
-    const RngSnapshot after = RngSnapshot::capture(devices_);
-    before.restore();
-    if (streams_) shift_random();
-    buffers_.end_micro_batch();
-    const tape::Tape again = record_tape(inputs, watch, forward, /*disturbed=*/true, nullptr);
-    after.restore();
-    if (const auto found = tape::difference(whole, again)) {
+    tape::Tape again = disturbed(inputs, watch, forward, before, /*as_first=*/false);
+    std::optional<std::string> found = tape::difference(whole, again);
+    // A counter may decide what forward does, or a flag that the first call resets.
+    if (found && !numbers) numbers = forward.depends_on_state();
+    if (found && numbers) {
+      again = disturbed(inputs, watch, forward, before, /*as_first=*/true);
+      found = tape::difference(whole, again);
+    }
+    if (found) {
       if (!warm_ && tape::same_of_samples(whole, again, inputs)) {
         warm_ = true;
         before.restore();
@@ -197,19 +202,34 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
                  "), so it reads values before the whole batch has been there");
     }
   }
-  // Such numbers are others in each step (BatchNorm's with momentum=None), and such buffers other
-  // tensors, so that every micro-batch is recorded.
-  if (job_.static_tapes != nullptr && !counts) confirm(rows, recorded);
+  // Such numbers are others in each step (BatchNorm's with momentum=None, a counter), and such
+  // buffers other tensors, so that every micro-batch is recorded. A tape is used again in the state
+  // that it was recorded in.
+  numbers = numbers || (known != nullptr && known->moves());
+  if (job_.static_tapes != nullptr && numbers) job_.static_tapes->by_rows.clear();
+  if (job_.static_tapes != nullptr && !counts && !numbers) confirm(rows, recorded);
   for (Leaf& leaf : outputs.leaves()) {
     if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.detach();
   }
   return outputs;
 }
 
+tape::Tape CutPass::disturbed(const Batch& inputs, coupled::CouplingWatch& watch,
+                              const Forward& forward, const RngSnapshot& before, bool as_first) {
+  const RngSnapshot after = RngSnapshot::capture(devices_);
+  before.restore();
+  if (streams_) shift_random();
+  buffers_.end_micro_batch();
+  tape::Tape again = record_tape(
+      inputs, watch, [&] { return forward.again(as_first); }, /*disturbed=*/true, nullptr);
+  after.restore();
+  return again;
+}
+
 /// Forward's first call made what later ones find (a table, a mask): none of the micro-batches that
 /// follow would run its program.
 Batch CutPass::record_anew(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
-                           const std::function<Batch()>& forward, const Elsewhere& elsewhere) {
+                           const Forward& forward, const Elsewhere& elsewhere) {
   buffers_.end_micro_batch();
   parts_.erase(rows.begin);
   ops_.clear();

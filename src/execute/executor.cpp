@@ -3,6 +3,7 @@
 #include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/batch_form.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/pinned_copies.hpp>
 #include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/core/unwatched.hpp>
@@ -19,6 +20,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
 #include <string>
 #include <utility>
 
@@ -208,6 +210,7 @@ Batch Executor::load_inputs(Rows rows) {
 
 void Executor::load(Rows rows) {
   if (job_.interrupt) job_.interrupt();
+  learn_numbers();
   if (first_.size() == 0) first_ = rows;
   uneven_ = uneven_ || rows.size() != first_.size();
   inputs_ = load_inputs(rows);
@@ -221,6 +224,7 @@ void Executor::load(Rows rows) {
 }
 
 void Executor::examine() {
+  learn_numbers();
   count_rows();
   examine(/*last=*/false);
 }
@@ -264,7 +268,8 @@ void Executor::forward(Rows rows) {
   const bool streams = cut_pass_ && cut_pass_->streams() != nullptr;
   const coupled::ForeignDraws foreign(job_.match_native_rng && !streams && part);
   {
-    const CarriedState::Scope stateful(job_.exact_coupling ? state_at_work_ : nullptr, part);
+    const CarriedState::Scope stateful(job_.exact_coupling ? state_at_work_ : nullptr, part,
+                                       job_.batch_size());
     outputs_ = job_.model->forward(inputs_);
   }
   watch_.rethrow();
@@ -273,6 +278,19 @@ void Executor::forward(Rows rows) {
     buffers_.note_means(watch_.take_means(), rows.size());
   if (auto name = foreign.drew()) foreign_draw_ = std::move(name);
   wrote_inputs_ = wrote_inputs_ || versions_of(inputs_) != before;
+}
+
+Batch Executor::uncounted(const std::function<Batch()>& forward, bool as_first) {
+  CarriedState* const counted = std::exchange(state_at_work_, nullptr);
+  try {
+    Batch outputs = state_.runs().uncounted(forward, as_first);
+    state_at_work_ = counted;
+    return outputs;
+  } catch (...) {
+    keep_foreign_exception(std::current_exception());
+    state_at_work_ = counted;
+    throw;
+  }
 }
 
 Batch Executor::call_model(Rows rows) {
@@ -294,6 +312,7 @@ void Executor::record(Rows rows, bool retain) {
   const Batch inputs = without_tensors(inputs_);
   look_at(rows, inputs_, two_pass_->tape(rows), seen);
   free();
+  learn_numbers();
   if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, seen, two_pass_->tape(rows));
   // Buffers that were restored under a graph could belong to what it has saved.
   if (retain && (buffers_.written() || parameters_->written())) two_pass_->drop_graph(rows);
@@ -305,6 +324,7 @@ void Executor::whole_loss() {
   if (streams != nullptr) streams->settle();
   (whole_outputs_ ? *whole_outputs_ : two_pass_->outputs()).watch_attributes(state_);
   buffers_.begin_loss();
+  const LossState::Scope keeping(loss_state_);
   const at::Tensor value = whole_outputs_ ? whole_outputs_->loss(sinks_) : two_pass_->whole_loss();
   buffers_.end_loss();
   if (streams != nullptr) streams->take();
@@ -318,7 +338,9 @@ void Executor::whole_loss() {
 
 void Executor::replay(Rows rows) {
   load(rows);
-  two_pass_->again(rows, inputs_, [&] { return call_model(rows); });
+  two_pass_->again(rows, inputs_, [&] {
+    return uncounted([&] { return call_model(rows); });
+  });
 }
 
 bool Executor::is_last(Rows rows, int64_t segment) const {
@@ -350,6 +372,7 @@ void Executor::record_for_cuts(Rows rows) {
     const Batch inputs = without_tensors(inputs_);
     look_at(rows, inputs_, cut_pass_->tape(rows), given);
     free();
+    learn_numbers();
     if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
     given = Batch();
     // Until a coupled loss is known the other micro-batches need the room.
@@ -365,14 +388,28 @@ void Executor::record_for_cuts(Rows rows) {
   const Batch targets = targets_;
   const auto elsewhere = [&](Rows others, const CutPass::Run& run) {
     load(others);
-    run(inputs_, [&] { return call(others); });
+    run(inputs_, [&] { return uncounted([&] { return call(others); }); });
     inputs_ = inputs;
     targets_ = targets;
   };
-  const Batch given =
-      cut_pass_->record(rows, inputs, watch_, [&] { return call(rows); }, elsewhere);
+  const auto again = [&](bool as_first) {
+    return uncounted([&] { return call(rows); }, as_first);
+  };
+  const auto depends_on_state = [&] {
+    learn_numbers(/*any=*/true);
+    inputs_ = inputs;
+    targets_ = targets;
+    return state_.runs().counts();
+  };
+  const auto once = [&, recorded = false]() mutable {
+    if (std::exchange(recorded, true)) state_.runs().count_anew();
+    return call(rows);
+  };
+  const CutPass::Forward forward{once, again, depends_on_state};
+  const Batch given = cut_pass_->record(rows, inputs, watch_, forward, elsewhere);
   look_at(rows, inputs, cut_pass_->tape(rows), given);
   free();
+  learn_numbers();
   if (job_.learns_output_law(rows)) learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
 }
 
@@ -434,6 +471,7 @@ at::Tensor Executor::loss_sum(Rows rows) const {
 }
 
 void Executor::loss(Rows rows) {
+  const LossState::Scope keeping(loss_state_);
   share_ = denominator_->divide(loss_sum(rows));
   experiment_.read_by(share_);
   const at::NoGradGuard no_grad;
@@ -504,6 +542,7 @@ void Executor::commit() {
   buffers_.commit();
   parameters_->commit();
   apart_ = false;
+  state_.runs().commit();
 }
 
 void Executor::seed() {
@@ -581,12 +620,20 @@ void Executor::begin_backward(bool keep) {
 void Executor::roll_back() {
   const Unwatched unwatched;
   sinks_.uninstall();
+  // What the loss found comes first: forwards had been at the model's own state before.
+  std::exception_ptr lost;
+  try {
+    loss_state_.roll_back();
+  } catch (...) {
+    lost = std::current_exception();
+  }
   buffers_.roll_back();
   parameters_->roll_back();
   watch_.memory().undo();
   watch_.renormed()->undo();
   state_.roll_back();
   watch_.undo_draws();
+  if (lost) std::rethrow_exception(lost);
 }
 
 at::Tensor Executor::loss() const {

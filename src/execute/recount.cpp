@@ -4,12 +4,15 @@
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/exception_text.hpp>
+#include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/coupled/row_errors.hpp>
 #include <infinitybatch/execute/buffer_values.hpp>
 #include <infinitybatch/tape/counts.hpp>
 #include <infinitybatch/tape/recorder.hpp>
+
+#include <c10/core/GradMode.h>
 
 #include <exception>
 #include <tuple>
@@ -31,7 +34,10 @@ void Executor::recount() {
   const Rows rows = other_rows(first_, job_.batch_size());
   try {
     load(rows);
-    forward(rows);
+    uncounted([&] {
+      forward(rows);
+      return Batch();
+    });
   } catch (const Error&) {
     throw;
   } catch (...) {
@@ -52,6 +58,51 @@ void Executor::recount() {
   buffers_.end_other_rows();
   parameters_->end_micro_batch();
   random.restore();
+}
+
+void Executor::learn_numbers(bool any) {
+  PlainRuns& runs = state_.runs();
+  const bool part = any || (first_.size() != 0 && first_.size() < job_.batch_size());
+  if (learning_ || !part || wrote_inputs_ || !runs.wants_to_learn(any)) return;
+  learning_ = true;
+  CarriedState* const counted = std::exchange(state_at_work_, nullptr);
+  const RngSnapshot random = RngSnapshot::capture(devices_of(job_));
+  const auto hold_draws = watch_.hold_draws();  // of generators that the user made
+  const BufferValues values(job_.buffers);
+  const auto told = std::tuple(first_, uneven_, lengths_);  // of the step's own micro-batches
+  const auto undo = [&] {
+    outputs_ = Batch();
+    release();
+    std::tie(first_, uneven_, lengths_) = told;
+    parameters_->end_micro_batch();
+    values.restore();
+    random.restore();
+    hold_draws();
+  };
+  const auto end = [&] {
+    state_at_work_ = counted;
+    learning_ = false;
+  };
+  try {
+    runs.learn(first_, job_.batch_size(), [&](Rows rows) {
+      const at::NoGradGuard no_grad;  // nobody goes back
+      try {
+        load(rows);
+        forward(rows);
+      } catch (...) {
+        keep_foreign_exception(std::current_exception());
+        undo();
+        throw;
+      }
+      Batch outputs = std::exchange(outputs_, Batch());
+      undo();
+      return outputs;
+    });
+  } catch (...) {
+    end();
+    throw;
+  }
+  end();
 }
 
 void Executor::count_rows() {
@@ -77,7 +128,7 @@ void Executor::record_elsewhere(
   const RngSnapshot random = RngSnapshot::capture(devices);
   const BufferValues values(job_.buffers);
   const auto told = std::tuple(first_, uneven_, lengths_);  // of the step's own micro-batches
-  CarriedState aside(watch_.memory(), /*trial=*/true);
+  CarriedState aside(watch_.memory(), state_);
   state_at_work_ = &aside;
   const auto undo = [&] {
     outputs_ = Batch();

@@ -34,12 +34,14 @@ void ExaminedModel::begin_watch() {
 
 Batch ExaminedModel::forward(const Batch& inputs) {
   const coupled::CouplingWatch::Scope watching(*watch_);
+  const CarriedState::Scope stateful(&state_, /*part=*/false, job_.batch_size());
   Batch outputs = job_.model->forward(inputs);
   watch_->rethrow();
   return outputs;
 }
 
 ExaminedModel::~ExaminedModel() {
+  state_.runs().roll_back();
   const at::NoGradGuard no_grad;
   weights_.restore();
   for (const Kept& kept : parameters_) {
@@ -72,6 +74,7 @@ void ExaminedModel::turn_to_double() {
 }
 
 void ExaminedModel::reset() {
+  state_.runs().roll_back();
   const at::NoGradGuard no_grad;
   watch_->renormed()->undo();
   weights_.restore();  // what steps of others did

@@ -4,6 +4,7 @@
 #include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/coupled/coupling_watch.hpp>
 #include <infinitybatch/coupled/original_weights.hpp>
+#include <infinitybatch/execute/carried_state.hpp>
 #include <infinitybatch/execute/job.hpp>
 
 #include <optional>
@@ -53,6 +54,8 @@ class ExaminedModel {
   const Job& job_;
   coupled::OriginalWeights weights_;
   std::optional<coupled::CouplingWatch> watch_;
+  coupled::WatchedMemory memory_;
+  CarriedState state_{memory_};
   RngSnapshot random_;
   std::vector<Kept> parameters_;
   std::vector<Kept> buffers_;

@@ -114,6 +114,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
                                      bool hand_out) {
   const Clock::time_point start = Clock::now();
   const PinnedCopies copies;
+  const PlainNumbers::Scope remembering(numbers_);
   Job job = this->job(inputs, targets);
   const memory::ForeignStorages counted(reachable_tensors(job));
   const memory::PeakScope peak(job.device);

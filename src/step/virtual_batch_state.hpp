@@ -131,6 +131,7 @@ class VirtualBatch::State {
   mutable std::unique_ptr<park::Store> store_;
   mutable std::map<std::string, coupled::DrawLaws> draw_laws_;  // by kind of batch
   mutable std::map<std::string, OutputLaw> output_laws_;        // by kind of batch
+  mutable PlainNumbers numbers_;                                // of the model's, in Python
   mutable coupled::RenormedMemory renormed_;      // addresses: at worst a copy too many
   mutable std::map<std::string, bool> examined_;  // kinds of batches: whether mixing is ruled out
   mutable std::set<std::string> checked_;         // kinds of batches whose recordings were checked

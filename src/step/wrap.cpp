@@ -139,6 +139,7 @@ Batch Wrap::forward(const Batch& inputs) const {
   admit_model(job);
   const std::string arguments = identity_of_plain_leaves(inputs);
   job.program = wrapped_->begin_program(arguments);
+  const PlainNumbers::Scope remembering(wrapped_->numbers);
   Batch outputs = run(wrapped_, std::move(job), inputs, total);
   wrapped_->end_program(arguments);
   return outputs;

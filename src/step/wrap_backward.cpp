@@ -196,12 +196,16 @@ Batch BackwardPass::outputs_of(const WrappedCall::Part& part, const Batch& micro
     return tape::replay(part.tape, micro);
   }
   for (const Version& version : call_.parameter_versions) version.check();
+  const auto forward = [&] {
+    const auto run = [&] { return call_.wrapped->model.forward(micro); };
+    return call_.runs ? call_.runs->uncounted(run) : run();
+  };
   return as_in_forward(call_, part, [&] {
-    if (!call_.renormed) return call_.wrapped->model.forward(micro);
+    if (!call_.renormed) return forward();
     // Rows that forward has scaled are not scaled again.
     coupled::CouplingWatch watch(call_.renormed);
     const coupled::CouplingWatch::Scope watching(watch);
-    Batch outputs = call_.wrapped->model.forward(micro);
+    Batch outputs = forward();
     watch.rethrow();
     return outputs;
   });

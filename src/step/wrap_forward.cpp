@@ -4,9 +4,12 @@
 #include "wrap_cuts.hpp"
 
 #include <infinitybatch/autograd/engine.hpp>
+#include <infinitybatch/core/engine_error.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/join.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
+#include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/foreign_draws.hpp>
 #include <infinitybatch/coupled/row_errors.hpp>
@@ -40,6 +43,36 @@ std::vector<uint32_t> versions_of(const Batch& batch) {
     versions.push_back(tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version()));
   }
   return versions;
+}
+
+/// Where graphs end that were dropped: whoever comes here keeps one micro-batch's tensor.
+class LeftNode final : public Node {
+ public:
+  LeftNode() : Node(/*sequence_nr=*/UINT64_MAX) {}
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& /*gradients*/) override {
+    throw_through_engine(std::make_exception_ptr(Unsupported(
+        "the loss reads a tensor that forward of the wrapped model left behind (in an attribute, a "
+        "hook or a closure) and that is no output: it holds the samples of one micro-batch, where "
+        "the loss of the whole batch needs those of all. Return it as an output, with a row for "
+        "each sample; detach it if nobody differentiates it; or make the budget, or "
+        "micro_batch_size, large enough for one micro-batch")));
+  }
+  std::string name() const override { return "infinitybatch::LeftBehind"; }
+};
+
+/// Gradients that still come through the graphs of these are wrong: an error of their own.
+void end_graphs(const std::vector<at::Tensor>& roots) {
+  const auto end = compat::make_node<LeftNode>();
+  autograd::walk_graph(roots, [&](Node& node) {
+    for (torch::autograd::Edge& edge : node.next_edges()) {
+      if (!edge.function || edge.function->num_outputs() != 0) continue;
+      const auto* accumulator = dynamic_cast<AccumulateGrad*>(edge.function.get());
+      if (accumulator == nullptr) continue;
+      const uint32_t number = end->add_input_metadata(accumulator->variable);
+      edge = torch::autograd::Edge(end, number);
+    }
+  });
 }
 
 }  // namespace
@@ -80,6 +113,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
   if (options_.match_native_rng) watch_.watch_draws(call_->devices);
   parameter_rule_.emplace(job.parameters, watch_.memory(), exact_);
   state_.emplace(watch_.memory());
+  state_->collect_left();
   state_at_work_ = &*state_;
   for (const BufferSlot& slot : job.buffers) {
     if (at::Tensor buffer = slot.get(); buffer.defined()) buffers_.push_back(std::move(buffer));
@@ -104,7 +138,7 @@ void ForwardPass::aside(Rows rows, const std::function<void()>& forward) {
   const BufferValues values(job_.buffers);
   const std::vector<std::string> left = call_->left_on_module;
   const auto told = std::tuple(part_of_batch_, part_);
-  CarriedState trial(watch_.memory(), /*trial=*/true);
+  CarriedState trial(watch_.memory(), *state_);
   state_at_work_ = &trial;
   part_of_batch_ = {rows.size(), rows_.size, options_.match_native_rng};
   part_ = rows.size() < rows_.size;
@@ -143,6 +177,42 @@ void ForwardPass::count_rows() {
     if (!is_out_of_memory(error) && !coupled::may_be_of_rows(error)) throw;
     experiment_->meet_no_others();  // nobody can tell
   }
+}
+
+void ForwardPass::learn_numbers(int64_t first) {
+  if (!exact_ || !state_->runs().wants_to_learn()) return;
+  const RngSnapshot random = RngSnapshot::capture(call_->devices);
+  const auto hold_draws = watch_.hold_draws();  // of generators that the user made
+  const BufferValues values(job_.buffers);
+  const std::vector<std::string> left = call_->left_on_module;
+  state_at_work_ = nullptr;
+  const auto undo = [&] {
+    parameter_rule_->end_micro_batch();
+    values.restore();
+    random.restore();
+    hold_draws();
+    call_->left_on_module = left;
+    at::autocast::clear_cache();
+  };
+  try {
+    state_->runs().learn({0, first}, rows_.size, [&](Rows rows) {
+      const at::NoGradGuard no_grad;  // nobody goes back
+      part_of_batch_ = {rows.size(), rows_.size, options_.match_native_rng};
+      try {
+        Batch outputs = call_model(call_->micro_batch(rows), nullptr);
+        undo();
+        return outputs;
+      } catch (...) {
+        keep_foreign_exception(std::current_exception());
+        undo();
+        throw;
+      }
+    });
+  } catch (...) {
+    state_at_work_ = &*state_;
+    throw;
+  }
+  state_at_work_ = &*state_;
 }
 
 void ForwardPass::note_examined() const {
@@ -224,7 +294,7 @@ void ForwardPass::learn_from_recording(const Batch& outputs, const Batch& micro,
   ambiguous_ = ambiguous_ || is_ambiguous(outputs, batch_size(micro, "inputs"), {}, options_);
   if (!recording_) return;
   const size_t known = call_->leaves.size();
-  note_graph(outputs, micro, first_node);
+  note_graph(outputs, micro, first_node, /*dropped=*/false);
   for (size_t i = known; i < call_->leaves.size(); ++i) {
     call_->cuts->adopt(call_->leaves[i].tensor);
   }
@@ -275,7 +345,7 @@ void ForwardPass::read(const NamedParameter& parameter) {
 Batch ForwardPass::call_model(const Batch& micro, GraphMemory* memory) {
   const coupled::PartOfBatch part_of_batch(exact_ ? part_of_batch_ : std::nullopt);
   const coupled::CouplingWatch::Scope watching(watch_);
-  const CarriedState::Scope stateful(exact_ ? state_at_work_ : nullptr, part_);
+  const CarriedState::Scope stateful(exact_ ? state_at_work_ : nullptr, part_, rows_.size);
   const auto forward = [&] { return call_->wrapped->model.forward(micro); };
   Batch outputs = memory != nullptr ? memory->watch(forward) : forward();
   watch_.rethrow();
@@ -324,6 +394,7 @@ void ForwardPass::settle() {
 
 void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   if (options_.interrupt) options_.interrupt();
+  if (!row_counts_.empty()) learn_numbers(row_counts_.front());
   keep = keep && recording_;
   const bool parks = keep && job_.parks_graphs;
   part_of_batch_ = {rows.size(), total, options_.match_native_rng};
@@ -389,7 +460,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
       experiment_->take(rows, micro, part.tape);
     }
   }
-  if (recording_) note_graph(outputs, micro, first_node);
+  if (recording_) note_graph(outputs, micro, first_node, /*dropped=*/!keep && part_);
   refuse_sparse(outputs);
   outputs_.push_back(detached(outputs));
   row_counts_.push_back(rows.size());
@@ -444,7 +515,8 @@ bool ForwardPass::may_stand_once() const {
 }
 
 /// Notes where gradients go that are no parameters of the model, before the graph is dropped.
-void ForwardPass::note_graph(const Batch& outputs, const Batch& micro, uint64_t first_node) {
+void ForwardPass::note_graph(const Batch& outputs, const Batch& micro, uint64_t first_node,
+                             bool dropped) {
   std::vector<at::Tensor> roots;
   wants_gradient_.resize(std::max(wants_gradient_.size(), outputs.leaves().size()), false);
   for (size_t i = 0; i < outputs.leaves().size(); ++i) {
@@ -474,6 +546,10 @@ void ForwardPass::note_graph(const Batch& outputs, const Batch& micro, uint64_t 
           "as an input (shared, if every sample needs it), or compute it inside forward");
     }
   });
+  std::vector<at::Tensor> left = state_->take_left();
+  if (!dropped) return;
+  roots.insert(roots.end(), left.begin(), left.end());
+  end_graphs(roots);
 }
 
 Batch ForwardPass::finish() {
@@ -494,6 +570,7 @@ Batch ForwardPass::finish() {
   if (!mixed) check_reduce(joined);
   buffer_rule_.commit();
   parameter_rule_->commit();
+  state_->runs().commit();
   if (mixed) std::rethrow_exception(mixed);
   if (call_->cuts) {
     call_->cuts->finish_forward();
@@ -518,6 +595,9 @@ Batch ForwardPass::finish() {
     call_->input_versions.push_back(Version::of("an input", tensor));
   }
   call_->outputs = std::move(joined);
+  const bool again = std::any_of(call_->parts.begin(), call_->parts.end(),
+                                 [](const auto& part) { return part.tape.opaque.has_value(); });
+  if (again && !state_->runs().quiet()) call_->runs = state_->take_runs();
   attach_node(call_, inputs_, wants_gradient_, outputs);
   watch_.renormed()->commit();
   if (!watch_.renormed()->empty()) call_->renormed = watch_.renormed();

@@ -86,6 +86,8 @@ class ForwardPass {
   void check_reduce(const JoinedOutputs& joined);
   /// Where an op's number may count samples: runs forward on other rows, and undoes that.
   void count_rows();
+  /// Whether forward reads numbers in Python that it changes, by experiment on the first rows.
+  void learn_numbers(int64_t first);
   void note_examined() const;
   /// \param memory where its graph will be parked: notes what it keeps; else null
   Batch call_model(const Batch& micro, GraphMemory* memory);
@@ -95,7 +97,8 @@ class ForwardPass {
   /// With `Job::parks_graphs`: the graph of this part begins to leave, what left before it is away.
   void leave(size_t part);
   void settle();
-  void note_graph(const Batch& outputs, const Batch& micro, uint64_t first_node);
+  /// \param dropped nobody but whoever kept a tensor of it goes back through this graph
+  void note_graph(const Batch& outputs, const Batch& micro, uint64_t first_node, bool dropped);
   /// Which outputs come from the samples, as far as this recording tells.
   void note_sources(const tape::Tape& tape);
   /// Whether that of further micro-batches matters.

@@ -10,6 +10,7 @@
 #include <infinitybatch/coupled/renormed_weights.hpp>
 #include <infinitybatch/execute/buffer_values.hpp>
 #include <infinitybatch/execute/graph_memory.hpp>
+#include <infinitybatch/execute/plain_runs.hpp>
 #include <infinitybatch/execute/recorded.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
 #include <infinitybatch/memory/foreign_storage.hpp>
@@ -69,6 +70,7 @@ struct Wrapped {
   std::map<std::string, coupled::DrawLaws> draw_laws;  ///< with match_native_rng: of kinds of batch
   std::map<std::string, StaticForward> static_forwards;
   Programs programs;
+  PlainNumbers numbers;                    ///< in Python; guarded by itself
   std::set<std::string> whole_batch_only;  ///< programs whose samples are coupled beyond cuts
   std::set<std::string> parked;            ///< and of batch what waits of which does not fit
   std::shared_ptr<park::Store> store;      ///< where that goes; made when it is first needed
@@ -162,6 +164,7 @@ struct WrappedCall {
   std::vector<Part> parts;  ///< empty with `cuts`
   bool examined = true;     ///< see `Job::examined`
   std::vector<BufferSlot> buffers;
+  std::shared_ptr<PlainRuns> runs;  ///< where some forward runs again, and it left anything
   std::shared_ptr<coupled::RenormedWeights> renormed;  ///< null where forward scaled no rows
   std::vector<std::string> left_on_module;             ///< see WrapReport
   tape::Modes modes;

@@ -12,6 +12,7 @@ import infinitybatch as ib
 import numpy as np
 import pytest
 import torch
+from support import Tally
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LONG = os.environ.get("INFINITYBATCH_LONG_TESTS") == "1"
@@ -84,12 +85,11 @@ class State:
 
 def after(calls, raise_this):
     """A function that raises at its `calls`-th call."""
-    count = 0
+    tally = Tally()  # attempts that failed leave no number in a closure
 
     def function(*_):
-        nonlocal count
-        count += 1
-        if count == calls:
+        tally()
+        if tally.count == calls:
             raise raise_this
 
     return function

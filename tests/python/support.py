@@ -11,6 +11,27 @@ from measure import excess, gradients, worst
 from torch import nn
 
 
+class Tally:
+    """Counts what runs, those runs too that do not count: no snapshot of plain state looks here."""
+
+    __slots__ = ("count", "seen")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seen: list[Any] = []
+
+    def __call__(self, *_: Any) -> None:
+        self.count += 1
+
+    def note(self, value: Any) -> None:
+        self.count += 1
+        self.seen.append(value)
+
+
+class Log(list[Any]):
+    """A list that keeps what runs noted that do not count: no snapshot of plain state undoes it."""
+
+
 def call(model: Any, inputs: Any) -> Any:
     """Calls a model as VirtualBatch does."""
     if isinstance(inputs, dict):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fault_support import LONG
 from measure import gradients, numbered, worst
-from support import gradient_error, native_gradients
+from support import Log, gradient_error, native_gradients
 from torch import nn
 
 TOLERANCE = 1e-12
@@ -327,7 +327,7 @@ def spread(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def test_coupled_losses(name: str, loss, size: int, segments: int, park: str) -> None:
     model, inputs, targets = make(name)
     wanted = native_gradients(model, loss, inputs, targets)
-    calls = []
+    calls = Log()
     model.register_forward_hook(lambda *_: calls.append(1))
     batch = ib.VirtualBatch(
         model,

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from measure import gradients, worst
-from support import Calls, Result, native, ours, result_of, worst_error
+from support import Calls, Result, Tally, native, ours, result_of, worst_error
 from torch import nn
 
 TOLERANCE = 1e-12
@@ -251,15 +251,15 @@ def test_any_number_of_segments_gives_the_same_gradient(coupled: bool) -> None:
 def test_later_steps_and_how_often_user_code_runs() -> None:
     model, inputs, targets = make("skips")
     wanted = native(model, nn.CrossEntropyLoss(), inputs, targets)
-    calls = []
-    model.register_forward_hook(lambda *_: calls.append(1))
+    calls = Tally()
+    model.register_forward_hook(calls)
     batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=2, checkpoint_segments=4)
     for step in range(3):
         model.zero_grad()
-        calls.clear()
+        calls.count = 0
         batch.backward(inputs, targets)
         # At first once until the layer is met, and once more to check the recording.
-        assert len(calls) == (5 if step == 0 else 3)
+        assert calls.count == (5 if step == 0 else 3)
         assert worst(gradients(model), wanted.gradients) <= TOLERANCE, step
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import infinitybatch as ib
 import pytest
 import torch
-from support import classification
+from support import Tally, classification
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from wrap_support import close, contrastive, grads
@@ -21,10 +21,10 @@ class Writer(nn.Module):
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
         self.register_buffer("seen", torch.ones((), dtype=torch.float64))
         self.write = write
-        self.calls = 0
+        self.calls = Tally()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.calls()
         self.write(self, x)
         return self.net(x)
 
@@ -116,11 +116,11 @@ def test_what_counts_no_samples_is_written_once(
     write(twin, torch.empty(0))
     run(model, way, size)
     assert model.seen == twin.seen
-    model.calls, model.seen = 0, torch.ones_like(model.seen)
+    model.calls.count, model.seen = 0, torch.ones_like(model.seen)
     torch.manual_seed(3)
     run(model, way, size)
     if (write, size) == (add_one, 3):
-        assert model.calls == 2, "nothing had to be found out"
+        assert model.calls.count == 2, "nothing had to be found out"
 
 
 def test_it_is_asked_once_for_each_kind_of_batch() -> None:
@@ -128,9 +128,9 @@ def test_it_is_asked_once_for_each_kind_of_batch() -> None:
     batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=3)
     calls = []
     for _ in range(3):
-        model.calls = 0
+        model.calls.count = 0
         batch.backward(*classification(6))
-        calls.append(model.calls)
+        calls.append(model.calls.count)
     assert calls == [3, 2, 2]
 
 

@@ -4,7 +4,7 @@ experiment on a function of `across_batch` swallows nothing that the user throws
 import infinitybatch as ib
 import pytest
 import torch
-from support import Calls
+from support import Calls, Tally
 from torch import nn
 from torch.nn import functional as F
 
@@ -78,12 +78,11 @@ ENDS = [KeyboardInterrupt(), SystemExit(1), torch.OutOfMemoryError("mine"), Memo
 def test_what_ends_a_step_comes_out_of_any_call_of_a_function(
     error: BaseException, way: str
 ) -> None:
-    fatal, calls = -1, 0
+    fatal, calls = [-1], Tally()  # numbers in plain state would be put back
 
     def centre(x: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == fatal:
+        calls()
+        if [calls.count] == fatal:
             raise error
         return x.mean(0).expand_as(x)
 
@@ -96,8 +95,7 @@ def test_what_ends_a_step_comes_out_of_any_call_of_a_function(
     x, target = torch.randn(8, 4).double(), torch.randn(8, 1).double()
 
     def step() -> None:
-        nonlocal calls
-        calls = 0
+        calls.count = 0
         model.zero_grad()
         if way == "wrap":
             F.mse_loss(ib.wrap(model, micro_batch_size=4)(x), target).backward()
@@ -106,12 +104,13 @@ def test_what_ends_a_step_comes_out_of_any_call_of_a_function(
 
     step()
     wanted = gradients(model)
-    for fatal in range(1, calls + 1):  # noqa: B007
+    for place in range(1, calls.count + 1):
+        fatal[0] = place
         with pytest.raises(type(error)) as raised:
             step()
         assert raised.value is error
-        assert calls == fatal
+        assert calls.count == place
         assert all(gradient is None for gradient in gradients(model))
-    fatal = -1
+    fatal[0] = -1
     step()
     torch.testing.assert_close(gradients(model), wanted, rtol=0, atol=0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks_support import on_two_ranks
-from support import Calls, mlp
+from support import Calls, Tally, mlp
 from torch import nn
 from torch.distributed.nn.functional import all_gather
 from wrap_support import close, contrastive, grads
@@ -23,10 +23,10 @@ class Gathered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.log_scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
-        self.calls = 0
+        self.calls = Tally()
 
     def forward(self, z: torch.Tensor, _: Any = None) -> torch.Tensor:
-        self.calls += 1
+        self.calls()
         return self.of_all(torch.cat(all_gather(z.contiguous())))
 
     def of_all(self, z: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ def steps(rank: int, count: int = 1, **options: Any) -> list[Any]:
         model.zero_grad()
         loss.zero_grad()
         step.backward(batches()[rank])
-    assert loss.calls == count
+    assert loss.calls.count == count
     average(model, loss)
     return numbers(model, loss)
 
@@ -118,7 +118,7 @@ def begin_again_on_one(rank: int) -> list[Any]:
 
     def value(z: torch.Tensor, _: Any) -> torch.Tensor:
         result = loss(z)
-        if rank == 0 and loss.calls == 1:
+        if rank == 0 and loss.calls.count == 1:
             table.numpy()[0] = 1  # no version tells of it
         return result
 
@@ -131,12 +131,12 @@ def begin_again_on_one(rank: int) -> list[Any]:
         table.zero_()
     else:
         step.backward(batches()[rank])
-    assert loss.calls == 1
+    assert loss.calls.count == 1
     # The next step finds both ranks where they have to be.
     for module in (model, loss):
         module.zero_grad()
     step.backward(batches()[rank])
-    assert loss.calls == 2
+    assert loss.calls.count == 2
     average(model, loss)
     return numbers(model, loss)
 

@@ -20,6 +20,7 @@ from fault_support import (
     look_at_new_objects_only,
     step_bits,
 )
+from support import Log
 from torch import nn
 
 __all__ = ["look_at_new_objects_only"]  # a fixture
@@ -59,7 +60,7 @@ class Fussy(nn.Module):
         self.net = Headed(nn.Sequential(mlp_body(), nn.Dropout(0.2)), "towers")
         if buffer:
             self.register_buffer("steps", torch.zeros(3))
-        self.places = []
+        self.places = Log()
         self.fatal = []  # a list: another number would be another program
         self.error = None
 

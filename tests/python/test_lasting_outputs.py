@@ -9,7 +9,7 @@ import infinitybatch as ib
 import pytest
 import torch
 from coupled_support import Cube, assert_same_step, native_coupled, ours_coupled
-from support import Calls, mlp
+from support import Calls, Tally, mlp
 from torch import nn
 from torch.nn import functional as F
 from wrap_support import close, contrastive, grads
@@ -91,20 +91,20 @@ def test_they_stand_once_in_front_of_a_coupled_loss(way, normed):
 
 def test_they_do_so_in_every_step():
     """What the first step found out is not asked again, and holds for other sizes."""
-    model, calls = heads(), []
+    model, calls = heads(), Tally()
     native = copy.deepcopy(model)
-    model.register_forward_hook(lambda *_: calls.append(1))
+    model.register_forward_hook(calls)
     step = ib.VirtualBatch(
         model, ib.losses.coupled(all_heads), micro_batch_size=4, keep_outputs=True
     )
     for rows, more in ((12, 1), (12, 0), (9, 0), (3, 0), (11, 0)):
         model.zero_grad()
         native.zero_grad()
-        calls.clear()
+        calls.count = 0
         outputs = native(X[:rows])
         all_heads(outputs).backward()
         report = step.backward(X[:rows])
-        assert len(calls) == -(-rows // 4) + more
+        assert calls.count == -(-rows // 4) + more
         close(grads(model), grads(native))
         close(report.outputs, outputs)
 

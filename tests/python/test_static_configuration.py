@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from batch_norm_models import images
+from support import Tally
 from torch import nn
 from wrap_support import close, grads
 
@@ -29,10 +30,10 @@ class Head(nn.Module):
         super().__init__()
         self.linear = nn.Linear(16, 10)
         self.activation = F.relu
-        self.calls = 0
+        self.calls = Tally()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.calls()
         return self.linear(self.activation(x))
 
 
@@ -87,7 +88,7 @@ def test_a_counter_that_forward_raises_is_no_other_setting(way: str) -> None:
     inputs, targets = images(8)
     for _ in range(2):
         step(inputs, targets)
-    calls = model[5].calls
+    calls = model[5].calls.count
     for _ in range(3):
         step(inputs, targets)
-    assert 0 < calls == model[5].calls
+    assert 0 < calls == model[5].calls.count

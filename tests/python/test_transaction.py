@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fault_support import LONG, FailingBackward, FailingOps, MyError, State, after
-from support import Calls, classification, mlp
+from support import Calls, Tally, classification, mlp
 from torch import nn
 
 
@@ -418,12 +418,11 @@ def test_running_out_of_memory_in_the_users_python_is_answered_by_a_smaller_plan
     native = copy.deepcopy(model)
     nn.functional.cross_entropy(native(inputs), targets).backward()
     batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget="64MiB")
-    calls = 0
+    calls = Tally()
 
     def at_the_third(*_):
-        nonlocal calls
-        calls += 1
-        if calls == 3:
+        calls()
+        if calls.count == 3:
             fail()
 
     if place == "forward":
@@ -431,7 +430,7 @@ def test_running_out_of_memory_in_the_users_python_is_answered_by_a_smaller_plan
     else:
         model[0].register_full_backward_hook(at_the_third)
     report = batch.backward(inputs, targets)
-    assert report.restarts == 1 and calls > 3
+    assert report.restarts == 1 and calls.count > 3
     for a, b in zip(model.parameters(), native.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-16)
 
@@ -490,21 +489,20 @@ def test_the_users_own_out_of_memory_error_after_a_restart_comes_back_as_it_is()
     model, inputs, targets = set_up(False)
     batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget="64MiB")
     mine = out_of_memory()
-    calls = 0
+    calls = Tally()
 
     def first_ours_then_theirs():
-        nonlocal calls
-        calls += 1
-        if calls == 3:
+        calls()
+        if calls.count == 3:
             run_out_of_memory()
-        if calls == 5:
+        if calls.count == 5:
             raise mine
 
     model.before_forward = first_ours_then_theirs
     state = State(model)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         batch.backward(inputs, targets)
-    assert raised.value is mine and calls == 5
+    assert raised.value is mine and calls.count == 5
     state.check()
 
 

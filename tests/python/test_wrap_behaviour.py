@@ -12,7 +12,7 @@ from typing import Any
 import infinitybatch as ib
 import pytest
 import torch
-from support import Calls, mlp
+from support import Calls, Tally, mlp
 from torch import nn
 from wrap_support import Square, X, Y, close, contrastive, grads, opaque
 
@@ -148,11 +148,26 @@ def test_the_second_forward_draws_the_same_numbers(make):
 @pytest.mark.parametrize(("make", "calls"), [(mlp, 4), (opaque, 8)])
 def test_user_code_runs_once_for_each_micro_batch(make, calls):
     inner = make()
-    seen = []
-    inner.register_forward_hook(lambda module, args, out: seen.append(len(args[0])))
-    contrastive(ib.wrap(inner, micro_batch_size=4)(X)).backward()
-    assert seen[:4] == [4, 4, 4, 1]
-    assert len(seen) == calls and seen[4:] == [1, 4, 4, 4][: calls - 4]
+    ran = Tally()
+    left: list[int] = []
+
+    def note(module: Any, args: Any, out: Any) -> None:
+        ran.note(len(args[0]))
+        left.append(len(args[0]))
+
+    inner.register_forward_hook(note)
+    wrapped = ib.wrap(inner, micro_batch_size=4)
+    contrastive(wrapped(X)).backward()
+    # The first step looks once, on other rows, whether forward reads what the hook has left.
+    assert ran.seen[:6] == [4, 4, 4, 4, 4, 1]
+    assert left == [4, 4, 4, 1]
+    ran.count, ran.seen = 0, []
+    left.clear()
+    contrastive(wrapped(X)).backward()
+    assert ran.seen[:4] == [4, 4, 4, 1]
+    assert ran.count == calls and ran.seen[4:] == [1, 4, 4, 4][: calls - 4]
+    # What Python holds is that of forward.
+    assert left == [4, 4, 4, 1]
 
 
 def test_hooks_fire_once_on_the_whole_gradient():
@@ -234,14 +249,14 @@ class Fails(Exception):
 
 def failing(fails_at: int) -> nn.Module:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.calls()
         self.seen = self.seen + 1
-        if self.calls == fails_at:
+        if self.calls.count == fails_at:
             raise Fails("on purpose")
         return Square.apply(self.net(x)) * self.seen
 
     module = Calls(forward, net=mlp(), seen=torch.zeros(()).double())
-    module.calls = 0
+    module.calls = Tally()
     return module
 
 

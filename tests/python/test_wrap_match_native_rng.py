@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from random_models import GENERATOR, MODELS, make, three_dropouts
-from support import Calls, classification
+from support import Calls, Log, classification
 from test_match_native_rng import coupled_loss, random_state, same_state, seed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -252,7 +252,7 @@ def test_what_is_refused_is_named_and_leaves_everything_as_it_was(name, grad) ->
 
 
 def test_failures_leave_generators_alone():
-    calls = []
+    calls = Log()
 
     def forward(self, x):
         calls.append(len(x))

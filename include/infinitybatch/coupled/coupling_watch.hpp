@@ -12,6 +12,7 @@
 #include <ATen/core/TensorBody.h>
 #include <ATen/record_function.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -86,6 +87,8 @@ class CouplingWatch {
   const std::optional<std::string>& drew() const noexcept { return drew_; }
   /// Puts generators back that ops were given, as they were before the first time.
   void undo_draws() const;
+  /// Those that ops were given so far stay where they are now: the function puts them back.
+  std::function<void()> hold_draws() const;
 
   void forget() {
     seen_.clear();

@@ -3,20 +3,17 @@
 #include <infinitybatch/core/model.hpp>
 #include <infinitybatch/coupled/watched_memory.hpp>
 #include <infinitybatch/execute/left_tensors.hpp>
+#include <infinitybatch/execute/plain_runs.hpp>
 
+#include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace infinitybatch {
-
-/// Tensors that a model keeps where nobody lists them: in plain attributes of its modules.
-struct PlainState {
-  std::vector<NamedParameter> tensors;
-  /// Puts back what lay in the attributes, numbers too; what was written in place stays written.
-  std::function<void()> restore;
-};
 
 /// Notices tensors that a module carries from one call to the next in a plain attribute (a hidden
 /// state, a moving average, a cache that grows): one that an op of a forward reads, and that is
@@ -26,9 +23,12 @@ struct PlainState {
 /// concern.
 class CarriedState {
  public:
-  /// \param trial of a forward that nobody asked for: its failure, too, leaves nothing
-  explicit CarriedState(coupled::WatchedMemory& memory, bool trial = false)
-      : memory_(memory), trial_(trial) {}
+  explicit CarriedState(coupled::WatchedMemory& memory)
+      : memory_(memory), runs_(std::make_shared<PlainRuns>()) {}
+  /// Of a forward that nobody asked for: its failure, too, leaves nothing.
+  /// \param beside of those that count: it finds the numbers that they find
+  CarriedState(coupled::WatchedMemory& memory, const CarriedState& beside)
+      : memory_(memory), beside_(&*beside.runs_), runs_(std::make_shared<PlainRuns>()) {}
 
   /// While it lives, forwards in this thread are told to a state. Scopes may nest.
   class Scope {
@@ -36,7 +36,8 @@ class CarriedState {
     /// \param state null where nobody wants to know
     /// \param part forward sees a part of the logical batch; else nothing can be carried, and it is
     /// only put back when the step fails
-    Scope(CarriedState* state, bool part) noexcept;
+    /// \param batch samples of the logical batch
+    Scope(CarriedState* state, bool part, int64_t batch) noexcept;
     ~Scope();
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
@@ -48,9 +49,9 @@ class CarriedState {
   /// nobody wants to know.
   static CarriedState* at_work() noexcept;
 
-  void before_forward(PlainState state);
+  void before_forward(const PlainLook& look);
   /// \throws CouplingError naming the attribute
-  void after_forward(const std::vector<NamedParameter>& now);
+  void after_forward();
   /// Instead, where forward failed: a state of other rows has another shape.
   /// \throws CouplingError where it had read what an earlier forward left
   void forward_failed(const std::string& how);
@@ -58,11 +59,19 @@ class CarriedState {
   /// they do natively.
   static void let_be() noexcept;
   /// Whether a state was found.
-  bool found() const noexcept { return found_; }
+  bool found() const noexcept { return found_ || runs_->found(); }
+  /// From now on `take_left` is asked after each forward.
+  void collect_left() noexcept { collects_ = true; }
+  /// Tensors with a graph that the last forward left in attributes.
+  std::vector<at::Tensor> take_left() { return std::exchange(with_graph_, {}); }
   /// What attributes were given by forwards of parts of the batch.
   const LeftTensors& left() const noexcept { return left_behind_; }
   /// Attributes hold what they held in front of the first forward.
   void roll_back();
+  /// Of the forwards that count.
+  PlainRuns& runs() noexcept { return *runs_; }
+  /// For runs that come when this one is gone.
+  std::shared_ptr<PlainRuns> take_runs() const { return runs_; }
 
  private:
   struct Seen {
@@ -76,14 +85,19 @@ class CarriedState {
 
   coupled::WatchedMemory& memory_;
   bool part_ = false;
+  int64_t batch_ = 0;
   bool first_ = true;
-  const bool trial_;
+  const PlainRuns* beside_ = nullptr;
   bool idle_ = false;                                // no attribute changes
   std::unordered_set<const c10::TensorImpl*> left_;  // by the last forward
   LeftTensors left_behind_;
+  std::vector<at::Tensor> with_graph_;
+  bool collects_ = false;
   bool found_ = false;
   std::vector<Seen> before_;
-  std::function<void()> restore_;
+  std::shared_ptr<PlainRuns> runs_;
+  PlainLook look_;
+  bool keeps_ = true;  // what forward leaves is put back where the step fails
 };
 
 }  // namespace infinitybatch

@@ -45,10 +45,17 @@ class CutPass {
   /// \param elsewhere calls back with other rows' inputs, and with what runs the model on them
   using Run = std::function<void(const Batch& inputs, const std::function<Batch()>& forward)>;
   using Elsewhere = std::function<void(Rows rows, const Run& run)>;
+  struct Forward {
+    std::function<Batch()> once;
+    /// For the check, which does not count; whether it finds the numbers in Python that `once` did.
+    std::function<Batch(bool as_first)> again;
+    /// By experiment: whether it gives other outputs from what it leaves in Python.
+    std::function<bool()> depends_on_state;
+  };
   /// \return the outputs of the recording, detached; what comes of ops of the whole batch is wrong
   ///         in them
   Batch record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
-               const std::function<Batch()>& forward, const Elsewhere& elsewhere);
+               const Forward& forward, const Elsewhere& elsewhere);
   /// With `Job::alone`, in place of `record`: records a micro-batch and cuts its tape where
   /// they say. Afterwards it stands at its last cut; where the cuts were known before and the loss
   /// is separable, the graph behind it is kept from the recording. Returns the model's outputs, as
@@ -134,10 +141,13 @@ class CutPass {
     bool reused = false;  // `recorded` is that of other rows
   };
 
+  /// The program of another recording, with the ops of the whole batch disturbed.
+  tape::Tape disturbed(const Batch& inputs, coupled::CouplingWatch& watch, const Forward& forward,
+                       const RngSnapshot& before, bool as_first);
   tape::Tape record_tape(const Batch& inputs, coupled::CouplingWatch& watch,
                          const std::function<Batch()>& forward, bool disturbed, Batch* outputs);
   Batch record_anew(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
-                    const std::function<Batch()>& forward, const Elsewhere& elsewhere);
+                    const Forward& forward, const Elsewhere& elsewhere);
   void begin(Part& part, std::shared_ptr<const Recorded> recorded);
   bool draws(const coupled::CouplingWatch& watch) const;
   void rewind_random() const;

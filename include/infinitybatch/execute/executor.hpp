@@ -7,6 +7,7 @@
 #include <infinitybatch/execute/cut_pass.hpp>
 #include <infinitybatch/execute/denominator.hpp>
 #include <infinitybatch/execute/job.hpp>
+#include <infinitybatch/execute/loss_state.hpp>
 #include <infinitybatch/execute/loss_total.hpp>
 #include <infinitybatch/execute/mixing_experiment.hpp>
 #include <infinitybatch/execute/output_law.hpp>
@@ -124,6 +125,9 @@ class Executor {
   void release();
   bool is_last(Rows rows, int64_t segment) const;
   Batch call_model(Rows rows);
+  /// Runs forward for something that does not count: what it leaves in Python is undone.
+  /// \param as_first it finds the numbers that the first forward of the batch found
+  Batch uncounted(const std::function<Batch()>& forward, bool as_first = true);
   void free();
   void penalty();
   void hand_out();
@@ -134,6 +138,10 @@ class Executor {
   void recount();
   /// The same, and for the same reason, where an op's number may count samples.
   void count_rows();
+  /// Whether forward reads numbers in Python that it changes, in front of the second micro-batch:
+  /// it runs on the first one's rows again, and on some of them, and all that is undone.
+  /// \param any whatever the first forward has changed in Python, numbers or not
+  void learn_numbers(bool any = false);
   /// Runs forward on other rows, records and undoes it: buffers, parameters, attributes of modules
   /// and random state are as before, whatever happens.
   /// \param use what it ran on, what it did, what it gave
@@ -164,12 +172,14 @@ class Executor {
   std::optional<ParameterRule> parameters_;  // once the watch knows them
   CarriedState state_;
   CarriedState* state_at_work_ = &state_;  // another one's where forward is tried on other rows
+  LossState loss_state_;
   MixingExperiment experiment_;
   SourceWatch sources_;
   Rows first_;                               // of the first micro-batch
   bool uneven_ = false;                      // another one was of another length
   const bool asks_;                          // nobody has looked at this kind of batch
   bool apart_ = false;                       // what forwards left did not agree
+  bool learning_ = false;                    // numbers: runs that do not count
   std::optional<Denominator> denominator_;   // of a separable loss
   std::optional<std::string> foreign_draw_;  // with `Job::match_native_rng`: who gave numbers
   bool wrote_inputs_ = false;

@@ -1,0 +1,70 @@
+#pragma once
+
+#include "held.hpp"
+
+#include <infinitybatch/execute/plain_state.hpp>
+
+#include <c10/util/flat_hash_map.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace infinitybatch::python {
+
+/// What Python objects hold, so that a run which does not count can be undone as one thing: the
+/// attributes of modules with their hooks, children and names of parameters and buffers; lists,
+/// dicts, sets and deques there; attributes of other objects (configurations, caches); what hooks
+/// and functions have in their closures. Two levels deep. Tensors are kept by identity, and buffers
+/// by name alone: who watches memory and buffers puts their values back. The GIL is held by every
+/// call.
+class PlainSnapshot {
+ public:
+  /// \param tensors gets those that lie there and are no parameters; null where nobody asks
+  explicit PlainSnapshot(std::vector<NamedParameter>* tensors = nullptr) : tensors_(tensors) {}
+  ~PlainSnapshot();
+  PlainSnapshot(const PlainSnapshot&) = delete;
+  PlainSnapshot& operator=(const PlainSnapshot&) = delete;
+
+  /// Whether it is new here.
+  bool meet(PyObject* object) { return seen_.insert(object).second; }
+  /// The attributes of a module, which was met. \param prefix of their names: "layers.0."
+  void module(PyObject* attributes, const std::string& prefix);
+  /// Any object that is no module.
+  void object(PyObject* value, const std::string& name, int depth);
+
+  void collect_no_more() { tensors_ = nullptr; }
+
+  bool changed() const;
+  void restore() const;
+  /// Numbers, flags and text that are others now; each keeps what it stands in alive.
+  std::vector<PlainNumber> numbers() const;
+  /// All else that is another now.
+  std::vector<PlainObject> objects() const;
+
+ private:
+  enum class Kind { dict, ordered, list, other, cell };
+  struct Entry {
+    Kind kind;
+    PyObject* now;     // owned
+    PyObject* before;  // owned: a copy; null of what was empty
+    bool names_only;   // of buffers
+    std::string name;
+  };
+
+  void add(Kind kind, PyObject* now, PyObject* before, std::string name, bool names_only = false);
+  void tensor(PyObject* value, const std::string& name);
+  bool tree(PyObject* module, const std::string& name);
+  void dict(PyObject* value, const std::string& name, int depth);
+  void items(PyObject* value, const std::string& name, int depth);
+  void function(PyObject* value, const std::string& name, int depth);
+  static bool differs(const Entry& entry);
+  static void put_back(const Entry& entry);
+
+  std::vector<Entry> entries_;
+  std::vector<PyObject*> empty_;  // dicts without an item, owned: most of a module's hooks
+  ska::flat_hash_set<PyObject*> seen_;
+  std::vector<NamedParameter>* tensors_;
+};
+
+}  // namespace infinitybatch::python

@@ -1,0 +1,90 @@
+#include <infinitybatch/execute/loss_state.hpp>
+
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/tensor_memory.hpp>
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <cstring>
+#include <unordered_set>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+thread_local LossState* innermost_loss_state = nullptr;
+
+constexpr int64_t kMostLossBytes = int64_t{256} << 20;
+
+bool can_be_copied(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+         !tensor.is_quantized() && !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
+}  // namespace
+
+LossState::Scope::Scope(LossState& state) noexcept : outer_(std::exchange(innermost_loss_state, &state)) {}
+LossState::Scope::~Scope() {
+  innermost_loss_state = outer_;
+}
+
+LossState* LossState::at_work() noexcept {
+  return innermost_loss_state;
+}
+
+void LossState::before(const std::function<PlainState()>& look) {
+  if (begun_) return;
+  begun_ = true;
+  state_ = look();
+  std::unordered_set<const c10::StorageImpl*> seen;
+  int64_t total = 0;
+  for (NamedParameter& each : state_.tensors) {
+    const at::Tensor& tensor = each.tensor;
+    if (!can_be_copied(tensor)) continue;
+    const c10::Storage& storage = tensor.storage();
+    const auto bytes = static_cast<int64_t>(storage.nbytes());
+    if (bytes == 0 || !seen.insert(storage.unsafeGetStorageImpl()).second) continue;
+    Kept kept{tensor, version_of(tensor), {}, {}};
+    total += bytes;
+    if (total <= kMostLossBytes && tensor.is_cpu()) {
+      const char* data = static_cast<const char*>(storage.data());
+      kept.bytes.assign(data, data + bytes);
+    } else if (total <= kMostLossBytes) {
+      const at::NoGradGuard no_grad;
+      kept.copy = tensor.detach().clone();
+    }
+    kept_.push_back(std::move(kept));
+  }
+  state_.tensors.clear();
+}
+
+void LossState::roll_back() {
+  if (!begun_) return;
+  begun_ = false;
+  const PlainState state = std::exchange(state_, {});
+  const std::vector<Kept> all = std::exchange(kept_, {});
+  state.restore();
+  const at::NoGradGuard no_grad;
+  bool lost = false;
+  for (const Kept& kept : all) {
+    const c10::Storage& storage = kept.tensor.storage();
+    if (kept.bytes.size() == storage.nbytes() && !kept.bytes.empty()) {
+      if (std::memcmp(storage.data(), kept.bytes.data(), kept.bytes.size()) != 0) {
+        std::memcpy(storage.mutable_data(), kept.bytes.data(), kept.bytes.size());
+      }
+    } else if (kept.copy.defined()) {
+      kept.tensor.variable_data().copy_(kept.copy);
+    } else {
+      lost = lost || version_of(kept.tensor) != kept.version;
+    }
+  }
+  if (lost) {
+    throw Unsupported(
+        "the step has to begin again, and its loss has written more than 256 MiB of tensors that "
+        "it keeps between calls, which nobody has kept a copy of; give micro_batch_size, so that "
+        "the loss is computed once");
+  }
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,151 @@
+"""Tensors that forward of a wrapped model leaves behind, and a loss that goes back through them."""
+
+import copy
+from typing import Any
+
+import infinitybatch as ib
+import pytest
+import torch
+import torch.nn.functional as F
+from support import Calls, classification
+from torch import nn
+from wrap_support import close, grads
+
+N, SIZE = 13, 4
+pytestmark = pytest.mark.filterwarnings("ignore:IB102")
+
+WAYS: dict[str, dict[str, Any]] = {
+    "size": {"micro_batch_size": SIZE},
+    "retained": {"micro_batch_size": SIZE, "retained_micro_batches": 9},
+    "norm": {"micro_batch_size": SIZE},
+}
+
+
+def features(kept: str, norm: bool) -> tuple[nn.Module, list[torch.Tensor]]:
+    closure: list[torch.Tensor] = []
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.body(x)).tanh()
+        if kept == "attribute":
+            self.features = h
+        if kept == "beside":  # no output depends on it
+            self.features = self.aside(x).square().mean()
+        return self.head(h)
+
+    torch.manual_seed(0)
+    model = Calls(
+        forward,
+        body=nn.Linear(6, 8),
+        norm=nn.BatchNorm1d(8) if norm else nn.Identity(),
+        head=nn.Linear(8, 5),
+        aside=nn.Linear(6, 3),
+    ).double()
+    if kept == "hook":
+        model.norm.register_forward_hook(lambda _m, _a, out: closure.append(out))
+    return model, closure
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kept", ["attribute", "hook", "beside"])
+def test_going_back_through_them_is_an_error(kept: str, way: str) -> None:
+    model, closure = features(kept, way == "norm")
+    wrapped = ib.wrap(model, **WAYS[way])
+    x, y = classification(N)
+    out = wrapped(x)
+    left = closure[-1] if kept == "hook" else model.features
+    # Of a graph that is used up torch says so itself.
+    with pytest.raises((ib.Unsupported, ib.StateError, RuntimeError)):
+        (F.cross_entropy(out, y) + left.square().mean()).backward()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kept", ["attribute", "hook", "beside"])
+def test_keeping_them_is_none(kept: str, way: str) -> None:
+    model, closure = features(kept, way == "norm")
+    theirs = copy.deepcopy(model)
+    wrapped = ib.wrap(model, **WAYS[way])
+    x, y = classification(N)
+    for _ in range(2):
+        theirs.zero_grad()
+        model.zero_grad()
+        closure.clear()
+        F.cross_entropy(theirs(x), y).backward()
+        out = wrapped(x)
+        seen = closure[-1] if kept == "hook" else model.features
+        float(seen.detach().norm())  # a plot
+        F.cross_entropy(out, y).backward()
+        close(grads(model), grads(theirs), 1e-11)
+
+
+def test_one_micro_batch_leaves_that_of_all() -> None:
+    model, _ = features("attribute", False)
+    theirs = copy.deepcopy(model)
+    wrapped = ib.wrap(model, micro_batch_size=N)
+    x, y = classification(N)
+    (F.cross_entropy(theirs(x), y) + theirs.features.square().mean()).backward()
+    (F.cross_entropy(wrapped(x), y) + model.features.square().mean()).backward()
+    close(grads(model), grads(theirs), 1e-12)
+
+
+@pytest.mark.parametrize("by", ["streamed", "wrap"])
+def test_a_recurrent_net_that_keeps_its_state(by: str) -> None:
+    """Hidden states of a batch follow its rows: the whole batch at once where it fits."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.GRU(6, 8, batch_first=True).double()
+            self.head = nn.Linear(8, 5).double()
+            self.hidden: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out, hidden = self.net(x, self.hidden)
+            self.hidden = hidden.detach()
+            return self.head(out[:, -1])
+
+    model = Recurrent()
+    theirs = copy.deepcopy(model)
+    budget = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget="64MiB")
+    wrapped = ib.wrap(model, memory_budget="64MiB")
+    x = torch.randn(N, 3, 6, dtype=torch.float64)
+    y = torch.arange(N) % 5
+    for step in range(3):
+        theirs.zero_grad()
+        model.zero_grad()
+        F.cross_entropy(theirs(x + step), y).backward()
+        if by == "wrap":
+            F.cross_entropy(wrapped(x + step), y).backward()
+        else:
+            budget.backward(x + step, y)
+        close(grads(model), grads(theirs), 1e-11)
+        assert torch.equal(model.hidden, theirs.hidden)
+    before = model.hidden
+    fixed = (
+        ib.wrap(model, micro_batch_size=SIZE)
+        if by == "wrap"
+        else ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=SIZE)
+    )
+    with pytest.raises(ib.CouplingError, match="'hidden'"):
+        fixed(x) if by == "wrap" else fixed.backward(x, y)
+    assert model.hidden is before
+
+
+@pytest.mark.parametrize("park", ["never", "needed"])
+def test_a_forward_that_does_not_fit_leaves_buffers_as_they_were(park: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.utils.spectral_norm(nn.Linear(32, 32))
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), layer, nn.Linear(32, 8)).double()
+    x = torch.randn(64, 16, dtype=torch.float64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    refused = 0
+    for kib in range(24, 160, 8):
+        wrapped = ib.wrap(model, memory_budget=kib << 10, park=park)
+        try:
+            wrapped(x)
+            break
+        except ib.BudgetExceeded:
+            refused += 1
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), (kib, name)
+    assert refused > 3
