@@ -83,15 +83,6 @@ KNOWN = [
         (1293,),
     ),
     Known(
-        "lists of numbers are not put back after an error",
-        lambda c, o: (
-            o.signature.startswith("changed")
-            and o.signature.endswith("attribute")
-            and "number_state" in c.tags
-        ),
-        (1064,),
-    ),
-    Known(
         "a separable loss that reads one number of each micro-batch (a mean over its samples)",
         lambda c, o: _wrong(o) and c.output == "mean of the batch" and c.way.api == "stream",
         (20954,),
@@ -108,16 +99,6 @@ KNOWN = [
     Known(
         "outputs that stand once are not told from others in micro-batches of one row",
         lambda c, o: "could be the same for any samples" in o.text and _one_row(c),
-    ),
-    Known(
-        "numbers that forward counts make a second forward another one",
-        lambda c, o: o.signature.startswith("needless") and "number_read" in c.tags,
-        (3367,),
-    ),
-    Known(
-        "a state that is read only where its shape fits is not told where no shape fits",
-        lambda c, o: _wrong(o) and "carried" in c.tags,
-        (2276, 3361),
     ),
     Known(
         "mixing that gradients alone show is not noticed (behind a straight-through rounding)",
@@ -149,14 +130,6 @@ KNOWN = [
         "experiments with other values meet no mixing that begins with some values only",
         lambda c, o: _wrong(o) and any(s.name in SOME_VALUES for s in c.statements),
         (4096, 4203, 5133),
-    ),
-    Known(
-        "numbers that forward counts in plain attributes advance with each micro-batch",
-        lambda c, o: _wrong(o) and "number_state" in c.tags,
-    ),
-    Known(
-        "hooks that forward installs once are not undone with the flag",
-        lambda c, o: "first_call" in c.tags and "attribute" in o.signature,
     ),
 ]
 
