@@ -180,6 +180,7 @@ void BufferRule::settle(const at::Tensor& buffer, const at::Tensor& value) {
 }
 
 void BufferRule::meet(const at::Tensor& buffer, const at::Tensor& value) {
+  if (second_pass_) return;  // the same program has left its values in the first
   const at::NoGradGuard no_grad;
   for (Entry& entry : entries_) {
     if (!entry.tensor.is_same(buffer)) continue;
