@@ -4,6 +4,7 @@
 #include "wrap_budget.hpp"
 #include "wrap_forward.hpp"
 #include "wrap_report.hpp"
+#include "wrapped_call.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
@@ -14,6 +15,9 @@
 #include <infinitybatch/step/admission.hpp>
 #include <infinitybatch/tape/witness.hpp>
 
+#include <c10/core/GradMode.h>
+
+#include <optional>
 #include <utility>
 
 namespace infinitybatch {
@@ -132,6 +136,8 @@ Batch Wrap::forward(const Batch& inputs) const {
     refuse_tangent("inputs" + inputs.structure()->leaf_name(i), inputs.leaves()[i].tensor);
   }
   const int64_t total = batch_size(inputs, "inputs");
+  std::optional<OneThread> alone;
+  if (at::GradMode::is_enabled()) alone.emplace(*wrapped_);
   const PinnedCopies copies;
   Job job;
   job.model = &wrapped_->model;

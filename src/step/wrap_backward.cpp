@@ -303,6 +303,7 @@ class Copying {
 };
 
 std::vector<at::Tensor> run(WrappedCall& call, const std::vector<at::Tensor>& gradients) {
+  const OneThread alone_in_it(*call.wrapped);
   if (call.cuts) {
     return call.cuts->backward(gradients, torch::autograd::get_current_graph_task_keep_graph());
   }

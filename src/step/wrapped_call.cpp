@@ -110,6 +110,23 @@ std::shared_ptr<park::Store> Wrapped::store_on(at::Device device) {
   return store;
 }
 
+OneThread::OneThread(Wrapped& wrapped) : wrapped_(wrapped) {
+  const std::lock_guard<std::mutex> lock(wrapped.mutex);
+  if (wrapped.calls_at_work > 0 && wrapped.worker != std::this_thread::get_id()) {
+    throw StateError(
+        "this wrapped model is at work in another thread; one thread at a time may call it with "
+        "gradients or run backward through it: take turns (a lock around both), or give each "
+        "thread a model of its own");
+  }
+  wrapped.worker = std::this_thread::get_id();
+  ++wrapped.calls_at_work;
+}
+
+OneThread::~OneThread() {
+  const std::lock_guard<std::mutex> lock(wrapped_.mutex);
+  --wrapped_.calls_at_work;
+}
+
 StoreUse::StoreUse(Wrapped& wrapped, const park::Store* store) {
   if (store == nullptr) return;
   if (wrapped.copying.exchange(true)) {

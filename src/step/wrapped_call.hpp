@@ -29,6 +29,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -94,6 +95,22 @@ struct Wrapped {
   /// The store for tensors of `device`.
   std::shared_ptr<park::Store> store_on(at::Device device);
   std::atomic<bool> copying = false;  ///< one thread at a time uses it
+  std::thread::id worker;             ///< who calls it or runs backward through it, under `mutex`
+  int calls_at_work = 0;              ///< of that thread, one inside of the other
+};
+
+/// While it lives this thread alone calls a wrapped model, or runs backward through it: meanwhile
+/// parameters have other accumulators, which another thread's backward would find.
+class OneThread {
+ public:
+  /// \throws StateError where another thread is at work
+  explicit OneThread(Wrapped& wrapped);
+  ~OneThread();
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+
+ private:
+  Wrapped& wrapped_;
 };
 
 /// While it lives this thread alone uses the store of a wrapped model.

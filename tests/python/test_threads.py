@@ -87,6 +87,30 @@ def test_one_model_in_two_threads_is_refused(same_object):
         torch.testing.assert_close(parameter.grad, wanted.gradients[name], rtol=1e-12, atol=1e-15)
 
 
+def test_one_wrapped_model_in_two_threads_is_refused():
+    model, entered, leave = waiting_model()
+    inputs, targets = classification(4)
+    wrapped = ib.wrap(model, micro_batch_size=2)
+    wanted = native(model.net, nn.CrossEntropyLoss(), inputs, targets)
+
+    def other():
+        assert entered.wait(60)
+        try:
+            wrapped(inputs)
+        finally:
+            leave.set()
+
+    def first():
+        nn.functional.cross_entropy(wrapped(inputs), targets).backward()
+
+    errors = in_threads(first, other)
+    assert errors[0] is None
+    assert isinstance(errors[1], ib.StateError)
+    assert "at work in another thread" in str(errors[1])
+    for name, parameter in model.net.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted.gradients[name], rtol=1e-12, atol=1e-15)
+
+
 def test_a_step_inside_of_a_step_is_refused():
     inputs, targets = classification(4)
     batch = None

@@ -139,7 +139,7 @@ class Wrap {
   /// the
   ///               loss has left too little, or has itself passed the budget while no graph was
   ///               kept; `.grad` is as before then, and the next forward plans with that
-  /// \throws StateError    with a budget, or parked: another thread is at work in this object
+  /// \throws StateError    another thread is at work in this object, with gradients
   /// \throws ParkingError  where host and disk have no room for what is parked
   /// and whatever the model throws; buffers and random state are as before then.
   Batch forward(const Batch& inputs) const;

@@ -6,6 +6,8 @@
 #include <infinitybatch/step/wrap.hpp>
 
 #include <functional>
+#include <mutex>
+#include <thread>
 
 namespace infinitybatch::testing {
 namespace {
@@ -113,17 +115,19 @@ TEST(Threads, WrappedModels) {
   });
 }
 
-// The calls of one wrapped model share what is known of it.
-TEST(Threads, OneWrappedModelInTwoThreads) {
+// The calls of one wrapped model share its parameters' accumulators: in turns.
+TEST(Threads, OneWrappedModelInTwoThreadsInTurns) {
   Task task;
   WrapOptions options;
   options.micro_batch_size = 2;
   const Wrap wrapped(task.net, options);
   const std::vector<at::Tensor> wanted = task.native_gradients();
+  std::mutex turn;
   std::vector<std::thread> threads;
   for (int t = 0; t < 2; ++t) {
     threads.emplace_back([&] {
       for (int i = 0; i < kSteps; ++i) {
+        const std::lock_guard<std::mutex> mine(turn);
         const at::Tensor loss = at::mse_loss(wrapped.forward(task.inputs).tensor(), task.targets);
         const std::vector<at::Tensor> found = torch::autograd::grad({loss}, task.net->parameters());
         for (size_t p = 0; p < found.size(); ++p) EXPECT_LE(error(found[p], wanted[p]), 1e-12);
