@@ -7,6 +7,7 @@ import infinitybatch as ib
 import numpy as np
 import pytest
 import torch
+from support import Tally
 from torch import nn
 
 
@@ -108,13 +109,12 @@ def test_another_generator_in_the_place_of_pythons_own(monkeypatch, kind):
 
 
 def test_torchs_own_state_comes_back_with_a_normal_number_that_waits():
-    made = 0
+    made = Tally()
 
     def draw():
-        nonlocal made
-        made += 1
+        made()
         torch.randn(3)
-        if made == 3:
+        if made.count == 3:
             raise RuntimeError("late")
 
     batch = ib.VirtualBatch(Drawing(draw), nn.CrossEntropyLoss(), micro_batch_size=2)

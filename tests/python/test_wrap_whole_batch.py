@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from batch_norm_models import MODELS, Residual, images, make
-from support import Calls, mlp
+from support import Calls, Tally, mlp
 from test_across_batch import contrastive_head, discriminator, experts, minibatch_deviation, words
 from torch import nn
 from wrap_support import Square, X, close, contrastive, grads
@@ -342,12 +342,12 @@ class Fault(Exception):
 
 def test_a_forward_that_fails_half_way():
     torch.manual_seed(15)
-    calls = {"left": 1000}
+    calls = Tally()
 
     def forward(self, x):
         x = F.dropout(self.last(self.norm(self.first(x))), 0.0, True)
-        calls["left"] -= 1
-        if calls["left"] == 0:  # statistics are written by then
+        calls()
+        if calls.count == 0:  # statistics are written by then
             raise Fault
         return x
 
@@ -360,7 +360,7 @@ def test_a_forward_that_fails_half_way():
     # The watch's own micro-batch, the recordings, the check of the first one.
     for left in (1, 2, 3, 4, 6):
         state = torch.get_rng_state()
-        calls["left"] = left
+        calls.count = -left
         with pytest.raises(Fault):
             wrapped(X)
         assert torch.equal(torch.get_rng_state(), state)
