@@ -45,9 +45,14 @@ std::string tell_standard(const py::object& random) {
 }
 
 std::string tell_numpy(const py::object& numpy_random) {
-  const py::tuple state = numpy_random.attr("get_state")();
-  const auto key = state[1].attr("tobytes")().cast<std::string>();
-  return key + py::repr(state[py::slice(2, 5, 1)]).cast<std::string>();
+  const py::object state = numpy_random.attr("get_state")(py::arg("legacy") = false);
+  if (state["bit_generator"].cast<std::string>() != "MT19937") {
+    return py::repr(state).cast<std::string>();
+  }
+  const auto key = state["state"]["key"].attr("tobytes")().cast<std::string>();
+  const py::tuple beside =
+      py::make_tuple(state["state"]["pos"], state["has_gauss"], state["gauss"]);
+  return key + py::repr(beside).cast<std::string>();
 }
 
 }  // namespace
