@@ -47,7 +47,8 @@ void describe(PyObject* value, int depth, std::string& out) {
     PyObject* key = nullptr;
     PyObject* item = nullptr;
     out += "{";
-    for (Py_ssize_t at = 0; PyDict_Next(value, &at, &key, &item) != 0 && ++items <= kMostDescribed;) {
+    for (Py_ssize_t at = 0;
+         PyDict_Next(value, &at, &key, &item) != 0 && ++items <= kMostDescribed;) {
       describe(key, depth + 1, out);
       out += ": ";
       describe(item, depth + 1, out);

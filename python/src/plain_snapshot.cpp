@@ -54,9 +54,9 @@ bool is_foreign(PyTypeObject* type) {
   if (!module || PyUnicode_Check(module.ptr()) == 0) return false;
   const auto name = module.cast<std::string>();
   constexpr std::array<std::string_view, 14> kFamilies{
-      "lightning", "pytorch_lightning", "accelerate", "threading",  "_thread", "queue",  "logging",
-      "asyncio",   "multiprocessing",   "concurrent", "torch.optim", "torch.utils.data", "weakref",
-      "infinitybatch"};
+      "lightning",   "pytorch_lightning", "accelerate", "threading",       "_thread",
+      "queue",       "logging",           "asyncio",    "multiprocessing", "concurrent",
+      "torch.optim", "torch.utils.data",  "weakref",    "infinitybatch"};
   verdicts[type] = std::any_of(kFamilies.begin(), kFamilies.end(), [&](std::string_view family) {
     return name == family || (name.starts_with(family) && name[family.size()] == '.');
   });
@@ -437,11 +437,9 @@ std::vector<PlainNumber> PlainSnapshot::numbers() const {
     if (entry.kind == Kind::cell) {
       PyObject* now = PyCell_GET(entry.now);
       if (!is_other(entry.before, now)) continue;
-      found.push_back(number_of(entry.name, owner, Held(), entry.before, now,
-                                &set_in_cell));
+      found.push_back(number_of(entry.name, owner, Held(), entry.before, now, &set_in_cell));
     } else if (entry.kind == Kind::list) {
-      const Py_ssize_t size =
-          std::min(PyList_GET_SIZE(entry.now), PyTuple_GET_SIZE(entry.before));
+      const Py_ssize_t size = std::min(PyList_GET_SIZE(entry.now), PyTuple_GET_SIZE(entry.before));
       for (Py_ssize_t i = 0; i < size; ++i) {
         PyObject* before = PyTuple_GET_ITEM(entry.before, i);
         PyObject* now = PyList_GET_ITEM(entry.now, i);

@@ -83,9 +83,11 @@ class GradientSinks::Sink : public Node {
     std::lock_guard<std::mutex> lock(slot_->mutex);
     if (!slot_->open) {
       throw_through_engine(std::make_exception_ptr(StateError(
-          "backward reaches the graph of one micro-batch, through a tensor that somebody kept of its "
+          "backward reaches the graph of one micro-batch, through a tensor that somebody kept of "
+          "its "
           "forward (in an attribute, a hook, a closure, a callback): the gradient would be that of "
-          "its samples alone. Return the tensor as an output of the model, or detach what is kept")));
+          "its samples alone. Return the tensor as an output of the model, or detach what is "
+          "kept")));
     }
     const at::Tensor variable = slot_->lock();
     if (!variable.defined()) return {};

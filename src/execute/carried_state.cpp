@@ -43,7 +43,8 @@ CarriedState* CarriedState::at_work() noexcept {
 }
 
 void CarriedState::let_be() noexcept {
-  if (innermost_state != nullptr && innermost_state->beside_ == nullptr) innermost_state->keeps_ = false;
+  if (innermost_state != nullptr && innermost_state->beside_ == nullptr)
+    innermost_state->keeps_ = false;
 }
 
 void CarriedState::before_forward(const PlainLook& look) {

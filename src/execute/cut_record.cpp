@@ -170,8 +170,8 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
   const tape::Tape whole = check ? recorded->tape : tape::Tape();
   const PlainNumbers* const known = PlainNumbers::at_work();
   bool numbers = known != nullptr && known->moves();
-  const bool counts = job_.static_tapes != nullptr &&
-                      (reads_buffers(recorded->tape) || rebinds_buffers());
+  const bool counts =
+      job_.static_tapes != nullptr && (reads_buffers(recorded->tape) || rebinds_buffers());
   tape::trim(recorded->tape);
   const std::vector<uint32_t> ops = coupled::whole_batch_ops(recorded->tape);
   std::vector<uint32_t> beside;

@@ -338,9 +338,7 @@ void Executor::whole_loss() {
 
 void Executor::replay(Rows rows) {
   load(rows);
-  two_pass_->again(rows, inputs_, [&] {
-    return uncounted([&] { return call_model(rows); });
-  });
+  two_pass_->again(rows, inputs_, [&] { return uncounted([&] { return call_model(rows); }); });
 }
 
 bool Executor::is_last(Rows rows, int64_t segment) const {
@@ -392,9 +390,7 @@ void Executor::record_for_cuts(Rows rows) {
     inputs_ = inputs;
     targets_ = targets;
   };
-  const auto again = [&](bool as_first) {
-    return uncounted([&] { return call(rows); }, as_first);
-  };
+  const auto again = [&](bool as_first) { return uncounted([&] { return call(rows); }, as_first); };
   const auto depends_on_state = [&] {
     learn_numbers(/*any=*/true);
     inputs_ = inputs;

@@ -24,7 +24,8 @@ bool can_be_copied(const at::Tensor& tensor) {
 
 }  // namespace
 
-LossState::Scope::Scope(LossState& state) noexcept : outer_(std::exchange(innermost_loss_state, &state)) {}
+LossState::Scope::Scope(LossState& state) noexcept
+    : outer_(std::exchange(innermost_loss_state, &state)) {}
 LossState::Scope::~Scope() {
   innermost_loss_state = outer_;
 }

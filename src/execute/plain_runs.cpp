@@ -84,7 +84,7 @@ bool is_sum(double whole, double part, double rest) {
 /// \param run what forward on these rows leaves
 /// \param rows not the batch's first one
 NumberKind kind_of_counter(const std::string& name, const LeftNumbers& here, Rows rows,
-                     const std::function<LeftNumbers(Rows)>& run) {
+                           const std::function<LeftNumbers(Rows)>& run) {
   const bool several = rows.size() > 1;
   const int64_t begin = several ? rows.begin + 1 : rows.begin - 1;
   const Rows some{begin, rows.end};
@@ -327,9 +327,8 @@ void PlainRuns::learn(Rows first, int64_t total, const std::function<Batch(Rows)
     counters = read_by_forward(left_later, LeftNumbers(base_.numbers()));
     now.restore();
     for (PlainNumber& each : base_.numbers()) {
-      const bool known = std::any_of(moved_.begin(), moved_.end(), [&](const PlainNumber& one) {
-        return one.name == each.name;
-      });
+      const bool known = std::any_of(moved_.begin(), moved_.end(),
+                                     [&](const PlainNumber& one) { return one.name == each.name; });
       if (!known) moved_.push_back(std::move(each));
     }
     bool whole = counters.empty() && !same_outputs(later, as_first);
@@ -344,7 +343,8 @@ void PlainRuns::learn(Rows first, int64_t total, const std::function<Batch(Rows)
       }
     }
     for (const PlainNumber& each : moved_) {
-      if (known_->kind_of(each.name) == NumberKind::unknown) known_->learn(each.name, NumberKind::harmless);
+      if (known_->kind_of(each.name) == NumberKind::unknown)
+        known_->learn(each.name, NumberKind::harmless);
     }
     for (const std::string& name : replaced_) known_->learn(name, NumberKind::harmless);
     if (whole) {

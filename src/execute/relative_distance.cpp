@@ -26,13 +26,12 @@ double usual_size(const at::Tensor& sizes) {
 
 double rounding_of(const at::Tensor& tensor) {
   const at::ScalarType type = tensor.scalar_type();
-  const bool coarse =
-      is_half(type) || at::autocast::is_autocast_enabled(tensor.device().type());
+  const bool coarse = is_half(type) || at::autocast::is_autocast_enabled(tensor.device().type());
   if (coarse) return 2e-2;
   if (type == at::kDouble || type == at::kComplexDouble) return 4e-12;
-  const bool exact_products = tensor.device().is_cpu() &&
-                              at::globalContext().float32MatmulPrecision() ==
-                                  at::Float32MatmulPrecision::HIGHEST;
+  const bool exact_products =
+      tensor.device().is_cpu() &&
+      at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
   return exact_products ? 1e-4 : 2e-2;
 }
 

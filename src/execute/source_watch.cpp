@@ -26,8 +26,8 @@ size_t hash_of(std::string_view bytes) {
   return hash;
 }
 
-/// Of elements that do not lie side by side, so many of them that are spread evenly: a copy would be
-/// memory that no plan knows of.
+/// Of elements that do not lie side by side, so many of them that are spread evenly: a copy would
+/// be memory that no plan knows of.
 size_t hash_of_strided(const at::Tensor& tensor) {
   constexpr int64_t kMost = int64_t{1} << 16;
   const auto* const first = static_cast<const char*>(tensor.const_data_ptr());

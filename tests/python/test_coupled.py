@@ -79,7 +79,9 @@ def test_single_precision_is_as_good_as_natively(body, loss):
     if targets is not None and targets.is_floating_point():
         targets = targets.float()
     whole = [
-        native_coupled(model, value, *(x if x is None else x.roll(by, 0) for x in (inputs, targets)))
+        native_coupled(
+            model, value, *(x if x is None else x.roll(by, 0) for x in (inputs, targets))
+        )
         for by in range(0, 24, 3)
     ]
     for retained in (0, 2, 99):

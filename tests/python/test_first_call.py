@@ -109,7 +109,9 @@ def test_what_samples_decide_is_refused(forward: Any) -> None:
         model(forward, norm=True), ib.losses.coupled(contrastive), micro_batch_size=4
     )
     for _ in range(2):
-        with pytest.raises(ib.CouplingError, match="took another way|reads values|depends on 'table'"):
+        with pytest.raises(
+            ib.CouplingError, match="took another way|reads values|depends on 'table'"
+        ):
             batch.backward(X)
 
 

@@ -92,9 +92,7 @@ def test_a_step_draws_only_what_the_model_draws(prepared, draw):
 
 def test_native_numbers_leave_them_alone(prepared):
     model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))
-    batch = ib.VirtualBatch(
-        model, nn.CrossEntropyLoss(), micro_batch_size=2, match_native_rng=True
-    )
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=2, match_native_rng=True)
     before = everything()
     batch.backward(torch.ones(6, 3), torch.tensor([0, 1, 0, 1, 0, 1]))
     assert everything() == before

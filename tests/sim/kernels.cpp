@@ -34,15 +34,13 @@ at::Tensor empty_memory_format(c10::IntArrayRef size, std::optional<c10::ScalarT
                                std::optional<c10::Device> device, std::optional<bool> pinned,
                                std::optional<c10::MemoryFormat> format) {
   TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
-  const c10::DeviceGuard guard(
-      c10::Device(kType, static_cast<c10::DeviceIndex>(index_of(device))));
+  const c10::DeviceGuard guard(c10::Device(kType, static_cast<c10::DeviceIndex>(index_of(device))));
   return at::detail::empty_generic(size, &allocator(), kKeys, c10::dtype_or_default(type), format);
 }
 
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
-                         std::optional<c10::ScalarType> type,
-                         std::optional<c10::Layout> /*layout*/, std::optional<c10::Device> device,
-                         std::optional<bool> /*pinned*/) {
+                         std::optional<c10::ScalarType> type, std::optional<c10::Layout> /*layout*/,
+                         std::optional<c10::Device> device, std::optional<bool> /*pinned*/) {
   return empty_on(index_of(device), size, stride, c10::dtype_or_default(type));
 }
 
@@ -51,9 +49,9 @@ const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size,
   c10::TensorImpl* impl = self.unsafeGetTensorImpl();
   if (self.sizes() != size || format) impl->set_sizes_contiguous(size);
   if (format && *format != c10::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
-  const size_t bytes = at::detail::computeStorageNbytes(
-      impl->sizes(), impl->strides(), self.element_size(),
-      static_cast<size_t>(self.storage_offset()));
+  const size_t bytes =
+      at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.element_size(),
+                                       static_cast<size_t>(self.storage_offset()));
   c10::StorageImpl* storage = self.storage().unsafeGetStorageImpl();
   if (storage->nbytes() < bytes) resize_storage(*storage, bytes);
   return self;
@@ -196,8 +194,7 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
   kernel.reads(weight);
   if (biased) kernel.reads(*bias);
   const Hidden hidden;
-  const std::optional<at::Tensor> addend =
-      biased ? std::optional(alias_of(*bias)) : std::nullopt;
+  const std::optional<at::Tensor> addend = biased ? std::optional(alias_of(*bias)) : std::nullopt;
   return moved_to(input.device().index(),
                   at::convolution(alias_of(input), alias_of(weight), addend, stride, padding,
                                   dilation, transposed, output_padding, groups),
@@ -298,8 +295,8 @@ at::Tensor moved_to(int device, const at::Tensor& result, const Kernel& kernel) 
 
 void resize_storage(c10::StorageImpl& storage, size_t bytes) {
   const c10::DeviceGuard guard(storage.device());
-  c10::DataPtr data = bytes == 0 ? c10::DataPtr(nullptr, storage.device())
-                                 : allocator().allocate(bytes);
+  c10::DataPtr data =
+      bytes == 0 ? c10::DataPtr(nullptr, storage.device()) : allocator().allocate(bytes);
   const Kernel kernel(storage.device().index(), "resize_");
   const size_t kept = std::min(bytes, storage.nbytes());
   if (kept > 0) {

@@ -101,7 +101,8 @@ class Pool {
     stats.allocated_bytes[kAll].decrease(counted);
     std::memset(arena(device_).host + begin, kPoison, block.bytes);
     // A block that record_stream named is given to nobody before those streams are done with it.
-    std::erase_if(block.history.reads, [&](const Moment& read) { return is_recorded(block, read); });
+    std::erase_if(block.history.reads,
+                  [&](const Moment& read) { return is_recorded(block, read); });
     if (block.history.write && is_recorded(block, *block.history.write)) {
       block.history.write.reset();
     }
@@ -133,7 +134,8 @@ class Pool {
   }
 
   int64_t live() const {
-    return std::count_if(blocks_.begin(), blocks_.end(), [](const auto& b) { return b.second.used; });
+    return std::count_if(blocks_.begin(), blocks_.end(),
+                         [](const auto& b) { return b.second.used; });
   }
 
   c10::CachingDeviceAllocator::DeviceStats stats;
@@ -188,8 +190,7 @@ class Pool {
 
   void join(At at) {
     const auto next = std::next(at);
-    if (next != blocks_.end() && !next->second.used &&
-        next->second.segment == at->second.segment) {
+    if (next != blocks_.end() && !next->second.used && next->second.segment == at->second.segment) {
       at->second.bytes += next->second.bytes;
       at->second.history.merge(next->second.history);
       blocks_.erase(next);
@@ -310,9 +311,9 @@ class Allocator final : public c10::DeviceAllocator {
       live = pool(device).stats.allocated_bytes[kAll].current;
       reserved = pool(device).stats.reserved_bytes[kAll].current;
     }
-    c10::reportMemoryUsageToProfiler(
-        address, bytes, static_cast<size_t>(live), static_cast<size_t>(reserved),
-        c10::Device(kType, static_cast<c10::DeviceIndex>(device)));
+    c10::reportMemoryUsageToProfiler(address, bytes, static_cast<size_t>(live),
+                                     static_cast<size_t>(reserved),
+                                     c10::Device(kType, static_cast<c10::DeviceIndex>(device)));
   }
 };
 

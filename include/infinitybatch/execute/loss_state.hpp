@@ -9,8 +9,9 @@
 
 namespace infinitybatch {
 
-/// What a loss keeps between its calls (a queue of earlier embeddings, a counter, a moving average),
-/// so that calls which do not count leave nothing of it. Copies lie outside of any memory budget.
+/// What a loss keeps between its calls (a queue of earlier embeddings, a counter, a moving
+/// average), so that calls which do not count leave nothing of it. Copies lie outside of any memory
+/// budget.
 class LossState {
  public:
   LossState() = default;

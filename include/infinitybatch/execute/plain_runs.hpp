@@ -151,7 +151,7 @@ class PlainRuns {
   bool begun_ = false;
   bool changed_ = false;
   bool single_ = false;
-  bool asks_ = true;  // no experiment has failed
+  bool asks_ = true;                         // no experiment has failed
   std::vector<PlainNumber> moved_;           // by the first forward
   std::vector<std::string> replaced_;        // by it, and no numbers
   std::map<std::string, std::string> left_;  // by it, of counters

@@ -81,8 +81,8 @@ TEST_P(Head, IsTheLinearLayerAndTheCriterion) {
 
 INSTANTIATE_TEST_SUITE_P(Sizes, Head,
                          ::testing::Values(std::tuple(1, 4, 1), std::tuple(1, 4, 9),
-                                         std::tuple(13, 7, 1), std::tuple(13, 7, 4),
-                                         std::tuple(13, 7, 13), std::tuple(13, 7, 99)));
+                                           std::tuple(13, 7, 1), std::tuple(13, 7, 4),
+                                           std::tuple(13, 7, 13), std::tuple(13, 7, 99)));
 
 // The weight is the embedding too, and gets both gradients.
 TEST(LinearCrossEntropyTiles, TiedWeightsOfSequences) {
