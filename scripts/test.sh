@@ -7,7 +7,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 say "make test: builds everything, runs the C++ tests, then the Python, command line and packaging"
-note "tests. Nothing more is downloaded. From nothing it takes about 20 minutes on two cores."
+note "tests. Nothing more is downloaded. From nothing it takes about 18 minutes on two cores."
 "$VENV_PYTHON" "$ROOT/scripts/export_digits.py" "$ROOT/data/digits"
 build_tree release
 

@@ -313,7 +313,7 @@ def test_however_copies_run_the_peak_is_predicted():
 
 @pytest.mark.alone
 def test_a_slow_link_does_not():
-    report, plan, _, error = planned(3e7, steps=2)
+    report, plan, _, error = planned(3e7, steps=6)  # on a noisy machine sizes are timed for longer
     assert plan.parked_graphs == plan.retained == plan.parked_graph_bytes == 0
     assert "graphs are not parked: of their copies" in plan.reason
     assert report.peak_bytes <= report.memory_budget
