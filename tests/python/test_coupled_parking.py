@@ -162,7 +162,8 @@ def test_the_peak_is_predicted(kind, room):
         **HOST,
     )
     # A copy that begins late, on a busy machine, takes its memory late: the peak is then lower.
-    for step in range(20):
+    told = []
+    for step in range(60):
         for parameter in model.parameters():
             parameter.grad = None
         report = batch.backward(x)
@@ -174,7 +175,8 @@ def test_the_peak_is_predicted(kind, room):
         assert report.peak_bytes <= 1.01 * report.predicted_peak_bytes
         if report.predicted_peak_bytes <= 1.01 * report.peak_bytes:
             return
-    pytest.fail("no step as predicted")
+        told.append((report.predicted_peak_bytes, report))
+    pytest.fail(f"no step as predicted, {len(told)} of 60 were told: {told[-3:]}")
 
 
 def test_a_full_disk_is_a_typed_error_and_leaves_everything_as_it_was():
