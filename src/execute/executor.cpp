@@ -82,7 +82,6 @@ Executor::Executor(const Job& job)
   } else {
     two_pass_.emplace(job, sinks_);
   }
-  if (job.rows_seen != nullptr && job.rows_seen->rows == 0) watch_peak(high_water_, job.device);
   // Casts made before this step lead to the parameters' own accumulators, past the sinks.
   at::autocast::clear_cache();
 }
@@ -113,9 +112,6 @@ void Executor::perform_and_time(const Instruction& instruction, Rows rows) {
 }
 
 void Executor::perform(const Instruction& instruction, Rows rows) {
-  if (instruction.micro_batch >= 0 && rows.size() > 0) {
-    smallest_ = smallest_ == 0 ? rows.size() : std::min(smallest_, rows.size());
-  }
   const int64_t segment = instruction.segment;
   switch (instruction.operation) {
     case Operation::load:
@@ -474,7 +470,6 @@ void Executor::loss(Rows rows) {
   const LossState::Scope keeping(loss_state_);
   share_ = denominator_->divide(loss_sum(rows));
   experiment_.read_by(share_);
-  note_read();
   const at::NoGradGuard no_grad;
   total_.add(share_);
   if (job_.on_micro_batch) {
@@ -572,11 +567,9 @@ void Executor::penalty() {
 void Executor::hand_out() {
   recount();
   count_rows();
-  look_at_rows();
   commit();
   // Whatever can fail comes first: a hand-out cannot be taken back.
   examine(/*last=*/true);
-  if (differ_) std::rethrow_exception(differ_);
   finish();
   // Hooks may draw too.
   if (cut_pass_ && cut_pass_->streams() != nullptr) cut_pass_->streams()->settle();
@@ -610,7 +603,6 @@ void Executor::finish_forward() {
   commit();
   if (cut_pass_->streams() != nullptr) cut_pass_->streams()->settle();
   examine(/*last=*/true);
-  if (differ_) std::rethrow_exception(differ_);
   sinks_.uninstall();
   watch_.renormed()->commit();
   watch_.close();
