@@ -2,14 +2,26 @@
 #include "bind_parked.hpp"
 
 #include <infinitybatch/execute/plan.hpp>
+#include <infinitybatch/plan/assumed_times.hpp>
 
 #include <pybind11/stl.h>
+
+#include <optional>
+#include <utility>
 
 namespace infinitybatch::python {
 
 namespace py = pybind11;
 
 void bind_plan(py::module_& module) {
+  module.def(
+      "_assume_times",
+      [](std::optional<std::pair<double, double>> times) {
+        using Times = std::optional<AssumedTimes>;
+        AssumedTimes::set(times ? Times({times->first, times->second}) : Times());
+      },
+      py::arg("times"),
+      "For tests: seconds of each micro-batch and of each sample, in place of what clocks say.");
   py::class_<Instruction>(module, "Instruction", "One instruction of a plan.")
       .def_property_readonly(
           "operation", [](const Instruction& self) { return name_of(self.operation); },

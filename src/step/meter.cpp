@@ -2,6 +2,7 @@
 
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/memory/trace.hpp>
+#include <infinitybatch/plan/assumed_times.hpp>
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
@@ -96,6 +97,9 @@ class Tracing {
   MicroBatchTrace trace_;
 };
 
+/// How much of an assumed time a forward is that a kept graph saves.
+constexpr double kForwardShare = 0.25;
+
 /// A forward that a kept graph saves. Of a cut tape it is played without a graph first: what plays
 /// it again takes about as long.
 bool saved_where_kept(const Plan& plan, Operation operation) {
@@ -147,6 +151,7 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
   const int64_t live = piece.settled ? 0 : memory::stats(device).live - sums();
   const bool timed = piece.timed_cap > 0;
   const Stopwatch watch(device);
+  const std::optional<AssumedTimes> assumed = timed ? AssumedTimes::get() : std::nullopt;
   Moment start = timed ? watch.read() : Moment();
   double again = 0;
   std::vector<int64_t> begins{first_row};
@@ -171,6 +176,10 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
       measured.seconds.push_back(Stopwatch::seconds(start, now));
       measured.again.push_back(std::exchange(again, 0.0));
       start = now;
+      if (assumed) {
+        measured.seconds.back() = assumed->seconds(rows.size());
+        if (measured.again.back() > 0) measured.again.back() = kForwardShare * measured.seconds.back();
+      }
     }
   }
 

@@ -10,7 +10,7 @@ from fault_support import State
 from support import Calls
 from torch import nn
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.alone  # some use two threads
 
 
 class Towers(nn.Module):

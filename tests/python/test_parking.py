@@ -10,7 +10,7 @@ import infinitybatch as ib
 import pytest
 import torch
 from fault_support import assert_a_kill_leaves_nothing
-from support import gradient_error, native_gradients
+from support import gradient_error, native_gradients, until_quiet
 from torch import nn
 
 pytestmark = pytest.mark.alone
@@ -133,6 +133,7 @@ def test_one_sample_beyond_the_device_needs_one_segment(park: str) -> None:
         assert gradient_error(model, wanted) <= TOLERANCE
 
 
+@until_quiet
 def test_bandwidth_of_the_simulated_device_costs_time() -> None:
     model = network()
     images, labels = samples(32)
@@ -174,23 +175,18 @@ def hiding(channels: int, count: int, **options: object) -> tuple:
     return free, 2 * free.parked_bytes / (free.seconds / 2), fastest
 
 
+@until_quiet
 def test_copies_are_hidden_behind_compute() -> None:
-    for attempt in range(5):  # other work on the machine takes the time that would hide them
-        free, bandwidth, fastest = hiding(16, 64)
-        copies = free.seconds / 2
-        report = fastest(bandwidth)
-        assert report.parked_bytes == free.parked_bytes
-        hidden = report.parked_seconds_hidden > 0.5 * copies
-        # In turn: all of them, and more.
-        quick = report.seconds < free.seconds + 0.6 * copies
-        told = report.parked_seconds_hidden + report.parked_seconds_waited > 0.9 * copies
-        if (hidden and quick and told) or attempt == 4:
-            break
-    assert hidden, report.parked_seconds_hidden / copies
-    assert quick, (report.seconds - free.seconds) / copies
-    assert told
+    free, bandwidth, fastest = hiding(16, 64)
+    copies = free.seconds / 2
+    report = fastest(bandwidth)
+    assert report.parked_bytes == free.parked_bytes
+    assert report.parked_seconds_hidden > 0.5 * copies
+    assert report.seconds < free.seconds + 0.6 * copies  # in turn: all of them, and more
+    assert report.parked_seconds_hidden + report.parked_seconds_waited > 0.9 * copies
 
 
+@until_quiet
 def test_without_room_copies_run_in_turn_and_the_budget_is_kept() -> None:
     images, labels = samples(64)
     peaks, gradients = [], []
@@ -218,9 +214,7 @@ def test_without_room_copies_run_in_turn_and_the_budget_is_kept() -> None:
         if budget is not None:
             assert again.parked_seconds_hidden < 1e-3
         else:  # a machine with other work may let compute wait for every copy of one step
-            assert any(
-                batch.backward(images, labels).parked_seconds_hidden >= 1e-3 for _ in range(10)
-            )
+            assert batch.backward(images, labels).parked_seconds_hidden >= 1e-3
         plan = batch.plan(images, labels)
         assert plan.parks
         assert plan.overlaps == (budget is None)
@@ -231,6 +225,7 @@ def test_without_room_copies_run_in_turn_and_the_budget_is_kept() -> None:
 
 
 @pytest.mark.parametrize("room", [1.0, 8.0], ids=["in turn", "overlapped"])
+@until_quiet
 def test_a_budget_decides_whether_copies_overlap_and_the_peak_is_predicted(room: float) -> None:
     """To within 1 %, on nets whose statistics and bookkeeping weigh more than that."""
     for channels, layers, count in ((8, 4, 256), (16, 2, 150), (6, 8, 200)):
@@ -250,6 +245,7 @@ def test_a_budget_decides_whether_copies_overlap_and_the_peak_is_predicted(room:
         assert report.predicted_peak_bytes == pytest.approx(report.peak_bytes, rel=0.01)
 
 
+@until_quiet
 def test_the_plan_foretells_what_copies_will_cost() -> None:
     """Of the step to come, from what instructions took and how fast copies were."""
     _, bandwidth, _ = hiding(16, 64)
@@ -281,6 +277,7 @@ def test_the_plan_foretells_what_copies_will_cost() -> None:
         assert "predicted for the next" in plan.explain()
 
 
+@until_quiet
 def test_one_samples_frontiers_come_back_while_segments_compute() -> None:
     torch.manual_seed(0)
     layers = [layer for _ in range(40) for layer in (nn.Linear(64, 64), nn.Tanh())]

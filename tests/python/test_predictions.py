@@ -15,7 +15,7 @@ from support import Calls
 from torch import nn
 from wrap_support import Square, contrastive
 
-# Which plan is the fastest is measured, and begins anew where another one is.
+# Copies in the background take their memory when they run.
 pytestmark = pytest.mark.alone
 
 UNSETTLED, MORE, ROWS, WIDTH = 40, 6, 48, 96

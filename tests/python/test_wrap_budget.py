@@ -13,8 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 from wrap_support import X, close, contrastive, grads, opaque
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(autouse=True)
 def one_thread():

@@ -10,7 +10,7 @@ import infinitybatch as ib
 import pytest
 import torch
 from fault_support import LONG, MyError, State, look_at_new_objects_only
-from support import Calls
+from support import Calls, until_quiet
 from test_parked_graphs import (
     COUNT,
     HOST,
@@ -156,6 +156,7 @@ def test_between_the_passes_no_kept_graph_is_on_the_device():
     assert above["never", 64] > 5 * above["never", 4] > 100_000
 
 
+@until_quiet
 def test_copies_run_while_other_micro_batches_compute():
     wrapped = ib.wrap(
         wide(8, 192),
@@ -479,11 +480,9 @@ def planned(bandwidth, room=2.0, width=64, count=64, calls=8, **options):
 
 
 @pytest.mark.parametrize("room", [0.7, 2.0])
+@until_quiet
 def test_a_fast_link_beats_second_forwards_and_the_peak_is_predicted(room):
-    for _ in range(4):  # other work on the machine can make copies look slow
-        report, rows = planned(0.0, room)
-        if report.parked_bytes > 0:
-            break
+    report, rows = planned(0.0, room)
     assert report.predicted_peak_bytes == pytest.approx(report.peak_bytes, rel=0.01)
     assert report.retained == len(report.micro_batch_sizes) > 1
     assert report.parked_bytes == report.parked_graph_bytes > 2**20
@@ -492,6 +491,7 @@ def test_a_fast_link_beats_second_forwards_and_the_peak_is_predicted(room):
     assert "graphs are parked: of their copies" in report.strategy_reason
 
 
+@until_quiet
 def test_a_slow_link_does_not():
     report, _ = planned(2e8, 0.7, count=32, calls=4)
     assert report.parked_bytes == report.parked_graph_bytes == 0

@@ -10,6 +10,7 @@ import infinitybatch as ib
 import pytest
 import torch
 from batch_norm_models import MODELS, Residual, images, make
+from support import until_quiet
 from test_wrap_whole_batch import buffers, live, small
 from torch import nn
 from wrap_support import X, call_meanwhile, close, contrastive, grads
@@ -157,6 +158,7 @@ def test_a_backward_without_room_parks_the_next_time():
 
 
 @pytest.mark.parametrize("room", [3.0, 12.0], ids=["in turn", "overlapped"])
+@until_quiet
 def test_the_peak_of_a_parked_call_is_predicted(room):
     for depth, width, count in ((2, 8, 200), (5, 6, 150)):
         torch.manual_seed(6)

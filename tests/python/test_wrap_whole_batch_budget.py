@@ -9,8 +9,6 @@ from batch_norm_models import Residual, images
 from test_wrap_whole_batch import buffers, live, small
 from wrap_support import X, close, contrastive, grads
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.mark.parametrize("room", [1 << 30, 4 << 20])
 def test_under_a_budget(room):

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+namespace infinitybatch {
+
+/// For tests: how long micro-batches are taken to have lasted in place of what clocks say, so that
+/// the sizes a planner finds fastest are the same on any machine at any load.
+struct AssumedTimes {
+  double per_micro_batch;  ///< seconds that each costs, whatever its size
+  double per_sample;       ///< seconds that each sample adds
+
+  double seconds(int64_t samples) const {
+    return per_micro_batch + per_sample * static_cast<double>(samples);
+  }
+
+  /// For all threads of the process; empty where clocks count, as they do at first.
+  static void set(std::optional<AssumedTimes> times);
+  static std::optional<AssumedTimes> get();
+};
+
+}  // namespace infinitybatch
