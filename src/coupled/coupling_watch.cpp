@@ -168,6 +168,7 @@ std::unique_ptr<at::ObserverContext> CouplingWatch::on_op(const at::RecordFuncti
 
 std::unique_ptr<at::ObserverContext> CouplingWatch::begin(const at::RecordFunction& op) {
   const std::string_view name = op.name();
+  if (name.starts_with("c10d::") || name.starts_with("_c10d_functional::")) talked_ = true;
   // What an embedding's `max_norm` rewrites is renormed_'s to see.
   if (inside_ == 0 && name != kRenorm) errors_.guard([&] { memory_.observe(op); });
   if (inside_ == 0) errors_.guard([&] { means_.observe(op); });

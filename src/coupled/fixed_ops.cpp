@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <optional>
 #include <string_view>
 
@@ -43,6 +44,13 @@ std::optional<double> fixed_draw(std::string_view name, c10::ArrayRef<const c10:
   return std::nullopt;
 }
 
+/// Seeds for a kernel that draws by itself (a compiled region), for each place among the samples
+/// another number.
+bool draws_seeds(std::string_view name, c10::ArrayRef<const c10::IValue> inputs) {
+  return name == "aten::random_" && inputs.size() == 4 && inputs[1].isInt() &&
+         inputs[1].toInt() == std::numeric_limits<int64_t>::min();
+}
+
 bool in_training(c10::ArrayRef<const c10::IValue> inputs) {
   const auto found = std::find_if(inputs.begin(), inputs.end(),
                                   [](const c10::IValue& input) { return input.isBool(); });
@@ -70,13 +78,15 @@ struct FixedOps::Replaced : at::ObserverContext {
   bool across = false;
 };
 
-FixedOps::FixedOps(const std::vector<at::Device>& devices, int64_t rows)
+FixedOps::FixedOps(const std::vector<at::Device>& devices, int64_t rows,
+                   const CouplingWatch& watch)
     : outer_(innermost_scope),
       handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(&on_op, &after_op)
                                              .needsInputs(true)
                                              .needsOutputs(true)
                                              .scopes({at::RecordScope::FUNCTION}))),
-      rows_(rows) {
+      rows_(rows),
+      watch_(watch) {
   const auto know = [this](const at::Generator& generator) {
     generators_.emplace_back(generator, GeneratorState(generator));
   };
@@ -92,6 +102,10 @@ FixedOps::~FixedOps() {
   innermost_scope = outer_;
   // Those that ops were given are nobody else's to put back.
   for (const auto& [generator, state] : generators_) state.put_back(generator);
+}
+
+bool FixedOps::at_work() noexcept {
+  return innermost_scope != nullptr;
 }
 
 bool FixedOps::strayed() const {
@@ -123,13 +137,14 @@ std::unique_ptr<at::ObserverContext> FixedOps::begin(const at::RecordFunction& o
   const auto inputs = op.inputs();
   auto replaced = std::make_unique<Replaced>();
   replaced->draw = fixed_draw(name, inputs);
+  strayed_ = strayed_ || draws_seeds(name, inputs);
   if (replaced->draw) strayed_ = strayed_ || moved();  // by a draw that nobody fixes
   const bool norm = std::find(kNorms.begin(), kNorms.end(), name) != kNorms.end();
   replaced->across = name == kAcross;
   // Computed by batch_norm, over each sample.
   replaced->inside = norm || replaced->across || name == "aten::instance_norm";
   if (!replaced->draw && !replaced->inside) return nullptr;
-  if (norm && in_training(inputs)) {
+  if (norm && in_training(inputs) && !watch_.is_parameter(inputs[0])) {
     replaced->input = tensor_of(inputs, 0);
     replaced->weight = tensor_of(inputs, 1);
     replaced->bias = tensor_of(inputs, 2);

@@ -82,6 +82,7 @@ Executor::Executor(const Job& job)
   } else {
     two_pass_.emplace(job, sinks_);
   }
+  if (job.rows_seen != nullptr && job.rows_seen->rows == 0) watch_peak(high_water_, job.device);
   // Casts made before this step lead to the parameters' own accumulators, past the sinks.
   at::autocast::clear_cache();
 }
@@ -112,6 +113,9 @@ void Executor::perform_and_time(const Instruction& instruction, Rows rows) {
 }
 
 void Executor::perform(const Instruction& instruction, Rows rows) {
+  if (instruction.micro_batch >= 0 && rows.size() > 0) {
+    smallest_ = smallest_ == 0 ? rows.size() : std::min(smallest_, rows.size());
+  }
   const int64_t segment = instruction.segment;
   switch (instruction.operation) {
     case Operation::load:
@@ -470,6 +474,7 @@ void Executor::loss(Rows rows) {
   const LossState::Scope keeping(loss_state_);
   share_ = denominator_->divide(loss_sum(rows));
   experiment_.read_by(share_);
+  note_read();
   const at::NoGradGuard no_grad;
   total_.add(share_);
   if (job_.on_micro_batch) {
@@ -567,9 +572,11 @@ void Executor::penalty() {
 void Executor::hand_out() {
   recount();
   count_rows();
+  look_at_rows();
   commit();
   // Whatever can fail comes first: a hand-out cannot be taken back.
   examine(/*last=*/true);
+  if (differ_) std::rethrow_exception(differ_);
   finish();
   // Hooks may draw too.
   if (cut_pass_ && cut_pass_->streams() != nullptr) cut_pass_->streams()->settle();
@@ -603,6 +610,7 @@ void Executor::finish_forward() {
   commit();
   if (cut_pass_->streams() != nullptr) cut_pass_->streams()->settle();
   examine(/*last=*/true);
+  if (differ_) std::rethrow_exception(differ_);
   sinks_.uninstall();
   watch_.renormed()->commit();
   watch_.close();

@@ -67,6 +67,12 @@ void ParameterRule::end_micro_batch() {
   first_ = false;
 }
 
+void ParameterRule::end_trial() {
+  const bool second_pass = std::exchange(second_pass_, true);
+  end_micro_batch();
+  second_pass_ = second_pass;
+}
+
 at::Tensor ParameterRule::values_before(const Entry& entry) const {
   const coupled::WatchedMemory::Known& known = memory_[entry.place];
   return known.before.defined() ? known.before : known.memory.clone();

@@ -121,32 +121,43 @@ void Executor::count_rows() {
   }
 }
 
-void Executor::record_elsewhere(
-    Rows rows,
-    const std::function<void(const Batch& inputs, const tape::Tape&, const Batch& outputs)>& use) {
-  const std::vector<at::Device> devices = devices_of(job_);
-  const RngSnapshot random = RngSnapshot::capture(devices);
+void Executor::aside(bool trial, const std::function<void()>& forward) {
+  const RngSnapshot random = RngSnapshot::capture(devices_of(job_));
+  const auto hold_draws = watch_.hold_draws();  // of generators that the user made
   const BufferValues values(job_.buffers);
   const auto told = std::tuple(first_, uneven_, lengths_);  // of the step's own micro-batches
-  CarriedState aside(watch_.memory(), state_);
-  state_at_work_ = &aside;
+  CarriedState trial_state(watch_.memory(), state_);
+  state_at_work_ = &trial_state;
   const auto undo = [&] {
     outputs_ = Batch();
     release();
     state_at_work_ = &state_;
-    aside.roll_back();
+    trial_state.roll_back();
     std::tie(first_, uneven_, lengths_) = told;
-    parameters_->end_micro_batch();
+    trial ? parameters_->end_trial() : parameters_->end_micro_batch();
     values.restore();
     random.restore();
+    hold_draws();
   };
+  try {
+    forward();
+  } catch (...) {
+    undo();
+    throw;
+  }
+  undo();
+}
+
+void Executor::record_elsewhere(
+    Rows rows,
+    const std::function<void(const Batch& inputs, const tape::Tape&, const Batch& outputs)>& use) {
   std::vector<at::Tensor> buffers;
   for (const BufferSlot& slot : job_.buffers) {
     if (at::Tensor buffer = slot.get(); buffer.defined()) buffers.push_back(std::move(buffer));
   }
-  try {
+  aside(/*trial=*/false, [&] {
     load(rows);
-    tape::Recorder recorder(inputs_, buffers, devices);
+    tape::Recorder recorder(inputs_, buffers, devices_of(job_));
     // One that is cut for memory, or parks, has no room for a graph.
     if (job_.cut && (job_.checkpoints != nullptr || job_.store != nullptr))
       recorder.lighten(job_.device);
@@ -155,11 +166,7 @@ void Executor::record_elsewhere(
       return std::exchange(outputs_, Batch());
     });
     use(inputs_, recorder.finish(outputs), outputs);
-  } catch (...) {
-    undo();
-    throw;
-  }
-  undo();
+  });
 }
 
 }  // namespace infinitybatch

@@ -92,8 +92,12 @@ void CpuAccounting::open_scope(PeakScope& scope) noexcept {
 
 void CpuAccounting::close_scope(PeakScope& scope) noexcept {
   Thread& state = thread();
-  state.scope = scope.outer_;
-  if (state.scope != nullptr) state.scope->peak_ = std::max(state.scope->peak_, scope.peak_);
+  PeakScope** place = &state.scope;
+  // Recorders of nested steps end an op's scopes in any order.
+  while (*place != nullptr && *place != &scope) place = &(*place)->outer_;
+  if (*place == nullptr) return;
+  *place = scope.outer_;
+  if (scope.outer_ != nullptr) scope.outer_->peak_ = std::max(scope.outer_->peak_, scope.peak_);
   watch(state);
 }
 

@@ -86,8 +86,12 @@ class Tracing {
 
   void begin_operation() { trace_.operation_starts.push_back(allocations_.events().size()); }
 
+  /// What is allocated from now on belongs to no micro-batch.
+  void end() { told_ = allocations_.events().size(); }
+
   MicroBatchTrace take() {
     trace_.events = allocations_.events();
+    if (told_) trace_.events.resize(*told_);
     return std::move(trace_);
   }
 
@@ -95,6 +99,7 @@ class Tracing {
   autograd::GradientSinks* sinks_;
   memory::AllocationTrace allocations_;
   MicroBatchTrace trace_;
+  std::optional<size_t> told_;
 };
 
 /// How much of an assumed time a forward is that a kept graph saves.
@@ -167,6 +172,11 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
       measured.whole_loss = effect_of(device, [&] { perform(instruction, rows); });
       continue;
     }
+    if (instruction.operation == Operation::hand_out) {
+      // In the first step forward runs on other rows there, within the peak of all.
+      if (peak) measured.peak_bytes = peak->peak();
+      if (tracing) tracing->end();
+    }
     const bool saved = timed && saved_where_kept(piece.plan, instruction.operation);
     const Moment before = saved ? watch.read() : Moment();
     perform(instruction, rows);
@@ -185,7 +195,7 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
 
   if (tracing) measured.trace = tracing->take();
   if (peak) {
-    measured.peak_bytes = peak->peak();
+    if (measured.peak_bytes == 0) measured.peak_bytes = peak->peak();
     measured.lasting_bytes = std::max<int64_t>(0, memory::stats(device).live - sums() - live);
   }
   return measured;

@@ -64,6 +64,7 @@ void VirtualBatch::State::forget_programs() const {
   draw_laws_.clear();
   output_laws_.clear();
   examined_.clear();
+  rows_seen_.clear();
   checked_.clear();
   couplings_.clear();
 }
@@ -104,6 +105,7 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   if (job.coupled != nullptr) job.output_law = &output_laws_[program_kind_of(job)];
   if (job.cut) job.check_recordings = !checked_.contains(program_kind_of(job));
   if (job.exact_coupling && job.use_tapes) job.examined = &examined_[program_kind_of(job)];
+  if (job.exact_coupling) job.rows_seen = &rows_seen_[program_kind_of(job)];
   job.renormed = &renormed_;
   job.match_native_rng = options_.match_native_rng;
   if (job.match_native_rng) job.draw_laws = &draw_laws_[kind_of_draws(job)];

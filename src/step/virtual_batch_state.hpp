@@ -134,6 +134,7 @@ class VirtualBatch::State {
   mutable PlainNumbers numbers_;                                // of the model's, in Python
   mutable coupled::RenormedMemory renormed_;      // addresses: at worst a copy too many
   mutable std::map<std::string, bool> examined_;  // kinds of batches: whether mixing is ruled out
+  mutable std::map<std::string, RowsSeen> rows_seen_;  // by kind of batch
   mutable std::set<std::string> checked_;         // kinds of batches whose recordings were checked
   int64_t segments_ = 1;                          // of the cut tapes that were recorded last
   bool failed_in_loss_ = false;                   // the last attempt, in the loss of all outputs

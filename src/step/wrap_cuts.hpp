@@ -52,6 +52,8 @@ class WrapCuts final : public OutsideLoss {
   void forward(Plan plan);
   /// What the model gave, detached, micro-batch by micro-batch.
   std::vector<Batch> take_outputs();
+  /// See `Executor::look_at_rows`.
+  void look_at_rows() { executor_->look_at_rows(); }
   /// Buffers get what the whole batch's forward leaves there.
   /// \throws CouplingError naming a buffer on which micro-batches do not agree
   void finish_forward();

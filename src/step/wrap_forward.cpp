@@ -122,6 +122,8 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
   rows_ = BatchSource::from(call_->inputs, "inputs");
   known_ = call_->examined = call_->wrapped->is_examined(rows_, job_);
   experiment_.emplace(&call_->examined, call_->devices, rows_.size);
+  call_->rows_seen = call_->wrapped->rows_seen_of(rows_, job_);
+  if (exact_ && call_->rows_seen.rows == 0) watch_peak(high_water_, job_.device);
   if (recording_) values_ = std::make_shared<BufferValues>(job.buffers);
   // Casts made before lead into graphs of others.
   at::autocast::clear_cache();
@@ -133,21 +135,23 @@ void ForwardPass::examine() {
   note_examined();
 }
 
-void ForwardPass::aside(Rows rows, const std::function<void()>& forward) {
+void ForwardPass::aside(Rows rows, bool trial, const std::function<void()>& forward) {
   const RngSnapshot random = RngSnapshot::capture(call_->devices);
+  const auto hold_draws = watch_.hold_draws();  // of generators that the user made
   const BufferValues values(job_.buffers);
   const std::vector<std::string> left = call_->left_on_module;
   const auto told = std::tuple(part_of_batch_, part_);
-  CarriedState trial(watch_.memory(), *state_);
-  state_at_work_ = &trial;
+  CarriedState trial_state(watch_.memory(), *state_);
+  state_at_work_ = &trial_state;
   part_of_batch_ = {rows.size(), rows_.size, options_.match_native_rng};
   part_ = rows.size() < rows_.size;
   const auto undo = [&] {
     state_at_work_ = &*state_;
-    trial.roll_back();
-    parameter_rule_->end_micro_batch();
+    trial_state.roll_back();
+    trial ? parameter_rule_->end_trial() : parameter_rule_->end_micro_batch();
     values.restore();
     random.restore();
+    hold_draws();
     call_->left_on_module = left;
     std::tie(part_of_batch_, part_) = told;
     at::autocast::clear_cache();
@@ -166,7 +170,7 @@ void ForwardPass::count_rows() {
   if (!here || call_->cuts || wrote_inputs_) return;
   const Rows rows = other_rows(*here, rows_.size);
   try {
-    aside(rows, [&] {
+    aside(rows, /*trial=*/false, [&] {
       const Batch micro = call_->micro_batch(rows);
       tape::Recorder recorder(micro, buffers_, call_->devices);
       const Batch outputs = recorder.run([&] { return call_model(micro, nullptr); });
@@ -217,6 +221,7 @@ void ForwardPass::learn_numbers(int64_t first) {
 
 void ForwardPass::note_examined() const {
   if (!known_ && call_->examined) call_->wrapped->note_examined(rows_, job_);
+  call_->wrapped->note_rows_seen(rows_, job_, call_->rows_seen);
 }
 
 Batch ForwardPass::run(const Split& split, int64_t total) {
@@ -250,6 +255,7 @@ Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
   part_ = sizes.size() > 1;
   Job job = job_;
   job.examined = &call_->examined;
+  if (exact_) job.rows_seen = &call_->rows_seen;
   call_->cuts =
       std::make_unique<WrapCuts>(*call_, job, values_, recording_, [this](const Batch& micro) {
         const uint64_t first_node = at::sequence_number::peek();
@@ -560,13 +566,19 @@ Batch ForwardPass::finish() {
   } catch (const CouplingError&) {
     mixed = std::current_exception();  // others say more
   }
+  try {
+    if (!mixed) look_at_rows();
+  } catch (const CouplingError&) {
+    mixed = std::current_exception();
+  }
   finishing_ = true;
   const at::NoGradGuard no_grad;
   if (call_->budget && recording_) {
     call_->live_before_loss = memory::stats(call_->device).live;
     call_->during_loss = std::make_unique<memory::HighWater>(call_->device);
   }
-  JoinedOutputs joined = join(std::move(outputs_), row_counts_, from_samples_, options_);
+  JoinedOutputs joined = join(std::move(outputs_), row_counts_, from_samples_,
+                              call_->rows_seen.dims, options_);
   if (!mixed) check_reduce(joined);
   buffer_rule_.commit();
   parameter_rule_->commit();

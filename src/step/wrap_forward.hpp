@@ -8,6 +8,7 @@
 #include <infinitybatch/execute/carried_state.hpp>
 #include <infinitybatch/execute/mixing_experiment.hpp>
 #include <infinitybatch/execute/parameter_rule.hpp>
+#include <infinitybatch/execute/row_look.hpp>
 
 #include <functional>
 #include <memory>
@@ -78,9 +79,13 @@ class ForwardPass {
   void examine();
   /// Runs forward on other rows, and undoes that: buffers, parameters, attributes of modules and
   /// random state are as before, whatever happens.
-  void aside(Rows rows, const std::function<void()>& forward);
-  /// What forward gives with `coupled::FixedOps`, detached. Nothing where that cannot be compared.
-  std::optional<Batch> try_forward(const Batch& inputs, int64_t rows);
+  /// \param trial whether what it writes into parameters is not compared with what others write
+  void aside(Rows rows, bool trial, const std::function<void()>& forward);
+  /// What forward gives with `coupled::FixedOps`. Nothing where that cannot be compared.
+  std::optional<TrialOutputs> try_forward(const Batch& inputs, int64_t rows);
+  /// Whether the same rows, split otherwise, give the same rows of outputs; see RowLook.
+  /// \throws CouplingError
+  void look_at_rows();
   /// Whether an output that is one number is the sum or mean over samples that the user says: once
   /// for each kind of batch. \throws BatchError
   void check_reduce(const JoinedOutputs& joined);
@@ -119,6 +124,7 @@ class ForwardPass {
   BatchSource rows_;                       // the inputs
   bool known_ = true;                      // before this call, whether ops mix samples
   std::optional<MixingExperiment> experiment_;
+  std::optional<memory::HighWater> high_water_;
   bool part_ = false;  // the micro-batch at work is not all of the samples
   bool wrote_inputs_ = false;
   std::vector<at::Tensor> buffers_;

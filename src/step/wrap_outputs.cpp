@@ -56,6 +56,17 @@ struct Joining {
   const std::vector<int64_t>& row_counts;
   size_t leaf;
   bool from_samples;
+  int64_t known_dim;  // -1: not known
+
+  /// Places for each sample along the first dimension, where there are several of each.
+  int64_t each() const {
+    if (tensor(0).dim() == 0) return 1;
+    const int64_t places = tensor(0).size(0) / row_counts[0];
+    for (size_t i = 0; i < parts.size(); ++i) {
+      if (tensor(i).dim() == 0 || tensor(i).size(0) != places * row_counts[i]) return 1;
+    }
+    return places;
+  }
 
   const at::Tensor& tensor(size_t part) const { return parts[part].leaves()[leaf].tensor; }
   bool several_sizes() const {
@@ -73,7 +84,7 @@ struct Joining {
 
 at::Tensor reduced(const Joining& joining, Reduce reduce, const std::string& name) {
   const at::Tensor& first = joining.tensor(0);
-  const auto& [parts, row_counts, leaf, from_samples] = joining;
+  const auto& [parts, row_counts, leaf, from_samples, known_dim] = joining;
   if (reduce == Reduce::none) {
     throw BatchError(
         name + " is one number for each micro-batch" +
@@ -102,7 +113,7 @@ at::Tensor reduced(const Joining& joining, Reduce reduce, const std::string& nam
 /// The leaf of all rows, and along which dimension they lie. Nothing where it stands once.
 std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& options,
                                   const std::string& name) {
-  const auto& [parts, row_counts, leaf, from_samples] = joining;
+  const auto& [parts, row_counts, leaf, from_samples, known_dim] = joining;
   const at::Tensor& first = joining.tensor(0);
   const std::vector<int64_t> dims = following_dims(parts, row_counts, leaf);
   const std::optional<int64_t>& given = options.output_batch_dim;
@@ -118,6 +129,7 @@ std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& opt
       if (first.dim() > 0 || options.reduce == Reduce::none) throw BatchError(name + kOneSize);
     }
     if (first.dim() == 0) return Leaf::kShared;
+    if (known_dim == 0 && joining.each() > 1) return 0;
     throw BatchError(name + " has shape " + shape(first) + " for " +
                      std::to_string(row_counts.front()) +
                      " rows: no dimension follows the micro-batch, so the parts cannot be joined; "
@@ -128,6 +140,7 @@ std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& opt
     throw BatchError(name + " of shape " + shape(first) + kOneSize +
                      ", or output_batch_dim if it has one for each");
   }
+  if (!given && std::find(dims.begin(), dims.end(), known_dim) != dims.end()) return known_dim;
   return choose(dims, first, row_counts.front(), given, name);
 }
 
@@ -145,7 +158,8 @@ bool is_ambiguous(const Batch& outputs, int64_t rows, const std::vector<bool>& f
 }
 
 JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_counts,
-                   const std::vector<bool>& from_samples, const WrapOptions& options) {
+                   const std::vector<bool>& from_samples, const std::vector<int64_t>& known_dims,
+                   const WrapOptions& options) {
   const size_t count = parts.front().leaves().size();
   for (const Batch& part : parts) {
     bool alike = part.leaves().size() == count;
@@ -167,13 +181,15 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
   }
   JoinedOutputs joined;
   joined.once.resize(count, false);
+  joined.each.resize(count, 1);
   std::vector<Leaf> leaves = parts.front().leaves();
   for (size_t leaf = 0; leaf < count; ++leaf) {
     const at::Tensor first = leaves[leaf].tensor;
     if (!first.defined()) continue;
     const std::string name = "outputs" + parts.front().structure()->leaf_name(leaf);
     const Joining joining{parts, row_counts, leaf,
-                          leaf >= from_samples.size() || from_samples[leaf]};
+                          leaf >= from_samples.size() || from_samples[leaf],
+                          leaf < known_dims.size() ? known_dims[leaf] : -1};
     const std::optional<int64_t> dim = joined_dim(joining, options, name);
     joined.once[leaf] = !dim;
     leaves[leaf].batch_dim = dim.value_or(Leaf::kShared);
@@ -184,6 +200,9 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
     if (*dim == Leaf::kShared) {
       leaves[leaf].tensor = reduced(joining, options.reduce, name);
       continue;
+    }
+    if (following_dims(parts, row_counts, leaf).empty() && *dim == 0 && parts.size() > 1) {
+      joined.each[leaf] = joining.each();
     }
     std::vector<at::Tensor> tensors;
     for (Batch& part : parts) {
@@ -200,10 +219,23 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
 at::Tensor JoinedOutputs::part_of_gradient(size_t index, const at::Tensor& gradient,
                                            Rows part) const {
   const int64_t dim = whole.leaves()[index].batch_dim;
-  if (dim != Leaf::kShared) return gradient.narrow(dim, part.begin, part.size());
+  if (dim != Leaf::kShared) {
+    return gradient.narrow(dim, part.begin * each[index], part.size() * each[index]);
+  }
   if (once[index]) return part.begin == 0 ? gradient : at::Tensor();
   if (reduce == Reduce::sum) return gradient;
   return gradient.mul(static_cast<double>(part.size()) / static_cast<double>(rows));
+}
+
+Batch JoinedOutputs::part_of(Batch outputs, Rows part) const {
+  for (size_t i = 0; i < outputs.leaves().size(); ++i) {
+    Leaf& leaf = outputs.leaves()[i];
+    if (each[i] == 1 || !leaf.tensor.defined()) continue;
+    leaf.tensor =
+        leaf.tensor.narrow(leaf.batch_dim, part.begin * each[i], part.size() * each[i]);
+    leaf.batch_dim = Leaf::kShared;
+  }
+  return infinitybatch::rows(outputs, part.begin, part.end);
 }
 
 }  // namespace infinitybatch

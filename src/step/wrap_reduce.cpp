@@ -19,11 +19,11 @@
 
 namespace infinitybatch {
 
-std::optional<Batch> ForwardPass::try_forward(const Batch& inputs, int64_t rows) {
-  std::optional<Batch> tried;
+std::optional<TrialOutputs> ForwardPass::try_forward(const Batch& inputs, int64_t rows) {
+  std::optional<TrialOutputs> tried;
   const auto run = [&](bool light) {
-    aside({0, rows}, [&] {
-      const coupled::FixedOps fixed(call_->devices, rows);
+    aside({0, rows}, /*trial=*/true, [&] {
+      const coupled::FixedOps fixed(call_->devices, rows, watch_);
       const auto call = [&] { return call_model(inputs, nullptr); };
       Batch outputs;
       if (light) {
@@ -33,7 +33,7 @@ std::optional<Batch> ForwardPass::try_forward(const Batch& inputs, int64_t rows)
       } else {
         outputs = call();
       }
-      if (!fixed.strayed()) tried = detached(outputs);
+      if (!fixed.strayed()) tried = TrialOutputs{detached(outputs), fixed.foreign()};
     });
   };
   try {
@@ -46,7 +46,7 @@ std::optional<Batch> ForwardPass::try_forward(const Batch& inputs, int64_t rows)
 
 void ForwardPass::check_reduce(const JoinedOutputs& joined) {
   if (options_.reduce == Reduce::none || row_counts_.size() < 2) return;
-  if (!exact_ || call_->cuts || parameter_rule_->written()) return;
+  if (!exact_ || call_->cuts) return;
   const std::string kind = "reduce|" + rows_.signature + '|' + std::to_string(job_.program);
   {
     const std::lock_guard<std::mutex> lock(call_->wrapped->mutex);
@@ -62,7 +62,7 @@ void ForwardPass::check_reduce(const JoinedOutputs& joined) {
   if (reduced.empty()) return;
   const int64_t all = std::min(rows_.size, std::max<int64_t>(2, row_counts_.front()));
   const int64_t half = all / 2;
-  std::optional<Batch> whole, first, second;
+  std::optional<TrialOutputs> whole, first, second;
   try {
     const Batch inputs = call_->micro_batch({0, all});
     whole = try_forward(inputs, all);
@@ -78,7 +78,7 @@ void ForwardPass::check_reduce(const JoinedOutputs& joined) {
   const double a = mean ? static_cast<double>(half) / static_cast<double>(all) : 1;
   const double b = mean ? 1 - a : 1;
   for (const size_t i : reduced) {
-    const auto of = [i](const Batch& outputs) { return outputs.leaves()[i].tensor; };
+    const auto of = [i](const TrialOutputs& trial) { return trial.outputs.leaves()[i].tensor; };
     const at::Tensor wanted = of(*whole);
     const at::Tensor found = of(*first).mul(a).add(of(*second).mul(b)).to(wanted.scalar_type());
     if (relative_distance(wanted, found) <= rounding_of(wanted)) continue;

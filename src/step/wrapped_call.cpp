@@ -84,6 +84,18 @@ void Wrapped::note_examined(const BatchSource& rows, const Job& job) {
   examined.insert(kind_of(rows, job));
 }
 
+RowsSeen Wrapped::rows_seen_of(const BatchSource& rows, const Job& job) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto known = rows_seen.find(kind_of(rows, job));
+  return known == rows_seen.end() ? RowsSeen() : known->second;
+}
+
+void Wrapped::note_rows_seen(const BatchSource& rows, const Job& job, const RowsSeen& seen) {
+  if (seen.rows == 0) return;
+  const std::lock_guard<std::mutex> lock(mutex);
+  rows_seen[kind_of(rows, job)] = seen;
+}
+
 int64_t Wrapped::begin_program(const std::string& arguments) {
   const std::string identity = Programs::identity(model, arguments);
   const std::lock_guard<std::mutex> lock(mutex);
@@ -92,6 +104,7 @@ int64_t Wrapped::begin_program(const std::string& arguments) {
     static_forwards.clear();
     draw_laws.clear();
     examined.clear();
+    rows_seen.clear();
     checked.clear();
     whole_batch_only.clear();
   }

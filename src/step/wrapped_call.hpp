@@ -12,6 +12,7 @@
 #include <infinitybatch/execute/graph_memory.hpp>
 #include <infinitybatch/execute/plain_runs.hpp>
 #include <infinitybatch/execute/recorded.hpp>
+#include <infinitybatch/execute/row_look.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
 #include <infinitybatch/memory/foreign_storage.hpp>
 #include <infinitybatch/memory/high_water.hpp>
@@ -67,6 +68,7 @@ struct Wrapped {
   std::vector<std::weak_ptr<struct WrappedCall>> calls;
   std::shared_ptr<WrapReport> report;  ///< of the last call
   std::set<std::string> examined;      ///< kinds of batch of which it is known whether ops mix
+  std::map<std::string, RowsSeen> rows_seen;  ///< of kinds of batch
   std::set<std::string> checked;       ///< kinds of batch whose recordings have been checked
   std::map<std::string, coupled::DrawLaws> draw_laws;  ///< with match_native_rng: of kinds of batch
   std::map<std::string, StaticForward> static_forwards;
@@ -88,6 +90,8 @@ struct Wrapped {
   /// asks.
   bool is_examined(const BatchSource& rows, const Job& job);
   void note_examined(const BatchSource& rows, const Job& job);
+  RowsSeen rows_seen_of(const BatchSource& rows, const Job& job);
+  void note_rows_seen(const BatchSource& rows, const Job& job, const RowsSeen& seen);
   /// The number of the program that forward is set to run, and how forward has left the model.
   /// \param arguments `BatchSource::arguments`
   int64_t begin_program(const std::string& arguments);
@@ -180,6 +184,7 @@ struct WrappedCall {
   std::vector<Version> input_versions;
   std::vector<Part> parts;  ///< empty with `cuts`
   bool examined = true;     ///< see `Job::examined`
+  RowsSeen rows_seen;
   std::vector<BufferSlot> buffers;
   std::shared_ptr<PlainRuns> runs;  ///< where some forward runs again, and it left anything
   std::shared_ptr<coupled::RenormedWeights> renormed;  ///< null where forward scaled no rows

@@ -86,6 +86,8 @@ class Wandering(nn.Module):
         self.hook_at = self.opaque_at = self.interrupted_at = -1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.by_sample and len(x) > 1:
+            return torch.cat([self.forward(row) for row in x.split(1)])
         code = int(x[0, 0, 0].item()) if self.by_sample else self.code
         x = first = x[..., 1:] * 1.0
         for place, layer in enumerate(self.layers[: self.depth]):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import infinitybatch as ib
 import pytest
 import torch
-from support import Calls, Tally, classification, mlp
+from support import LOOKS, Calls, Tally, classification, mlp
 from torch import nn
 from wrap_support import close, contrastive, grads
 
@@ -169,10 +169,10 @@ def test_what_counts_no_samples_is_exact(scale: str, way: str, size: int) -> Non
     else:
         contrastive(twin(X)).backward()
     close(grads(model), grads(twin), 1e-12)
-    # Only a number that could count samples lets forward run once more, in the first step alone.
+    # Beside the looks only a number that could count samples lets forward run once more.
     model.calls.count = 0
     run(model, way, 5)
-    assert model.calls.count <= 4
+    assert model.calls.count <= 4 + LOOKS
 
 
 @pytest.mark.parametrize("size", [4, 2])
@@ -181,7 +181,7 @@ def test_forward_runs_once_without_such_a_number(way: str, size: int) -> None:
     """Halves and doubles are too common for a forward."""
     model = Scaled(lambda x: 0.5 * x + 2 * x.sin())
     run(model, way, size)
-    assert model.calls.count == N // size
+    assert model.calls.count == N // size + LOOKS
 
 
 @pytest.mark.parametrize("coupled", [False, True])

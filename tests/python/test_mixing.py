@@ -6,7 +6,7 @@ import infinitybatch as ib
 import pytest
 import torch
 import torch.nn.functional as F
-from support import Calls, Result, call, classification, native, result_of, worst_error
+from support import LOOKS, Calls, Log, Result, call, classification, native, result_of, worst_error
 from torch import nn
 
 N = 12
@@ -360,24 +360,41 @@ def test_what_only_looks_like_mixing_goes_through(name, way):
     if name not in RANDOM:
         leaves = inputs if type(inputs) is tuple else (inputs,)
         wanted = native(model, criterion(way), tuple(map(plain, leaves)), targets)
-    calls = []
+    calls = Log()
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     step(way, model, inputs, targets, micro_batch_size=SIZE)
-    assert len(calls) == N // SIZE
+    # What rrelu draws cannot be fixed, so that one look is enough to give it up.
+    assert len(calls) == N // SIZE + (1 if name == "random slopes" else LOOKS)
     if wanted is not None:
         assert worst_error(result_of(model, wanted.loss), wanted) <= 1e-12
 
 
-@pytest.mark.parametrize("name", ["LayerNorm", "dropout", "attention mask"])
-def test_the_first_step_needs_no_more_memory_than_later_ones(name):
-    make, data = LOOK_ALIKES[name]
-    model, inputs, targets = make().double(), data(), torch.randint(5, (N,))
+def peaks_of(model, inputs):
     batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=SIZE)
     peaks = []
     for _ in range(3):
         model.zero_grad()
-        peaks.append(batch.backward(inputs, targets).peak_bytes)
-    assert peaks[0] <= peaks[2]
+        peaks.append(batch.backward(inputs, torch.randint(5, (N,))).peak_bytes)
+    return peaks
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "dropout", "attention mask"])
+def test_the_first_step_of_a_tiny_model_needs_hardly_more_memory_than_later_ones(name):
+    """Without a budget: so that its rows are looked at in larger batches than one row more."""
+    make, data = LOOK_ALIKES[name]
+    peaks = peaks_of(make().double(), data())
+    assert peaks[0] <= peaks[2] + (256 << 10)
+
+
+@pytest.mark.parametrize("drops", [0.0, 0.3])
+def test_the_first_step_needs_no_more_memory_than_later_ones(drops):
+    layers = [nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(drops), nn.Linear(64, 64)]
+    model = Calls(lambda self, x: self.net(x).sum(1)[:, :5], net=nn.Sequential(*layers)).double()
+    calls = Log()
+    model.register_forward_pre_hook(lambda _, x: calls.append(len(x[0])))
+    peaks = peaks_of(model, torch.randn(N, 100, 64).double())
+    assert max(calls) > SIZE and calls[-2 * N // SIZE :] == [SIZE] * (2 * N // SIZE)
+    assert peaks[0] <= peaks[2] and peaks[2] > 1 << 20
 
 
 @pytest.mark.parametrize("coupled", [False, True])
@@ -468,12 +485,14 @@ class Triple(torch.autograd.Function):
         return 3 * gradient
 
 
-def test_where_no_tape_can_tell_nothing_is_said():
-    """Code of the user's that ends the recording: `verify` tells."""
+def test_where_no_tape_can_tell_the_same_rows_do():
+    """Code of the user's that ends the recording; `verify` tells, too."""
     model = mixing(lambda h: Triple.apply(h - h.mean(0)))
     inputs, targets = classification(N)
-    step("streaming", model, inputs, targets, micro_batch_size=SIZE)
-    assert not ib.verify(model, nn.CrossEntropyLoss(), inputs, targets, micro_batch_size=SIZE).exact
+    with pytest.raises(ib.CouplingError, match="differs between a batch of 12 and one of 4"):
+        step("streaming", model, inputs, targets, micro_batch_size=SIZE)
+    options = {"micro_batch_size": SIZE, "batch_coupling": "per_micro_batch"}
+    assert not ib.verify(model, nn.CrossEntropyLoss(), inputs, targets, **options).exact
 
 
 def test_samples_along_another_dimension_are_exchanged_along_it():

@@ -48,8 +48,6 @@ SHAPES = {
 @pytest.mark.parametrize("way", ["coupled", "wrap"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_dimensions_of_size_one(name: str, way: str, size: int) -> None:
-    if way == "wrap" and size == 1:
-        pytest.skip("refused by name: nobody has seen two samples")
     forward, modules, shape, of_one = SHAPES[name]
     model, twin = twins(forward, **modules)
     torch.manual_seed(1)
@@ -69,6 +67,34 @@ def test_dimensions_of_size_one(name: str, way: str, size: int) -> None:
             ib.VirtualBatch(model, ib.losses.coupled(loss), micro_batch_size=size).backward(x)
         loss(twin(x)).backward()
         close(grads(model), grads(twin))
+
+
+@pytest.mark.parametrize("retained", [0, 2])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_flattened_outputs_are_joined_where_rows_stay_together(size: int, retained: int) -> None:
+    model, twin = twins(
+        lambda self, x: self.head(torch.tanh(self.words(x))).view(-1, 7),
+        words=nn.Embedding(11, 8),
+        head=nn.Linear(8, 7),
+    )
+    torch.manual_seed(1)
+    x, y = torch.randint(11, (N, 5)), torch.randint(7, (N * 5,))
+    wrapped = ib.wrap(model, micro_batch_size=size, retained_micro_batches=retained)
+    for _ in range(2):
+        model.zero_grad(), twin.zero_grad()
+        F.cross_entropy(wrapped(x), y, ignore_index=3).backward()
+        F.cross_entropy(twin(x), y, ignore_index=3).backward()
+        close(grads(model), grads(twin))
+
+
+def test_flattened_outputs_with_time_first_are_refused() -> None:
+    model, _ = twins(
+        lambda self, x: self.head(self.words(x).transpose(0, 1)).reshape(-1, 7),
+        words=nn.Embedding(11, 8),
+        head=nn.Linear(8, 7),
+    )
+    with pytest.raises(ib.BatchError, match="cannot be joined"):
+        ib.wrap(model, micro_batch_size=2)(torch.randint(11, (N, 5)))
 
 
 CLAIMS = {

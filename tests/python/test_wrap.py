@@ -171,11 +171,39 @@ def test_batch_dimensions_of_outputs_follow_the_micro_batch():
     found = ib.wrap(inner, micro_batch_size=2)(ib.batch_dim(x, 1))
     close(found, wanted)
     one = ib.wrap(inner, micro_batch_size=1)
-    alone = Calls(lambda self, x: self.net(x)[None], net=mlp())
-    with pytest.raises(ib.BatchError, match="output_batch_dim"):
-        ib.wrap(alone, micro_batch_size=1)(X)
-    close(ib.wrap(alone, micro_batch_size=1, output_batch_dim=1)(X), alone(X))
     close(one(ib.batch_dim(x, 1)), wanted)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("shape", ["first", "second", "last", "both"])
+def test_in_micro_batches_of_one_two_samples_tell_where_they_lie(shape, norm):
+    """Of [1, 1, 1, 4] nobody can tell by itself."""
+
+    def forward(self, x):
+        h = self.net(x)
+        first = h[:, None, None]
+        return {"first": first, "second": h[None, :, None], "last": h.T[None, None]}.get(
+            shape, (first, h[None, :, None])
+        )
+
+    net = nn.Sequential(mlp(), nn.BatchNorm1d(5)) if norm else mlp()
+    inner = Calls(forward, net=net).double()
+    wanted = copy.deepcopy(inner)(X)
+    wrapped = ib.wrap(inner, micro_batch_size=1)
+    for _ in range(2):
+        close(wrapped(X), wanted)
+    if norm:
+        return
+    # Where no two samples go through at once nobody can tell.
+    def one(self, x):
+        assert len(x) == 1
+        return forward(self, x)
+
+    with pytest.raises(ib.BatchError, match="output_batch_dim"):
+        ib.wrap(Calls(one, net=mlp()), micro_batch_size=1)(X)
+    if shape == "second":
+        given = ib.wrap(Calls(one, net=inner.net), micro_batch_size=1, output_batch_dim=1)
+        close(given(X), wanted)
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])

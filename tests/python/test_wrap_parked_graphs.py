@@ -10,7 +10,7 @@ import infinitybatch as ib
 import pytest
 import torch
 from fault_support import LONG, MyError, State, look_at_new_objects_only
-from support import Calls, until_quiet
+from support import LOOKS, Calls, until_quiet
 from test_parked_graphs import (
     COUNT,
     HOST,
@@ -80,7 +80,7 @@ def test_parked_graphs_give_the_bits_of_others_and_of_second_forwards(kind):
                 kind, retained_micro_batches=retained, park="always", **where
             )
             assert all(map(torch.equal, left, kept)), where
-            assert calls == COUNT or (retained == 2 and report.strategy == "rerun")
+            assert calls == COUNT + LOOKS or (retained == 2 and report.strategy == "rerun")
             assert report.retained == retained
             assert 0 < report.parked_graph_bytes == report.parked_bytes
             # What the function keeps by itself is Python's.
@@ -342,7 +342,7 @@ def test_copies_and_one_thread_at_a_time():
     assert all(map(torch.equal, wanted[3:], grads(inner)))
     with call_meanwhile(inner.net[1], lambda: wrapped(x)) as errors:
         found = step(wrapped, x, y)
-    assert len(errors) == COUNT and "in another thread" in errors[0]
+    assert len(errors) == COUNT + LOOKS and "in another thread" in errors[0]
     assert all(map(torch.equal, wanted, found))
 
 

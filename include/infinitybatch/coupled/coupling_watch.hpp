@@ -72,6 +72,7 @@ class CouplingWatch {
   /// These are the model's, so a BatchNorm over one of them or a view of it (standardised weights)
   /// mixes no samples; writes into them are seen.
   void know_parameters(const std::vector<NamedParameter>& parameters);
+  bool is_parameter(const c10::IValue& value) const;
 
   /// What ops do with the parameters, and with whatever else it is told of.
   WatchedMemory& memory() noexcept { return memory_; }
@@ -85,6 +86,8 @@ class CouplingWatch {
   void watch_draws(const std::vector<at::Device>& devices);
   /// The first op that drew.
   const std::optional<std::string>& drew() const noexcept { return drew_; }
+  /// Whether an op talked to other ranks.
+  bool talked() const noexcept { return talked_; }
   /// Puts generators back that ops were given, as they were before the first time.
   void undo_draws() const;
   /// Those that ops were given so far stay where they are now: the function puts them back.
@@ -122,7 +125,6 @@ class CouplingWatch {
   std::unique_ptr<at::ObserverContext> on_renorm(const at::RecordFunction& op);
   void on_read(const at::RecordFunction& op);
 
-  bool is_parameter(const c10::IValue& value) const;
 
   AcrossBatchFunctions functions_;
   WatchedMemory memory_;
@@ -134,6 +136,7 @@ class CouplingWatch {
   std::vector<at::Generator> generators_;  // the default ones, where draws are watched
   std::vector<Stand> given_;               // those that ops were given
   std::optional<std::string> drew_;
+  bool talked_ = false;
   bool drawing_ = false;  // an op that may draw is at work
   CallbackErrors errors_;
 };

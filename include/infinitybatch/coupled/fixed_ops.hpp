@@ -1,6 +1,7 @@
 #pragma once
 
 #include <infinitybatch/core/generator_state.hpp>
+#include <infinitybatch/coupled/coupling_watch.hpp>
 
 #include <ATen/core/TensorBody.h>
 #include <ATen/record_function.h>
@@ -23,12 +24,16 @@ namespace infinitybatch::coupled {
 /// in pieces (Ghost BatchNorm) differs too.
 class FixedOps {
  public:
-  /// \param rows samples that forward runs on
-  FixedOps(const std::vector<at::Device>& devices, int64_t rows);
+  /// \param rows  samples that forward runs on
+  /// \param watch knows the parameters: BatchNorm over one of them (standardised weights) has no
+  ///              rows. Must outlive this
+  FixedOps(const std::vector<at::Device>& devices, int64_t rows, const CouplingWatch& watch);
   ~FixedOps();
   FixedOps(const FixedOps&) = delete;
   FixedOps& operator=(const FixedOps&) = delete;
 
+  /// Whether one lives in this thread: forward then runs for its outputs only.
+  static bool at_work() noexcept;
   /// Whether numbers were drawn that nobody has fixed, or a result could not be replaced.
   /// \throws where replacing one ran out of memory
   bool strayed() const;
@@ -47,6 +52,7 @@ class FixedOps {
   FixedOps* outer_;
   at::CallbackHandle handle_;
   int64_t rows_;
+  const CouplingWatch& watch_;
   int inside_ = 0;  // ops whose inner ops stay as they are
   std::vector<std::pair<at::Generator, GeneratorState>> generators_;
   bool strayed_ = false;

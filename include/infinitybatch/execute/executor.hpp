@@ -14,6 +14,7 @@
 #include <infinitybatch/execute/parameter_rule.hpp>
 #include <infinitybatch/execute/pass_times.hpp>
 #include <infinitybatch/execute/plan.hpp>
+#include <infinitybatch/execute/row_look.hpp>
 #include <infinitybatch/execute/source_watch.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
 
@@ -41,6 +42,11 @@ class Executor {
   /// Whether ordinary ops mix samples, as soon as a micro-batch has been recorded for it; comes by
   /// itself in front of the hand-out. Between micro-batches only. \throws CouplingError
   void examine();
+  /// Whether the same rows, split otherwise, give the same rows of outputs: once for each kind of
+  /// batch, and again where micro-batches are smaller. Comes by itself in front of the hand-out;
+  /// with `Job::outside` call it once the outputs are there. What it finds is thrown by the
+  /// hand-out or `finish_forward`, where nothing else says more.
+  void look_at_rows();
 
   /// Whether a recording of another number of rows would tell more, until `examine`.
   bool wants_other_rows() const { return experiment_.may_count().has_value(); }
@@ -78,7 +84,7 @@ class Executor {
   /// Whether samples are coupled by what no cut can answer: what forward leaves in buffers,
   /// parameters and attributes, or ordinary ops.
   bool coupled_beyond_cuts() const noexcept {
-    return apart_ || state_.found() || experiment_.found();
+    return apart_ || rows_differ_ || state_.found() || experiment_.found();
   }
   /// What forwards of parts of the batch left in attributes.
   const LeftTensors& left() const noexcept { return state_.left(); }
@@ -142,6 +148,14 @@ class Executor {
   /// it runs on the first one's rows again, and on some of them, and all that is undone.
   /// \param any whatever the first forward has changed in Python, numbers or not
   void learn_numbers(bool any = false);
+  void compare_rows();
+  std::optional<TrialOutputs> try_forward(const Batch& inputs, int64_t rows);
+  /// Which outputs a separable loss reads, as far as its graph shows.
+  void note_read();
+  /// Runs forward on other rows and undoes it: buffers, parameters, attributes of modules and
+  /// random state are as before, whatever happens.
+  /// \param trial whether what it writes into parameters is not compared with what others write
+  void aside(bool trial, const std::function<void()>& forward);
   /// Runs forward on other rows, records and undoes it: buffers, parameters, attributes of modules
   /// and random state are as before, whatever happens.
   /// \param use what it ran on, what it did, what it gave
@@ -177,6 +191,11 @@ class Executor {
   SourceWatch sources_;
   Rows first_;                               // of the first micro-batch
   bool uneven_ = false;                      // another one was of another length
+  int64_t smallest_ = 0;                     // rows of the step's own micro-batches
+  std::vector<bool> read_;                   // outputs, by a separable loss; empty: not known
+  bool rows_differ_ = false;
+  std::exception_ptr differ_;  // then: how
+  std::optional<memory::HighWater> high_water_;  // of this step, where rows will be looked at
   const bool asks_;                          // nobody has looked at this kind of batch
   bool apart_ = false;                       // what forwards left did not agree
   bool learning_ = false;                    // numbers: runs that do not count

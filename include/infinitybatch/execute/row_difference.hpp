@@ -1,0 +1,36 @@
+#pragma once
+
+#include <infinitybatch/core/batch.hpp>
+#include <infinitybatch/core/row_range.hpp>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace infinitybatch {
+
+/// What one forward gave, and for which rows.
+struct RowsOfOutputs {
+  Batch outputs;
+  Rows rows;
+};
+
+struct RowDifference {
+  size_t leaf = 0;
+  std::string what;  ///< for people
+};
+
+/// Where `part`, some of the rows of `whole`, has other rows of outputs. Leaves without a place for
+/// each sample (one number, a sum), and rows whose other dimensions differ (padding), say nothing.
+///
+/// Two numbers are the same where they are within `rounding_of` them.
+/// \param compared which leaves matter; empty: all
+/// \param noise    outputs of `part` for inputs that were moved by rounding: what they moved does
+///                 not count, 64 times over. May be null
+std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOfOutputs& part,
+                                        const std::vector<bool>& compared, const Batch* noise);
+
+/// Of outputs whose rows are the same, along which dimension they are; -1 where that is not known.
+std::vector<int64_t> dims_of_rows(const RowsOfOutputs& whole, const RowsOfOutputs& part);
+
+}  // namespace infinitybatch

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <infinitybatch/core/batch.hpp>
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/row_range.hpp>
+#include <infinitybatch/memory/high_water.hpp>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace infinitybatch {
+
+/// What one forward gave that left nothing behind.
+struct TrialOutputs {
+  Batch outputs;                                ///< detached
+  std::map<std::string, std::string> foreign;   ///< where foreign random generators stand after it
+};
+
+/// What is known of a kind of batch.
+struct RowsSeen {
+  int64_t rows = 0;  ///< of the smallest micro-batch that was compared with a larger one; 0: none
+  std::vector<int64_t> dims;  ///< along which samples lie in each leaf of outputs; -1: not known
+};
+
+/// The same rows, split otherwise, must give the same rows of outputs: forward on more rows than a
+/// micro-batch has is compared with forward on some of these alone. Finds whatever depends on the
+/// other samples, on how many there are, or on where a sample stands among them, by whatever means
+/// (ops, numbers on the host, branches, opaque code), as far as these rows show it.
+struct RowLook {
+  int64_t batch_size = 0;
+  int64_t rows = 0;  ///< of the smallest micro-batch
+  at::Device device = at::kCPU;
+  /// The most bytes that may be live meanwhile, on the CPU, where a limit is enforced; the look
+  /// then takes as many rows as fit.
+  std::optional<int64_t> peak;
+  bool few = false;  ///< whether hardly more rows than a micro-batch's may be loaded
+  std::vector<bool> compared;  ///< which leaves of the outputs matter; empty: all
+  std::function<Batch(Rows)> load;
+  /// Forward, with `coupled::FixedOps` and the same random state each time, undone. Nothing where
+  /// what it gave cannot be compared.
+  std::function<std::optional<TrialOutputs>(const Batch& inputs, int64_t rows)> run;
+
+  struct Seen {
+    std::optional<std::string> differs;  ///< what, for people
+    std::vector<int64_t> dims;  ///< along which samples lie in each leaf; -1: nobody knows
+  };
+  /// Whether rows differ: nothing where all rows are the same, or nobody can tell: forward
+  /// refuses other numbers of rows, there is no room for more of them, it draws numbers that cannot
+  /// be fixed.
+  Seen find() const;
+};
+
+/// Watches the peak of a step after which rows are looked at: on the CPU, where torch uses this
+/// library's allocator.
+void watch_peak(std::optional<memory::HighWater>& peak, at::Device device);
+/// `RowLook::peak`: all that a budget allows; where none counts, the step's own peak, and at least 256
+/// KiB more than is live now, so that small models are looked at as a whole.
+int64_t room_for_a_look(int64_t peak);
+
+/// \param what `RowLook::find` found
+CouplingError rows_differ(const std::string& what, int64_t batch_size);
+
+}  // namespace infinitybatch

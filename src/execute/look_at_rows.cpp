@@ -1,0 +1,135 @@
+// The part of Executor that compares rows of a larger batch with the same rows of a smaller one.
+#include <infinitybatch/execute/executor.hpp>
+
+#include "light_recording.hpp"
+
+#include <infinitybatch/autograd/engine.hpp>
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/pinned_copies.hpp>
+#include <infinitybatch/coupled/fixed_ops.hpp>
+#include <infinitybatch/tape/recorder.hpp>
+
+#include <ATen/Functions.h>
+
+#include <algorithm>
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace infinitybatch {
+
+namespace {
+
+/// \throws BatchError where pieces differ in another dimension, as rows padded to the longest do
+Batch side_by_side(const std::vector<Batch>& pieces) {
+  std::vector<Leaf> leaves = pieces.front().leaves();
+  for (size_t i = 0; i < leaves.size() && pieces.size() > 1; ++i) {
+    Leaf& leaf = leaves[i];
+    if (!leaf.tensor.defined() || leaf.batch_dim == Leaf::kShared) continue;
+    std::vector<at::Tensor> tensors;
+    for (const Batch& piece : pieces) {
+      const at::Tensor& here = piece.leaves().at(i).tensor;
+      std::vector<int64_t> sizes = leaf.tensor.sizes().vec();
+      if (here.dim() == leaf.tensor.dim()) {
+        sizes[static_cast<size_t>(leaf.batch_dim)] = here.size(leaf.batch_dim);
+      }
+      if (here.sizes() != at::IntArrayRef(sizes)) throw BatchError("rows of other lengths");
+      tensors.push_back(here);
+    }
+    leaf.tensor = at::cat(tensors, leaf.batch_dim);
+  }
+  return {std::move(leaves), pieces.front().structure()};
+}
+
+}  // namespace
+
+void Executor::note_read() {
+  if (job_.rows_seen == nullptr || !read_.empty() || !share_.requires_grad()) return;
+  std::map<const torch::autograd::Node*, std::vector<size_t>> leaves;
+  read_.resize(outputs_.leaves().size(), false);
+  for (size_t i = 0; i < read_.size(); ++i) {
+    const at::Tensor& tensor = outputs_.leaves()[i].tensor;
+    if (tensor.defined() && tensor.requires_grad()) leaves[tensor.grad_fn().get()].push_back(i);
+  }
+  autograd::walk_graph({share_}, [&](const torch::autograd::Node& node) {
+    const auto found = leaves.find(&node);
+    if (found == leaves.end()) return;
+    for (const size_t leaf : found->second) read_[leaf] = true;
+  });
+}
+
+std::optional<TrialOutputs> Executor::try_forward(const Batch& inputs, int64_t rows) {
+  std::optional<TrialOutputs> tried;
+  const auto run = [&](bool light) {
+    aside(/*trial=*/true, [&] {
+      inputs_ = inputs;
+      const std::vector<at::Device> devices = devices_of(job_);
+      const coupled::FixedOps fixed(devices, rows, watch_);
+      const auto call = [&] {
+        forward({0, rows});
+        return std::exchange(outputs_, Batch());
+      };
+      Batch outputs;
+      if (light) {
+        tape::Recorder recorder(inputs_, {}, devices);
+        recorder.lighten(job_.device);
+        outputs = run_lightly(recorder, call);
+      } else {
+        outputs = call();
+      }
+      if (!fixed.strayed()) tried = TrialOutputs{detached(outputs), fixed.foreign()};
+    });
+  };
+  try {
+    run(/*light=*/true);
+  } catch (const Unsupported&) {  // forward asks for gradients itself
+    run(/*light=*/false);
+  }
+  return tried;
+}
+
+void Executor::compare_rows() {
+  if (job_.rows_seen == nullptr || !job_.exact_coupling || wrote_inputs_ || watch_.talked()) return;
+  if (coupled::FixedOps::at_work()) return;  // this step is part of a forward that is looked at
+  const int64_t rows = smallest_;
+  if (rows == 0 || rows >= job_.batch_size()) return;
+  if (job_.rows_seen->rows != 0 && job_.rows_seen->rows <= rows) return;
+  RowLook look;
+  look.batch_size = job_.batch_size();
+  look.rows = rows;
+  look.device = job_.device;
+  if (high_water_) look.peak = room_for_a_look(high_water_->peak());
+  if (job_.outside == nullptr) {
+    look.compared = job_.coupled == nullptr ? read_
+                    : two_pass_             ? two_pass_->outputs().read()
+                                            : whole_outputs_->read();
+  }
+  // Rows of the user's own making: few, and no more of them at a time than a micro-batch has.
+  look.few = !keeps_rows(*job_.inputs);
+  look.load = [this, rows](Rows part) {
+    if (keeps_rows(*job_.inputs)) {
+      return to_device(job_.inputs->rows(part.begin, part.end), job_.device);
+    }
+    std::vector<Batch> pieces;
+    for (int64_t begin = part.begin; begin < part.end; begin += rows) {
+      pieces.push_back(job_.inputs->rows(begin, std::min(begin + rows, part.end)));
+    }
+    return to_device(side_by_side(pieces), job_.device);
+  };
+  look.run = [this](const Batch& inputs, int64_t count) { return try_forward(inputs, count); };
+  RowLook::Seen seen = look.find();
+  rows_differ_ = seen.differs.has_value();
+  if (rows_differ_) throw infinitybatch::rows_differ(*seen.differs, job_.batch_size());
+  *job_.rows_seen = {rows, std::move(seen.dims)};
+}
+
+void Executor::look_at_rows() {
+  try {
+    compare_rows();
+  } catch (const CouplingError&) {
+    differ_ = std::current_exception();
+  }
+}
+
+}  // namespace infinitybatch

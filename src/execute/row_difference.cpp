@@ -1,0 +1,164 @@
+#include <infinitybatch/execute/row_difference.hpp>
+
+#include <infinitybatch/execute/relative_distance.hpp>
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <sstream>
+
+namespace infinitybatch {
+namespace {
+
+constexpr double kNoisy = 64;  // times what rounding of the inputs moves
+constexpr double kApart = std::numeric_limits<double>::infinity();
+
+bool comparable(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_quantized() &&
+         tensor.dim() > 0;
+}
+
+/// One leaf of both.
+class Leaves {
+ public:
+  Leaves(const at::Tensor& whole, const at::Tensor& part, Rows rows, int64_t all)
+      : whole_(whole.resolve_conj().resolve_neg()),
+        part_(part.resolve_conj().resolve_neg()),
+        rows_(rows),
+        all_(all) {}
+
+  /// How far the rows are apart, along the dimension that suits them best; nothing where they have
+  /// no places.
+  std::optional<double> apart() const {
+    if (whole_.dim() != part_.dim()) return std::nullopt;
+    std::optional<double> least;
+    const auto meet = [&](double found) { least = std::min(least.value_or(kApart), found); };
+    for (int64_t d = 0; d < whole_.dim(); ++d) {
+      if (whole_.size(d) != all_ || part_.size(d) != rows_.size() || !else_alike(d)) continue;
+      meet(relative_distance(part_, whole_.narrow(d, rows_.begin, rows_.size())));
+    }
+    if (least) return least;
+    if (compares()) return kApart;
+    if (part_.size(0) != rows_.size() || whole_.size(0) == all_) return std::nullopt;
+    // A row for each sample of the part, but not of the whole.
+    if (!else_alike(0) || whole_.size(0) % all_ == 0) return std::nullopt;
+    return all_found() ? std::nullopt : std::optional(kApart);
+  }
+
+  /// That one, where there is one; else -1.
+  int64_t dim() const {
+    if (whole_.dim() != part_.dim()) return -1;
+    int64_t found = -1;
+    double least = kApart;
+    for (int64_t d = 0; d < whole_.dim(); ++d) {
+      if (whole_.size(d) != all_ || part_.size(d) != rows_.size() || !else_alike(d)) continue;
+      const double here =
+          relative_distance(part_, whole_.narrow(d, rows_.begin, rows_.size()));
+      if (here < least) {
+        least = here;
+        found = d;
+      }
+    }
+    if (found >= 0 || compares() || part_.size(0) % rows_.size() != 0) return found;
+    const int64_t each = part_.size(0) / rows_.size();
+    if (each < 2 || whole_.size(0) != each * all_ || !else_alike(0)) return -1;
+    const at::Tensor there = whole_.narrow(0, rows_.begin * each, rows_.size() * each);
+    return relative_distance(part_, there) <= rounding_of(part_) ? 0 : -1;
+  }
+
+  /// Along several dimensions, as where samples are compared with each other.
+  bool compares() const {
+    int64_t following = 0;
+    for (int64_t d = 0; d < whole_.dim(); ++d) {
+      const bool follows = whole_.size(d) == all_ && part_.size(d) == rows_.size();
+      if (!follows && whole_.size(d) != part_.size(d)) return false;
+      following += follows ? 1 : 0;
+    }
+    return following > 1;
+  }
+
+ private:
+  bool else_alike(int64_t dim) const {
+    for (int64_t d = 0; d < whole_.dim(); ++d) {
+      if (d != dim && whole_.size(d) != part_.size(d)) return false;
+    }
+    return true;
+  }
+
+  /// Whether each row of the part is one of the whole (samples that forward selects by value).
+  bool all_found() const {
+    constexpr int64_t kMost = 1 << 14;
+    if (whole_.size(0) * part_.size(0) > kMost) return true;  // nobody knows
+    for (int64_t i = 0; i < part_.size(0); ++i) {
+      bool found = false;
+      for (int64_t k = 0; k < whole_.size(0) && !found; ++k) {
+        found = relative_distance(part_[i], whole_[k]) <= rounding_of(part_);
+      }
+      if (!found) return false;
+    }
+    return true;
+  }
+
+  at::Tensor whole_;
+  at::Tensor part_;
+  Rows rows_;
+  int64_t all_;
+};
+
+std::string tell(const Batch& outputs, size_t leaf, const Leaves& leaves, double apart,
+                 Rows rows, int64_t all) {
+  std::ostringstream text;
+  text << "outputs" << outputs.structure()->leaf_name(leaf);
+  if (leaves.compares()) {
+    text << " has shape " << outputs.leaves()[leaf].tensor.sizes() << " for " << all
+         << " samples, one dimension more for them than a micro-batch can fill";
+    return text.str();
+  }
+  text << " of " << (rows.size() == 1 ? "sample " : "samples ") << rows.begin;
+  if (rows.size() > 1) text << " to " << rows.end - 1;
+  text << " differs between a batch of " << all << " and one of " << rows.size();
+  if (std::isfinite(apart)) text << " (by " << apart << " relative)";
+  return text.str();
+}
+
+}  // namespace
+
+std::vector<int64_t> dims_of_rows(const RowsOfOutputs& whole, const RowsOfOutputs& part) {
+  const at::NoGradGuard no_grad;
+  const auto& here = part.outputs.leaves();
+  const auto& there = whole.outputs.leaves();
+  std::vector<int64_t> dims(here.size(), -1);
+  for (size_t i = 0; i < here.size() && here.size() == there.size(); ++i) {
+    if (!comparable(here[i].tensor) || !comparable(there[i].tensor)) continue;
+    dims[i] = Leaves(there[i].tensor, here[i].tensor, part.rows, whole.rows.size()).dim();
+  }
+  return dims;
+}
+
+std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOfOutputs& part,
+                                        const std::vector<bool>& compared, const Batch* noise) {
+  const at::NoGradGuard no_grad;
+  const auto& here = part.outputs.leaves();
+  const auto& there = whole.outputs.leaves();
+  if (here.size() != there.size()) return std::nullopt;
+  for (size_t i = 0; i < here.size(); ++i) {
+    if (i < compared.size() && !compared[i]) continue;
+    if (!comparable(here[i].tensor) || !comparable(there[i].tensor)) continue;
+    const Leaves leaves(there[i].tensor, here[i].tensor, part.rows, whole.rows.size());
+    const std::optional<double> apart = leaves.apart();
+    if (!apart || *apart <= rounding_of(here[i].tensor)) continue;
+    if (noise != nullptr && i < noise->leaves().size() &&
+        noise->leaves()[i].tensor.defined()) {
+      const double moved = relative_distance(here[i].tensor, noise->leaves()[i].tensor);
+      if (*apart <= kNoisy * moved) continue;
+    }
+    return RowDifference{
+        i, tell(whole.outputs, i, leaves, *apart, part.rows, whole.rows.size())};
+  }
+  return std::nullopt;
+}
+
+}  // namespace infinitybatch

@@ -1,0 +1,145 @@
+#include <infinitybatch/execute/row_look.hpp>
+
+#include <infinitybatch/core/out_of_memory.hpp>
+#include <infinitybatch/coupled/row_errors.hpp>
+#include <infinitybatch/execute/row_difference.hpp>
+#include <infinitybatch/memory/limit.hpp>
+#include <infinitybatch/memory/statistics.hpp>
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+/// Samples moved by rounding: what outputs move then is no matter of other samples.
+Batch nudged(const Batch& inputs) {
+  const at::NoGradGuard no_grad;
+  std::vector<Leaf> leaves = inputs.leaves();
+  for (Leaf& leaf : leaves) {
+    const at::Tensor& tensor = leaf.tensor;
+    if (!tensor.defined() || !tensor.is_floating_point() || tensor.layout() != at::kStrided) {
+      continue;
+    }
+    const double eps = tensor.scalar_type() == at::kDouble ? 4.5e-16 : 2.4e-7;
+    leaf.tensor = tensor.detach().mul(1 + eps);
+  }
+  return {std::move(leaves), inputs.structure()};
+}
+
+/// Forward on rows that no micro-batch has. It may refuse them, time and again; what it throws but
+/// once is no matter of the rows. Nothing where it refuses them.
+std::optional<TrialOutputs> attempt(const RowLook& look, const Batch& inputs, int64_t rows) {
+  try {
+    return look.run(inputs, rows);
+  } catch (...) {
+    const std::exception_ptr error = std::current_exception();
+    if (is_out_of_memory(error) || !coupled::may_be_of_rows(error)) throw;
+    try {
+      look.run(inputs, rows);
+    } catch (...) {
+      const std::exception_ptr again = std::current_exception();
+      if (is_out_of_memory(again) || !coupled::may_be_of_rows(again)) throw;
+      return std::nullopt;
+    }
+    std::rethrow_exception(error);
+  }
+}
+
+/// Where parts begin: in the middle, where there are samples on both sides, and at both ends.
+std::vector<int64_t> places(int64_t more, int64_t fewer) {
+  std::vector<int64_t> begins{(more - fewer + 1) / 2, more - fewer, 0};
+  begins.erase(std::unique(begins.begin(), begins.end()), begins.end());
+  return begins;
+}
+
+/// Forward on `more` rows, and on fewer of them at several places.
+RowLook::Seen compare(const RowLook& look, int64_t more, int64_t fewer) {
+  Batch inputs;
+  try {
+    inputs = look.load({0, more});
+  } catch (const BatchError&) {
+    return {};  // pieces of a source that do not fit together: of other lengths
+  }
+  const std::optional<TrialOutputs> of_whole = attempt(look, inputs, more);
+  if (!of_whole) return {};
+  const RowsOfOutputs whole{of_whole->outputs, {0, more}};
+  RowLook::Seen seen;
+  for (const int64_t begin : places(more, fewer)) {
+    const Batch some = rows(inputs, begin, begin + fewer);
+    const std::optional<TrialOutputs> of_part = attempt(look, some, fewer);
+    // A draw of Python's for each sample gives others to the same rows.
+    if (!of_part || of_part->foreign != of_whole->foreign) return {};
+    const RowsOfOutputs part{of_part->outputs, {begin, begin + fewer}};
+    if (seen.dims.empty()) seen.dims = dims_of_rows(whole, part);
+    if (!difference(whole, part, look.compared, /*noise=*/nullptr)) continue;
+    const std::optional<TrialOutputs> moved = attempt(look, nudged(some), fewer);
+    if (!moved) return {};
+    const auto differs = difference(whole, part, look.compared, &moved->outputs);
+    if (differs) return {differs->what, {}};
+  }
+  return seen;
+}
+
+}  // namespace
+
+void watch_peak(std::optional<memory::HighWater>& peak, at::Device device) {
+  if (!device.is_cpu()) return;
+  try {
+    peak.emplace(device);
+  } catch (const StateError&) {
+    // Somebody else's allocator: no limit can be kept.
+  }
+}
+
+int64_t room_for_a_look(int64_t peak) {
+  constexpr int64_t kSome = int64_t{256} << 10;
+  const memory::Statistics now = memory::stats(at::kCPU);
+  return now.limit ? *now.limit : std::max(peak, now.live + kSome);
+}
+
+CouplingError rows_differ(const std::string& what, int64_t batch_size) {
+  return CouplingError(
+      "forward",
+      what + ": forward combines samples, or depends on how many there are, so micro-batches "
+             "cannot give the gradient of all " +
+          std::to_string(batch_size) +
+          ". Mark inputs whose samples lie along another dimension (ib.batch_dim(x, 1)); compute "
+          "what needs all samples by across_batch; make the budget large enough for one "
+          "micro-batch, or accept another gradient with batch_coupling=\"per_micro_batch\"");
+}
+
+RowLook::Seen RowLook::find() const {
+  std::vector<std::pair<int64_t, int64_t>> sizes;  // of the whole, of its part
+  std::optional<memory::Limit> limit;
+  const int64_t least = std::min(batch_size, rows == 1 ? int64_t{3} : rows + 1);
+  if (!device.is_cpu()) {
+    // No limit is enforced there: hardly more rows than a micro-batch has.
+    sizes.emplace_back(rows > 3 ? rows : least, rows > 3 ? rows / 2 : rows);
+  } else if (peak && !few) {
+    for (int64_t more = batch_size; more > least; more = (more + 1) / 2) {
+      sizes.emplace_back(more, rows);
+    }
+    limit.emplace(*peak);
+  }
+  const size_t unlimited = sizes.size();
+  if (device.is_cpu()) sizes.emplace_back(least, rows);
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (i == unlimited) limit.reset();
+    const int64_t failed = memory::failed_allocations();
+    try {
+      return compare(*this, sizes[i].first, sizes[i].second);
+    } catch (...) {
+      // There is no room for as many, unless the user says so.
+      const bool refused = !device.is_cpu() || memory::failed_allocations() != failed;
+      if (!is_out_of_memory(std::current_exception()) || !refused) throw;
+    }
+  }
+  return {};
+}
+
+}  // namespace infinitybatch

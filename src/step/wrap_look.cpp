@@ -1,0 +1,32 @@
+// The part of ForwardPass that compares rows of a larger batch with the same rows of a smaller one.
+#include "wrap_cuts.hpp"
+#include "wrap_forward.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/coupled/fixed_ops.hpp>
+
+#include <algorithm>
+#include <utility>
+
+namespace infinitybatch {
+
+void ForwardPass::look_at_rows() {
+  if (call_->cuts) return call_->cuts->look_at_rows();
+  if (!exact_ || row_counts_.empty() || watch_.talked() || wrote_inputs_) return;
+  if (coupled::FixedOps::at_work()) return;  // this call is part of a forward that is looked at
+  const int64_t rows = *std::min_element(row_counts_.begin(), row_counts_.end());
+  RowsSeen& known = call_->rows_seen;
+  if (rows >= rows_.size || (known.rows != 0 && known.rows <= rows)) return;
+  RowLook look;
+  look.batch_size = rows_.size;
+  look.rows = rows;
+  look.device = job_.device;
+  if (high_water_) look.peak = room_for_a_look(high_water_->peak());
+  look.load = [this](Rows part) { return call_->micro_batch(part); };
+  look.run = [this](const Batch& inputs, int64_t count) { return try_forward(inputs, count); };
+  RowLook::Seen seen = look.find();
+  if (seen.differs) throw rows_differ(*seen.differs, rows_.size);
+  known = {rows, std::move(seen.dims)};
+}
+
+}  // namespace infinitybatch

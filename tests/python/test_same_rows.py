@@ -1,0 +1,302 @@
+"""The same rows, split otherwise, give the same rows of outputs, or the step says so: whatever in
+forward sees other samples, how many there are, or where a sample stands among them."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import infinitybatch as ib
+import pytest
+import torch
+import torch.nn.functional as F
+from support import Calls, Log, classification, native, result_of, worst_error
+from torch import nn
+
+N = 24
+torch.manual_seed(0)
+X, Y = classification(N)
+
+
+def spread(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, targets) + outputs.std(0).sum()
+
+
+def step(way: str, model: nn.Module, inputs: Any = X, targets: Any = Y, **options: Any) -> None:
+    """One first step: a separable loss, a coupled one, or a wrapped model under the latter."""
+    if way == "wrap":
+        spread(ib.wrap(model, **options)(inputs), targets).backward()
+        return
+    loss = nn.CrossEntropyLoss() if way == "streaming" else ib.losses.coupled(spread)
+    ib.VirtualBatch(model, loss, **options).backward(inputs, targets)
+
+
+WAYS = ("streaming", "coupled", "wrap")
+
+
+class TimeFirst(nn.Module):
+    """(time, n, 6) in, (time, 5) out: sums over n, so that time is taken for the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(6, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.gru(x)[0].mean(1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_unmarked_time_first_inputs_are_refused(way: str, size: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(N, 3, 6).double()
+    with pytest.raises(ib.CouplingError):
+        step(way, TimeFirst().double(), x, micro_batch_size=size)
+
+
+def similar(self: Any, x: torch.Tensor) -> torch.Tensor:
+    h = F.normalize(self.net(x), dim=1)
+    return h @ h.T
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_similarities_of_a_micro_batch_are_refused(way: str, size: int) -> None:
+    torch.manual_seed(0)
+    model = Calls(similar, net=nn.Linear(6, 8)).double()
+    targets = torch.zeros(N, dtype=torch.long)  # whatever the shape of a micro-batch
+    spread = lambda z, y: z.exp().sum(1).log().mean()  # noqa: E731
+    with pytest.raises((ib.CouplingError, ib.BatchError)):
+        if way == "wrap":
+            wrapped = ib.wrap(model, micro_batch_size=size)
+            spread(wrapped(X), targets).backward()
+        else:
+            loss = nn.CrossEntropyLoss() if way == "streaming" else ib.losses.coupled(spread)
+            ib.VirtualBatch(model, loss, micro_batch_size=size).backward(X, targets)
+
+
+class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 3 * gradient
+
+
+def capacity(h: torch.Tensor) -> torch.Tensor:
+    """First come, first served, for as many as a share of the samples."""
+    expert = (h[:, 0] > 0).long()
+    slot = F.one_hot(expert, 2).cumsum(0).gather(1, expert[:, None])
+    return h * (slot <= math.ceil(len(h) / 4))
+
+
+def ghost(h: torch.Tensor) -> torch.Tensor:
+    parts = [F.batch_norm(p, None, None, training=True) for p in h.chunk(math.ceil(len(h) / 8))]
+    return torch.cat(parts)
+
+
+def scattered(h: torch.Tensor) -> torch.Tensor:
+    groups = (h[:, 0] > 0).long()
+    return h + torch.zeros(2, 8).double().index_add(0, groups, h)[groups]
+
+
+COUPLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": lambda h: h - h.mean(0),
+    "weak mean": lambda h: h + 1e-5 * h.mean(0),
+    "weakest mean": lambda h: h + 1e-8 * h.mean(0),
+    "ranks": lambda h: h * h.argsort(0).argsort(0),
+    "sorted": lambda h: h.sort(0).values,
+    "capacity": capacity,
+    "largest on the host": lambda h: h / h.detach().abs().max().item(),
+    "norm": lambda h: h / (1 + h.norm()),
+    "norm on the host": lambda h: h / (1 + float(h.norm())),
+    "scatter": scattered,
+    "a branch on values": lambda h: h * 2 if h[:, 0].amax() > 0.7 else h,
+    "steps": lambda h: h * math.ceil(len(h) / 4),
+    "a branch on how many": lambda h: h * 0.5 if len(h) < 5 else h,
+    "elements": lambda h: h / h.numel(),
+    "positions": lambda h: h * (1 + torch.arange(len(h))[:, None] // 3),
+    "a reduction": lambda h: h / torch.ones(len(h)).sum(),
+    "linspace": lambda h: h * torch.linspace(1, 2, len(h)).double()[:, None],
+    "exponent": lambda h: h.abs() ** (1 + 1 / len(h)),
+    "relative to the first": lambda h: h - h[:1],
+    "relative to the last": lambda h: h - h[-1:],
+    "opaque mean": lambda h: Triple.apply(h - h.mean(0)),
+    "opaque count": lambda h: Triple.apply(h / len(h)),
+    "pieces": lambda h: torch.cat([p - p.mean(0) for p in h.chunk(math.ceil(len(h) / 8))]),
+    "pieces of BatchNorm": ghost,
+}
+
+
+def coupled_model(mix: Callable[[torch.Tensor], torch.Tensor], drops: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return Calls(
+        lambda self, x: self.head(F.dropout(mix(torch.tanh(self.body(x))), 0.2 * drops)),
+        body=nn.Linear(6, 8),
+        head=nn.Linear(8, 5),
+    ).double()
+
+
+@pytest.mark.parametrize("size", [1, 4, 5])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_sees_other_samples_is_refused_or_exact(name: str, way: str, size: int) -> None:
+    model = coupled_model(COUPLED[name])
+    loss = nn.CrossEntropyLoss() if way == "streaming" else spread
+    wanted = native(model, loss, X, Y)
+    try:
+        step(way, model, micro_batch_size=size)
+    except ib.CouplingError:
+        assert all(p.grad is None for p in model.parameters())
+        return
+    assert worst_error(result_of(model, wanted.loss), wanted) <= 1e-12, f"{name}: not noticed"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_branch_that_no_row_looked_at_takes_is_not_noticed(way: str) -> None:
+    """A limit of any look; `verify` runs all rows."""
+    inputs = X.clone()
+    inputs[4, 5] = 9  # the first of the second micro-batch, in none that is looked at
+    model = coupled_model(lambda h: h)
+    mixing = Calls(lambda self, x: self.net(x) * (2 if x[0, 5] > 8 else 1), net=model)
+    loss = nn.CrossEntropyLoss() if way == "streaming" else spread
+    wanted = native(mixing, loss, inputs, Y)
+    step(way, mixing, inputs, micro_batch_size=4)
+    assert worst_error(result_of(mixing, wanted.loss), wanted) > 1e-3
+    mixing.zero_grad()
+    value = nn.CrossEntropyLoss() if way == "streaming" else ib.losses.coupled(spread)
+    assert not ib.verify(mixing, value, inputs, Y, micro_batch_size=4).exact
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["steps", "largest on the host", "opaque mean"])
+def test_where_the_budget_allows_all_samples_at_once_they_are(name: str, way: str) -> None:
+    model = coupled_model(COUPLED[name])
+    loss = nn.CrossEntropyLoss() if way == "streaming" else spread
+    wanted = native(model, loss, X, Y)
+    step(way, model, memory_budget=ib.memory.stats().live + (1 << 20))
+    assert worst_error(result_of(model, wanted.loss), wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["steps", "capacity", "norm on the host", "opaque count"])
+def test_beside_random_numbers_too(name: str, way: str) -> None:
+    with pytest.raises(ib.CouplingError):
+        step(way, coupled_model(COUPLED[name], drops=True), micro_batch_size=4)
+    with pytest.raises(ib.CouplingError):
+        model = coupled_model(COUPLED[name], drops=True)
+        step(way, model, micro_batch_size=1, match_native_rng=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["steps", "norm on the host", "a branch on how many"])
+def test_beside_layers_that_see_the_whole_batch_too(name: str, way: str) -> None:
+    torch.manual_seed(0)
+    mix = COUPLED[name]
+    model = Calls(
+        lambda self, x: self.head(mix(torch.tanh(self.norm(self.body(x))))),
+        body=nn.Linear(6, 8),
+        norm=nn.BatchNorm1d(8),
+        head=nn.Linear(8, 5),
+    ).double()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ib.CouplingError):
+        step(way, model, micro_batch_size=4)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), f"{key} changed"
+
+
+class Chaotic(nn.Module):
+    """Rounding grows by a factor of some ten thousand, which is no other sample's doing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.sigmoid(self.net(x))
+        for _ in range(24):
+            z = 3.9 * z * (1 - z)
+        return z
+
+
+class Drawn(nn.Module):
+    """Draws in every spelling, also numbers for each sample from Python's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.net(x) + 0.1 * torch.randn(len(x), 5) + 0.1 * torch.rand_like(x[:, :5])
+        z = z * torch.bernoulli(torch.full_like(z, 0.9)) + torch.empty_like(z).normal_()
+        return F.rrelu(z, training=True) + torch.randint(3, (len(x), 1))
+
+
+INNOCENT: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(6, 5),
+    "chaotic": Chaotic,
+    "drawn": Drawn,
+    "dropout": lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 5)),
+    "BatchNorm": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)),
+    "eval of a transformer": lambda: Calls(
+        lambda self, x: self.head(self.layer(x[:, None, :].expand(-1, 3, -1))[:, 0]),
+        layer=nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True).eval(),
+        head=nn.Linear(6, 5),
+    ),
+    "gradients inside": lambda: Calls(
+        lambda self, x: self.net(x)
+        + torch.autograd.grad(
+            (y := x.detach().requires_grad_()).pow(3).sum(), y, create_graph=True
+        )[0][:, :5],
+        net=nn.Linear(6, 5),
+    ),
+    "large and small": lambda: Calls(
+        lambda self, x: self.net(x).masked_fill(x[:, :5] > 0, -1e9), net=nn.Linear(6, 5)
+    ),
+    "mostly zero": lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU()),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", INNOCENT)
+def test_no_false_alarms(name: str, way: str, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = INNOCENT[name]().to(dtype)
+    step(way, model, X.to(dtype), micro_batch_size=size)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_it_looks_once_and_leaves_nothing() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(6, 5)
+            self.rows: list[int] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(len(x))
+            return F.dropout(self.net(x), 0.3)
+
+    seen = Log()
+    model = Counting().double()
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4)
+    torch.manual_seed(3)
+    batch.backward(X, Y)
+    state = torch.get_rng_state()
+    assert seen == [4] * (N // 4) + [N, 4, 4, 4]
+    seen.clear()
+    model.zero_grad()
+    batch.backward(X, Y)
+    assert seen == [4] * (N // 4)
+    torch.manual_seed(3)
+    other = ib.VirtualBatch(
+        model, nn.CrossEntropyLoss(), micro_batch_size=4, batch_coupling="per_micro_batch"
+    )
+    other.backward(X, Y)
+    assert torch.equal(torch.get_rng_state(), state)
