@@ -106,9 +106,10 @@ void Executor::compare_rows() {
                                             : whole_outputs_->read();
   }
   // Rows of the user's own making: few, and no more of them at a time than a micro-batch has.
-  look.few = !keeps_rows(*job_.inputs);
-  look.load = [this, rows](Rows part) {
-    if (keeps_rows(*job_.inputs)) {
+  const bool whole = job_.outside != nullptr || keeps_rows(*job_.inputs);
+  look.few = !whole;
+  look.load = [this, rows, whole](Rows part) {
+    if (whole) {
       return to_device(job_.inputs->rows(part.begin, part.end), job_.device);
     }
     std::vector<Batch> pieces;

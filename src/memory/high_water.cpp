@@ -20,6 +20,7 @@ struct HighWater::Mark {
   c10::Device device;
   std::thread::id thread = std::this_thread::get_id();
   std::atomic<int64_t> peak{0};
+  bool paused = false;
 
   /// The marks of this thread. Those whose owner is gone are dropped at the next look.
   static std::vector<std::weak_ptr<Mark>>& of_thread() {
@@ -33,7 +34,7 @@ struct HighWater::Mark {
     auto& marks = of_thread();
     std::erase_if(marks, [&](const std::weak_ptr<Mark>& weak) {
       const auto mark = weak.lock();
-      if (mark != nullptr) mark->peak = std::max(mark->peak.load(), seen);
+      if (mark != nullptr && !mark->paused) mark->peak = std::max(mark->peak.load(), seen);
       return mark == nullptr;
     });
     CpuAccounting::begin_high_water(!marks.empty());
@@ -66,6 +67,19 @@ int64_t HighWater::peak() const {
   if (!mark_->device.is_cpu()) return DevicePeaks::peak(this);
   if (mark_->thread == std::this_thread::get_id()) Mark::look();
   return mark_->peak;
+}
+
+HighWater::Pause::Pause(const HighWater* paused) {
+  if (paused == nullptr || !paused->mark_->device.is_cpu()) return;
+  mark_ = paused->mark_;
+  Mark::look();
+  mark_->paused = true;
+}
+
+HighWater::Pause::~Pause() {
+  if (mark_ == nullptr) return;
+  Mark::look();  // for the others
+  mark_->paused = false;
 }
 
 }  // namespace infinitybatch::memory

@@ -122,7 +122,9 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
     const bool last = segments.size() == sizes.size();
     const Plan rest =
         parked(checkpoint_plan({size}, {segments.back()}, coupled, last && has_penalty()));
-    if (!together) follow(rest, 1, rest.instructions.size() - (last && hand_out ? 0 : 1));
+    const size_t end = rest.instructions.size() - 1;
+    if (!together) follow(rest, 1, end);
+    if (!together && last && hand_out) follow(rest, end, end + 1, /*counts=*/false);
     row += size;
   }
   plan_ = parked(job.alone ? checkpoint_plan(sizes, segments, coupled, has_penalty())
@@ -130,7 +132,7 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
   if (together) {
     row = 0;
     const auto& instructions = plan_.instructions;
-    const size_t end = instructions.size() - (hand_out ? 0 : 1);
+    const size_t end = instructions.size() - 1;
     const auto whole = std::find_if(
         instructions.begin(), instructions.end(),
         [](const Instruction& each) { return each.operation == Operation::whole_loss; });
@@ -139,6 +141,8 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
     // What the loss itself takes is not the cuts' to answer.
     if (coupled) follow(plan_, loss, loss + 1, /*counts=*/false);
     if (coupled) follow(plan_, loss + 1, end);
+    // Looks at other rows are no part of what a plan needs.
+    if (hand_out) follow(plan_, end, end + 1, /*counts=*/false);
   }
   if (!job.alone) checked_.insert(program_kind_of(job));
   planner.measured(most - baseline);

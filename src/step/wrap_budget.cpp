@@ -451,6 +451,7 @@ Batch BudgetedForward::attempt() {
   // From here on: what a rehearsal needs is no part of the plan.
   auto high_water = std::make_unique<memory::HighWater>(job_.device);
   ForwardPass pass(wrapped_, job_, inputs_);
+  pass.measured_by(*high_water);
   const std::shared_ptr<WrappedCall> call = pass.call();
   call->budget = budget_;
   try {

@@ -567,6 +567,7 @@ Batch ForwardPass::finish() {
     mixed = std::current_exception();  // others say more
   }
   try {
+    const memory::HighWater::Pause apart(planners_mark_);
     if (!mixed) look_at_rows();
   } catch (const CouplingError&) {
     mixed = std::current_exception();

@@ -69,6 +69,9 @@ class ForwardPass {
   /// Buffers, rewritten weights and random state as the pass found them.
   void roll_back();
 
+  /// What tells the planner how much the call needs: looks at other rows are no part of that.
+  void measured_by(const memory::HighWater& mark) noexcept { planners_mark_ = &mark; }
+
   const std::shared_ptr<WrappedCall>& call() const noexcept { return call_; }
   const std::vector<int64_t>& sizes() const noexcept { return row_counts_; }
 
@@ -125,6 +128,7 @@ class ForwardPass {
   bool known_ = true;                      // before this call, whether ops mix samples
   std::optional<MixingExperiment> experiment_;
   std::optional<memory::HighWater> high_water_;
+  const memory::HighWater* planners_mark_ = nullptr;
   bool part_ = false;  // the micro-batch at work is not all of the samples
   bool wrote_inputs_ = false;
   std::vector<at::Tensor> buffers_;

@@ -10,7 +10,7 @@ import weakref
 import infinitybatch as ib
 import pytest
 import torch
-from support import LOOKS, Calls, classification, mlp, native, ours, worst_error
+from support import LOOKS, Calls, Log, classification, mlp, native, ours, worst_error
 from torch import nn
 
 
@@ -319,7 +319,7 @@ def test_objects_that_the_model_returns_are_let_go():
     class Extra:
         pass
 
-    alive = []
+    alive = Log()
 
     def forward(self, x):
         extra = Extra()

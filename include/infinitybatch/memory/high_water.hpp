@@ -22,8 +22,24 @@ class HighWater {
 
   int64_t peak() const;
 
+  class Pause;
+
  private:
   struct Mark;
+  std::shared_ptr<Mark> mark_;
+};
+
+/// While it lives, what happens raises no peak: what a step does once is no part of its plan. Where
+/// all is counted on the device (see above) it changes nothing.
+class HighWater::Pause {
+ public:
+  /// \param paused may be null: then nothing pauses. Made in this thread, and outlives this
+  explicit Pause(const HighWater* paused);
+  ~Pause();
+  Pause(const Pause&) = delete;
+  Pause& operator=(const Pause&) = delete;
+
+ private:
   std::shared_ptr<Mark> mark_;
 };
 

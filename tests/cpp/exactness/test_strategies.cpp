@@ -263,9 +263,9 @@ bool register_own(const Names& names) {
 /// where other programs are at work each op waits for its second thread.
 template <typename Strategy>
 bool register_rows(size_t first) {
-  const TableRows rows{one_in(100), first, /*peaks=*/false};
+  const TableRows rows{one_in(100), first};
   return register_exactness<Strategy>(rows) &&
-         register_exactness<TwoThreads<Strategy>>({10 * rows.every, first + 20, false});
+         register_exactness<TwoThreads<Strategy>>({10 * rows.every, first + 20});
 }
 
 const Names kNorm = {"batch_norm"};

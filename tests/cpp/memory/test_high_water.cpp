@@ -48,6 +48,25 @@ TEST(HighWater, BesidePeakScopes) {
   EXPECT_EQ(outer.peak(), live + kMiB);
 }
 
+TEST(HighWater, WhatHappensInAPauseRaisesTheOthersAlone) {
+  const int64_t live = stats(at::kCPU).live;
+  const HighWater other(at::kCPU);
+  const HighWater mark(at::kCPU);
+  touch(kMiB);
+  {
+    const HighWater::Pause pause(&mark);
+    const HighWater::Pause nothing(nullptr);
+    const HighWater within(at::kCPU);
+    touch(3 * kMiB);
+    EXPECT_EQ(mark.peak(), live + kMiB);
+    EXPECT_EQ(within.peak(), live + 3 * kMiB);
+  }
+  EXPECT_EQ(mark.peak(), live + kMiB);
+  EXPECT_EQ(other.peak(), live + 3 * kMiB);
+  touch(2 * kMiB);
+  EXPECT_EQ(mark.peak(), live + 2 * kMiB);
+}
+
 TEST(HighWater, EndsInAnotherThread) {
   const int64_t live = stats(at::kCPU).live;
   auto mark = std::make_unique<HighWater>(at::kCPU);
