@@ -21,6 +21,14 @@ namespace infinitybatch {
 
 namespace {
 
+Batch copied(const Batch& batch) {
+  std::vector<Leaf> leaves = batch.leaves();
+  for (Leaf& leaf : leaves) {
+    if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.detach().clone();
+  }
+  return {std::move(leaves), batch.structure()};
+}
+
 /// \throws BatchError where pieces differ in another dimension, as rows padded to the longest do
 Batch side_by_side(const std::vector<Batch>& pieces) {
   std::vector<Leaf> leaves = pieces.front().leaves();
@@ -114,9 +122,11 @@ void Executor::compare_rows() {
     }
     std::vector<Batch> pieces;
     for (int64_t begin = part.begin; begin < part.end; begin += rows) {
-      pieces.push_back(job_.inputs->rows(begin, std::min(begin + rows, part.end)));
+      PinnedCopies::wait();  // it may write to the memory of the last ones
+      const Batch piece = job_.inputs->rows(begin, std::min(begin + rows, part.end));
+      pieces.push_back(copied(to_device(piece, job_.device)));
     }
-    return to_device(side_by_side(pieces), job_.device);
+    return side_by_side(pieces);
   };
   look.run = [this](const Batch& inputs, int64_t count) { return try_forward(inputs, count); };
   RowLook::Seen seen = look.find();
