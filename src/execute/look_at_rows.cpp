@@ -24,7 +24,7 @@ namespace {
 Batch copied(const Batch& batch) {
   std::vector<Leaf> leaves = batch.leaves();
   for (Leaf& leaf : leaves) {
-    if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.detach().clone();
+    if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.clone();
   }
   return {std::move(leaves), batch.structure()};
 }
