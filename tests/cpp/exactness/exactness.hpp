@@ -51,9 +51,11 @@ inline void expect_none(const std::vector<Excess>& values) {
 /// Takes the look at the same rows out: more samples than a micro-batch has (all, where there is
 /// room), then two or three parts of the smallest micro-batch's size.
 inline void forget_look(std::vector<int64_t>& ran, const std::vector<int64_t>& sizes) {
-  const auto look = std::find_if(ran.begin(), ran.end(),
-                                 [&](int64_t rows) { return rows > sizes.front(); });
-  if (look == ran.end()) return;
+  // The last one: before it one forward on other rows may tell how outputs follow them.
+  auto look = ran.end();
+  while (look != ran.begin() && *--look <= sizes.front()) {
+  }
+  if (look == ran.end() || *look <= sizes.front()) return;
   const int64_t parts = *look - sizes.back() > 1 ? 3 : 2;
   ran.erase(look, look + std::min<std::ptrdiff_t>(parts + 1, ran.end() - look));
 }
