@@ -78,8 +78,7 @@ struct FixedOps::Replaced : at::ObserverContext {
   bool across = false;
 };
 
-FixedOps::FixedOps(const std::vector<at::Device>& devices, int64_t rows,
-                   const CouplingWatch& watch)
+FixedOps::FixedOps(const std::vector<at::Device>& devices, int64_t rows, const CouplingWatch& watch)
     : outer_(innermost_scope),
       handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(&on_op, &after_op)
                                              .needsInputs(true)

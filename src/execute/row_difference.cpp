@@ -55,8 +55,7 @@ class Leaves {
     double least = kApart;
     for (int64_t d = 0; d < whole_.dim(); ++d) {
       if (whole_.size(d) != all_ || part_.size(d) != rows_.size() || !else_alike(d)) continue;
-      const double here =
-          relative_distance(part_, whole_.narrow(d, rows_.begin, rows_.size()));
+      const double here = relative_distance(part_, whole_.narrow(d, rows_.begin, rows_.size()));
       if (here < least) {
         least = here;
         found = d;
@@ -108,8 +107,8 @@ class Leaves {
   int64_t all_;
 };
 
-std::string tell(const Batch& outputs, size_t leaf, const Leaves& leaves, double apart,
-                 Rows rows, int64_t all) {
+std::string tell(const Batch& outputs, size_t leaf, const Leaves& leaves, double apart, Rows rows,
+                 int64_t all) {
   std::ostringstream text;
   text << "outputs" << outputs.structure()->leaf_name(leaf);
   if (leaves.compares()) {
@@ -150,13 +149,11 @@ std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOf
     const Leaves leaves(there[i].tensor, here[i].tensor, part.rows, whole.rows.size());
     const std::optional<double> apart = leaves.apart();
     if (!apart || *apart <= rounding_of(here[i].tensor)) continue;
-    if (noise != nullptr && i < noise->leaves().size() &&
-        noise->leaves()[i].tensor.defined()) {
+    if (noise != nullptr && i < noise->leaves().size() && noise->leaves()[i].tensor.defined()) {
       const double moved = relative_distance(here[i].tensor, noise->leaves()[i].tensor);
       if (*apart <= kNoisy * moved) continue;
     }
-    return RowDifference{
-        i, tell(whole.outputs, i, leaves, *apart, part.rows, whole.rows.size())};
+    return RowDifference{i, tell(whole.outputs, i, leaves, *apart, part.rows, whole.rows.size())};
   }
   return std::nullopt;
 }

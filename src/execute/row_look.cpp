@@ -105,8 +105,9 @@ int64_t room_for_a_look(int64_t peak) {
 CouplingError rows_differ(const std::string& what, int64_t batch_size) {
   return CouplingError(
       "forward",
-      what + ": forward combines samples, or depends on how many there are, so micro-batches "
-             "cannot give the gradient of all " +
+      what +
+          ": forward combines samples, or depends on how many there are, so micro-batches "
+          "cannot give the gradient of all " +
           std::to_string(batch_size) +
           ". Mark inputs whose samples lie along another dimension (ib.batch_dim(x, 1)); compute "
           "what needs all samples by across_batch; make the budget large enough for one "

@@ -188,7 +188,8 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
       start = now;
       if (assumed) {
         measured.seconds.back() = assumed->seconds(rows.size());
-        if (measured.again.back() > 0) measured.again.back() = kForwardShare * measured.seconds.back();
+        if (measured.again.back() > 0)
+          measured.again.back() = kForwardShare * measured.seconds.back();
       }
     }
   }

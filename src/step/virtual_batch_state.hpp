@@ -135,10 +135,10 @@ class VirtualBatch::State {
   mutable coupled::RenormedMemory renormed_;      // addresses: at worst a copy too many
   mutable std::map<std::string, bool> examined_;  // kinds of batches: whether mixing is ruled out
   mutable std::map<std::string, RowsSeen> rows_seen_;  // by kind of batch
-  mutable std::set<std::string> checked_;         // kinds of batches whose recordings were checked
-  int64_t segments_ = 1;                          // of the cut tapes that were recorded last
-  bool failed_in_loss_ = false;                   // the last attempt, in the loss of all outputs
-  bool coupled_beyond_cuts_ = false;              // of the last attempt: no cut helps
+  mutable std::set<std::string> checked_;  // kinds of batches whose recordings were checked
+  int64_t segments_ = 1;                   // of the cut tapes that were recorded last
+  bool failed_in_loss_ = false;            // the last attempt, in the loss of all outputs
+  bool coupled_beyond_cuts_ = false;       // of the last attempt: no cut helps
   std::optional<std::string> collective_;  // by which an attempt's loss talked to other ranks
   bool planning_ = false;                  // the planner knows of the attempt at work
   bool rehearsed_ = false;                 // in the step at work

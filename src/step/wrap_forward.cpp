@@ -578,8 +578,8 @@ Batch ForwardPass::finish() {
     call_->live_before_loss = memory::stats(call_->device).live;
     call_->during_loss = std::make_unique<memory::HighWater>(call_->device);
   }
-  JoinedOutputs joined = join(std::move(outputs_), row_counts_, from_samples_,
-                              call_->rows_seen.dims, options_);
+  JoinedOutputs joined =
+      join(std::move(outputs_), row_counts_, from_samples_, call_->rows_seen.dims, options_);
   if (!mixed) check_reduce(joined);
   buffer_rule_.commit();
   parameter_rule_->commit();

@@ -231,8 +231,7 @@ Batch JoinedOutputs::part_of(Batch outputs, Rows part) const {
   for (size_t i = 0; i < outputs.leaves().size(); ++i) {
     Leaf& leaf = outputs.leaves()[i];
     if (each[i] == 1 || !leaf.tensor.defined()) continue;
-    leaf.tensor =
-        leaf.tensor.narrow(leaf.batch_dim, part.begin * each[i], part.size() * each[i]);
+    leaf.tensor = leaf.tensor.narrow(leaf.batch_dim, part.begin * each[i], part.size() * each[i]);
     leaf.batch_dim = Leaf::kShared;
   }
   return infinitybatch::rows(outputs, part.begin, part.end);

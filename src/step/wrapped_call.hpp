@@ -69,7 +69,7 @@ struct Wrapped {
   std::shared_ptr<WrapReport> report;  ///< of the last call
   std::set<std::string> examined;      ///< kinds of batch of which it is known whether ops mix
   std::map<std::string, RowsSeen> rows_seen;  ///< of kinds of batch
-  std::set<std::string> checked;       ///< kinds of batch whose recordings have been checked
+  std::set<std::string> checked;              ///< kinds of batch whose recordings have been checked
   std::map<std::string, coupled::DrawLaws> draw_laws;  ///< with match_native_rng: of kinds of batch
   std::map<std::string, StaticForward> static_forwards;
   Programs programs;

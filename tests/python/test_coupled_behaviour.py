@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import random
 import warnings
 

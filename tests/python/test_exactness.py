@@ -7,7 +7,6 @@ import infinitybatch as ib
 import pytest
 import torch
 from support import (
-    LOOKS,
     Calls,
     assert_exact,
     classification,

@@ -156,7 +156,9 @@ def test_user_code_draws_nothing_that_counts_and_runs_once_more():
     inputs, targets = classification(12)
     batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4, match_native_rng=True)
     batch.backward(inputs, targets)
-    assert rows == [4, 4, 3, 4, 4, 4, 12, 4, 4, 4], "to notice that it draws; recorded, with 3, checked; others; looks"
+    assert rows == [4, 4, 3, 4, 4, 4, 12, 4, 4, 4], (
+        "to notice that it draws; recorded, with 3, checked; others; looks"
+    )
     rows.clear()
     batch.backward(inputs, targets)
     assert rows == [4, 4, 4]

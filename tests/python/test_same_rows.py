@@ -248,10 +248,12 @@ INNOCENT: dict[str, Callable[[], nn.Module]] = {
         head=nn.Linear(6, 5),
     ),
     "gradients inside": lambda: Calls(
-        lambda self, x: self.net(x)
-        + torch.autograd.grad(
-            (y := x.detach().requires_grad_()).pow(3).sum(), y, create_graph=True
-        )[0][:, :5],
+        lambda self, x: (
+            self.net(x)
+            + torch.autograd.grad(
+                (y := x.detach().requires_grad_()).pow(3).sum(), y, create_graph=True
+            )[0][:, :5]
+        ),
         net=nn.Linear(6, 5),
     ),
     "large and small": lambda: Calls(

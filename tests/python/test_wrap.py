@@ -194,6 +194,7 @@ def test_in_micro_batches_of_one_two_samples_tell_where_they_lie(shape, norm):
         close(wrapped(X), wanted)
     if norm:
         return
+
     # Where no two samples go through at once nobody can tell.
     def one(self, x):
         assert len(x) == 1

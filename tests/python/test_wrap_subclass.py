@@ -11,7 +11,7 @@ import weakref
 import infinitybatch as ib
 import pytest
 import torch
-from support import LOOKS, Calls, mlp
+from support import Calls, mlp
 from torch import nn
 from wrap_support import X, close, contrastive, grads
 

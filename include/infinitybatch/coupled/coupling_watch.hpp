@@ -125,7 +125,6 @@ class CouplingWatch {
   std::unique_ptr<at::ObserverContext> on_renorm(const at::RecordFunction& op);
   void on_read(const at::RecordFunction& op);
 
-
   AcrossBatchFunctions functions_;
   WatchedMemory memory_;
   SampleMeans means_;

@@ -189,18 +189,18 @@ class Executor {
   LossState loss_state_;
   MixingExperiment experiment_;
   SourceWatch sources_;
-  Rows first_;                               // of the first micro-batch
-  bool uneven_ = false;                      // another one was of another length
-  int64_t smallest_ = 0;                     // rows of the step's own micro-batches
-  std::vector<bool> read_;                   // outputs, by a separable loss; empty: not known
+  Rows first_;              // of the first micro-batch
+  bool uneven_ = false;     // another one was of another length
+  int64_t smallest_ = 0;    // rows of the step's own micro-batches
+  std::vector<bool> read_;  // outputs, by a separable loss; empty: not known
   bool rows_differ_ = false;
-  std::exception_ptr differ_;  // then: how
+  std::exception_ptr differ_;                    // then: how
   std::optional<memory::HighWater> high_water_;  // of this step, where rows will be looked at
-  const bool asks_;                          // nobody has looked at this kind of batch
-  bool apart_ = false;                       // what forwards left did not agree
-  bool learning_ = false;                    // numbers: runs that do not count
-  std::optional<Denominator> denominator_;   // of a separable loss
-  std::optional<std::string> foreign_draw_;  // with `Job::match_native_rng`: who gave numbers
+  const bool asks_;                              // nobody has looked at this kind of batch
+  bool apart_ = false;                           // what forwards left did not agree
+  bool learning_ = false;                        // numbers: runs that do not count
+  std::optional<Denominator> denominator_;       // of a separable loss
+  std::optional<std::string> foreign_draw_;      // with `Job::match_native_rng`: who gave numbers
   bool wrote_inputs_ = false;
   bool in_whole_loss_ = false;
   bool loss_known_ = false;                    // of all outputs

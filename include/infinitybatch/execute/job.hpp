@@ -62,10 +62,10 @@ struct Job {
                              ///< nobody asks
   RowsSeen* rows_seen = nullptr;  ///< what looks at this kind of batch have told; null where
                                   ///< nobody asks
-  bool check_recordings = true;  ///< with `cut`: whether the first recording is checked
-  bool use_tapes = true;         ///< false: a second forward always runs the user's code
-  bool tapes_failed = false;     ///< then: because a replay gave other outputs
-  bool tapes_stay = false;       ///< what a recording keeps is held beyond its replay
+  bool check_recordings = true;   ///< with `cut`: whether the first recording is checked
+  bool use_tapes = true;          ///< false: a second forward always runs the user's code
+  bool tapes_failed = false;      ///< then: because a replay gave other outputs
+  bool tapes_stay = false;        ///< what a recording keeps is held beyond its replay
   std::function<void(const MicroBatch&)> on_micro_batch;
   bool nested = false;    ///< may run inside another step of this thread
   at::Tensor loss_scale;  ///< undefined means 1

@@ -16,8 +16,8 @@ namespace infinitybatch {
 
 /// What one forward gave that left nothing behind.
 struct TrialOutputs {
-  Batch outputs;                                ///< detached
-  std::map<std::string, std::string> foreign;   ///< where foreign random generators stand after it
+  Batch outputs;                               ///< detached
+  std::map<std::string, std::string> foreign;  ///< where foreign random generators stand after it
 };
 
 /// What is known of a kind of batch.
@@ -37,7 +37,7 @@ struct RowLook {
   /// The most bytes that may be live meanwhile, on the CPU, where a limit is enforced; the look
   /// then takes as many rows as fit.
   std::optional<int64_t> peak;
-  bool few = false;  ///< whether hardly more rows than a micro-batch's may be loaded
+  bool few = false;            ///< whether hardly more rows than a micro-batch's may be loaded
   std::vector<bool> compared;  ///< which leaves of the outputs matter; empty: all
   std::function<Batch(Rows)> load;
   /// Forward, with `coupled::FixedOps` and the same random state each time, undone. Nothing where
@@ -46,7 +46,7 @@ struct RowLook {
 
   struct Seen {
     std::optional<std::string> differs;  ///< what, for people
-    std::vector<int64_t> dims;  ///< along which samples lie in each leaf; -1: nobody knows
+    std::vector<int64_t> dims;           ///< along which samples lie in each leaf; -1: nobody knows
   };
   /// Whether rows differ: nothing where all rows are the same, or nobody can tell: forward
   /// refuses other numbers of rows, there is no room for more of them, it draws numbers that cannot
@@ -57,8 +57,8 @@ struct RowLook {
 /// Watches the peak of a step after which rows are looked at: on the CPU, where torch uses this
 /// library's allocator.
 void watch_peak(std::optional<memory::HighWater>& peak, at::Device device);
-/// `RowLook::peak`: all that a budget allows; where none counts, the step's own peak, and at least 256
-/// KiB more than is live now, so that small models are looked at as a whole.
+/// `RowLook::peak`: all that a budget allows; where none counts, the step's own peak, and at least
+/// 256 KiB more than is live now, so that small models are looked at as a whole.
 int64_t room_for_a_look(int64_t peak);
 
 /// \param what `RowLook::find` found
