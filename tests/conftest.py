@@ -55,7 +55,7 @@ def times_are_assumed(request):
     if package is None or request.node.get_closest_marker("real_times"):
         yield
         return
-    package._C._assume_times((5e-3, 1e-3))
+    package._C._assume_times((5e-3, 1e-3, 0.0))
     yield
     package._C._assume_times(None)
 
@@ -65,6 +65,7 @@ LONGEST = (
     "test_packaging.py",
     "test_benchmarks.py",
     "test_families.py",
+    "test_golden.py",
     "test_cut_transaction.py",
     "test_strategies.py",
     "test_checkpoints.py",

@@ -1,13 +1,14 @@
 #include "bind.hpp"
 #include "bind_parked.hpp"
 
+#include <infinitybatch/execute/assumed_times.hpp>
+#include <infinitybatch/execute/execution_log.hpp>
 #include <infinitybatch/execute/plan.hpp>
-#include <infinitybatch/plan/assumed_times.hpp>
 
 #include <pybind11/stl.h>
 
 #include <optional>
-#include <utility>
+#include <tuple>
 
 namespace infinitybatch::python {
 
@@ -16,12 +17,16 @@ namespace py = pybind11;
 void bind_plan(py::module_& module) {
   module.def(
       "_assume_times",
-      [](std::optional<std::pair<double, double>> times) {
-        using Times = std::optional<AssumedTimes>;
-        AssumedTimes::set(times ? Times({times->first, times->second}) : Times());
+      [](std::optional<std::tuple<double, double, double>> times) {
+        if (!times) return AssumedTimes::set(std::nullopt);
+        const auto& [micro_batch, sample, byte] = *times;
+        AssumedTimes::set(AssumedTimes{micro_batch, sample, byte});
       },
       py::arg("times"),
-      "For tests: seconds of each micro-batch and of each sample, in place of what clocks say.");
+      "For tests: seconds of each micro-batch, sample and copied byte, in place of what clocks "
+      "say; of a byte they do where it is 0.");
+  module.def("_keep_log", &ExecutionLog::keep, py::arg("on"), "For tests: see `_take_log`.");
+  module.def("_take_log", &ExecutionLog::take, "For tests: what ran since the last call.");
   py::class_<Instruction>(module, "Instruction", "One instruction of a plan.")
       .def_property_readonly(
           "operation", [](const Instruction& self) { return name_of(self.operation); },

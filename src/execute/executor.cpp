@@ -9,6 +9,7 @@
 #include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/foreign_draws.hpp>
 #include <infinitybatch/coupled/part_of_batch.hpp>
+#include <infinitybatch/execute/execution_log.hpp>
 #include <infinitybatch/execute/outside_loss.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/park/store.hpp>
@@ -88,6 +89,7 @@ Executor::Executor(const Job& job)
 }
 
 void Executor::run(const Instruction& instruction, Rows rows) {
+  ExecutionLog::note(instruction, rows);
   perform_and_time(instruction, rows);
   // Nothing comes back once gradients have been handed out.
   if (instruction.operation != Operation::hand_out) memory::Limit::check();

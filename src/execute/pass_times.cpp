@@ -1,5 +1,7 @@
 #include <infinitybatch/execute/pass_times.hpp>
 
+#include <infinitybatch/execute/assumed_times.hpp>
+
 #include <algorithm>
 
 namespace infinitybatch {
@@ -7,7 +9,8 @@ namespace infinitybatch {
 void PassTimes::add(const Instruction& instruction, int64_t samples, double seconds,
                     int64_t bytes) {
   Taken& taken = taken_[{instruction.operation, instruction.segment}];
-  taken.seconds += seconds;
+  const auto assumed = AssumedTimes::get();
+  taken.seconds += assumed && assumed->per_byte > 0 ? assumed->instruction(samples) : seconds;
   taken.bytes += bytes;
   taken.samples += samples;
 }
@@ -32,6 +35,11 @@ void PassTimes::set_link(int64_t bytes_out, double seconds_out, int64_t bytes_ba
   const auto per_byte = [](int64_t bytes, double seconds) {
     return bytes > 0 ? seconds / static_cast<double>(bytes) : 0.0;
   };
+  const auto assumed = AssumedTimes::get();
+  if (assumed && assumed->per_byte > 0) {
+    seconds_per_byte_out_ = seconds_per_byte_back_ = assumed->per_byte;
+    return;
+  }
   seconds_per_byte_out_ = per_byte(bytes_out, seconds_out);
   seconds_per_byte_back_ = per_byte(bytes_back, seconds_back);
 }

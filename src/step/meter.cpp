@@ -1,8 +1,8 @@
 #include "meter.hpp"
 
+#include <infinitybatch/execute/assumed_times.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/memory/trace.hpp>
-#include <infinitybatch/plan/assumed_times.hpp>
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
@@ -102,9 +102,6 @@ class Tracing {
   std::optional<size_t> told_;
 };
 
-/// How much of an assumed time a forward is that a kept graph saves.
-constexpr double kForwardShare = 0.25;
-
 /// A forward that a kept graph saves. Of a cut tape it is played without a graph first: what plays
 /// it again takes about as long.
 bool saved_where_kept(const Plan& plan, Operation operation) {
@@ -188,8 +185,7 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
       start = now;
       if (assumed) {
         measured.seconds.back() = assumed->seconds(rows.size());
-        if (measured.again.back() > 0)
-          measured.again.back() = kForwardShare * measured.seconds.back();
+        if (measured.again.back() > 0) measured.again.back() = assumed->instruction(rows.size());
       }
     }
   }

@@ -12,6 +12,7 @@
 #include <infinitybatch/core/transforms.hpp>
 #include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/coupling_watch.hpp>
+#include <infinitybatch/execute/execution_log.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/tape/draws.hpp>
 
@@ -107,6 +108,7 @@ class BackwardPass {
       if (call_.wrapped->options.interrupt) call_.wrapped->options.interrupt();
       const auto kept = kept_ ? kept_->graphs.find(i) : std::map<size_t, Graph>::iterator();
       if (kept_ && kept != kept_->graphs.end()) {
+        ExecutionLog::note("wrap backward, kept", call_.parts[i].rows);
         Graph graph = std::move(kept->second);
         kept_->graphs.erase(kept);
         fetch(graph);
@@ -145,6 +147,7 @@ class BackwardPass {
 };
 
 void BackwardPass::run(const WrappedCall::Part& part) {
+  ExecutionLog::note("wrap backward", part.rows);
   const Batch micro = call_.micro_batch(part.rows);
   part.buffers->restore();
   Batch outputs = outputs_of(part, micro);

@@ -14,6 +14,7 @@
 #include <infinitybatch/coupled/foreign_draws.hpp>
 #include <infinitybatch/coupled/row_errors.hpp>
 #include <infinitybatch/coupled/whole_batch_op.hpp>
+#include <infinitybatch/execute/execution_log.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/tape/counts.hpp>
@@ -399,6 +400,7 @@ void ForwardPass::settle() {
 }
 
 void ForwardPass::run(Rows rows, int64_t total, bool keep) {
+  ExecutionLog::note("wrap forward", rows);
   if (options_.interrupt) options_.interrupt();
   if (!row_counts_.empty()) learn_numbers(row_counts_.front());
   keep = keep && recording_;

@@ -1,4 +1,4 @@
-#include <infinitybatch/plan/assumed_times.hpp>
+#include <infinitybatch/execute/assumed_times.hpp>
 
 #include <mutex>
 
