@@ -1,6 +1,7 @@
 """Ordinary ops that mix samples are noticed by a step; what only looks like it goes through."""
 
 import copy
+import gc
 
 import infinitybatch as ib
 import pytest
@@ -370,11 +371,14 @@ def test_what_only_looks_like_mixing_goes_through(name, way):
 
 
 def peaks_of(model, inputs):
+    """Of three steps, beside what is live; what other tests left for the collector is no part."""
     batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=SIZE)
     peaks = []
     for _ in range(3):
         model.zero_grad()
-        peaks.append(batch.backward(inputs, torch.randint(5, (N,))).peak_bytes)
+        gc.collect()
+        live = ib.memory.stats("cpu").live
+        peaks.append(batch.backward(inputs, torch.randint(5, (N,))).peak_bytes - live)
     return peaks
 
 
@@ -394,7 +398,7 @@ def test_the_first_step_needs_no_more_memory_than_later_ones(drops):
     model.register_forward_pre_hook(lambda _, x: calls.append(len(x[0])))
     peaks = peaks_of(model, torch.randn(N, 100, 64).double())
     assert max(calls) > SIZE and calls[-2 * N // SIZE :] == [SIZE] * (2 * N // SIZE)
-    assert peaks[0] <= peaks[2] and peaks[2] > 1 << 20
+    assert peaks[0] <= peaks[2] and peaks[2] > 1 << 19
 
 
 @pytest.mark.parametrize("coupled", [False, True])
