@@ -6,7 +6,6 @@
 #include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/coupled/coupling_watch.hpp>
 #include <infinitybatch/coupled/part_of_batch.hpp>
-#include <infinitybatch/coupled/provisional.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 
 #include <ATen/Functions.h>
@@ -16,7 +15,6 @@
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
-#include <memory>
 #include <optional>
 #include <utility>
 
@@ -26,8 +24,6 @@ namespace {
 struct Known {
   AcrossBatchFunction function;
   std::optional<coupled::PartOfBatch::Facts> part;  // that the recording was made of
-  // It ran on all samples while forward was recorded, which is the run that counts.
-  std::shared_ptr<bool> ran = std::make_shared<bool>(false);
 };
 
 /// By number; see AcrossBatchFunctions.
@@ -49,10 +45,7 @@ at::Tensor run(const AcrossBatchFunction& function, const std::vector<at::Tensor
 
 at::Tensor kernel(at::TensorList inputs, int64_t number) {
   const Known known = functions.at(number);
-  if (!known.part) {
-    *known.ran = true;
-    return run(known.function, inputs.vec());
-  }
+  if (!known.part) return run(known.function, inputs.vec());
   const auto here = [&](const std::vector<at::Tensor>& rows) { return run(known.function, rows); };
   return coupled::run_provisionally(here, inputs.vec(), *known.part);
 }
@@ -78,7 +71,7 @@ at::Tensor across_batch(const AcrossBatchFunction& function,
                              .findSchemaOrThrow("infinitybatch::across_batch", "")
                              .typed<at::Tensor(at::TensorList, int64_t)>();
   const int64_t number = next_function++;
-  functions[number] = Known{function, coupled::PartOfBatch::at_work()};
+  functions[number] = {function, coupled::PartOfBatch::at_work()};
   return op.call(inputs, number);
 }
 
@@ -102,9 +95,7 @@ void AcrossBatchFunctions::forget() {
 }
 
 AcrossBatch::AcrossBatch(int64_t number)
-    : function_(functions.at(number).function),
-      part_(functions.at(number).part),
-      ran_(functions.at(number).ran) {}
+    : function_(functions.at(number).function), part_(functions.at(number).part) {}
 
 void AcrossBatch::collect(Rows rows, const Arguments& arguments) {
   Part& part = parts_[rows.begin];
@@ -157,10 +148,7 @@ void AcrossBatch::combine(SettledBuffers& /*buffers*/) {
   const auto all = [&](const std::vector<at::Tensor>& rows) { return run(function_, rows); };
   const bool rehearsal = part_ && samples_ < part_->total;
   if (rehearsal) part_->rows = samples_;
-  std::optional<ProvisionalRun> once_more;
-  if (std::exchange(*ran_, false)) once_more.emplace();
   result_ = rehearsal ? run_provisionally(all, given, *part_) : all(given);
-  once_more.reset();
   autograd::walk_graph({result_}, [&](torch::autograd::Node& node) {
     const bool leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(&node) != nullptr;
     if (leaf || node.sequence_nr() >= begin) return;

@@ -5,7 +5,6 @@
 #include <infinitybatch/coupled/whole_batch_op.hpp>
 
 #include <map>
-#include <memory>
 #include <optional>
 
 namespace infinitybatch::coupled {
@@ -35,7 +34,6 @@ class AcrossBatch final : public WholeBatchOp {
 
   AcrossBatchFunction function_;
   std::optional<PartOfBatch::Facts> part_;  // of the batch that the recording was made of
-  std::shared_ptr<bool> ran_;               // on all samples, while forward was recorded
   int64_t samples_ = 0;                     // so far: a rehearsal has not all of them
   std::map<int64_t, Part> parts_;           // by first sample
   std::vector<at::Tensor> inputs_;          // joined, leaves

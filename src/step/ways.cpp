@@ -184,7 +184,6 @@ Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   request.segments = job.cut ? segments_ : 0;
   const Coupling* coupling = coupling_of(job);
   request.whole_batch_only = coupling != nullptr && coupling->whole;
-  request.fails_on = few_rows_.failing(program_kind_of(job));
   return request;
 }
 
@@ -231,7 +230,6 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
     keep_foreign_exception(std::current_exception());
     if (executor) {
       coupled_beyond_cuts_ = executor->coupled_beyond_cuts();
-      failed_rows_ = executor->failed_rows();
       executor->roll_back();
     }
     throw;

@@ -14,7 +14,6 @@
 #include <infinitybatch/coupled/foreign_draws.hpp>
 #include <infinitybatch/coupled/row_errors.hpp>
 #include <infinitybatch/coupled/whole_batch_op.hpp>
-#include <infinitybatch/execute/copied_batch.hpp>
 #include <infinitybatch/execute/execution_log.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
@@ -47,22 +46,18 @@ std::vector<uint32_t> versions_of(const Batch& batch) {
   return versions;
 }
 
-[[noreturn]] void refuse_left() {
-  throw_through_engine(std::make_exception_ptr(Unsupported(
-      "the loss reads a tensor that forward of the wrapped model left behind (in an attribute, a "
-      "hook or a closure) and that is no output: it holds the samples of one micro-batch, where "
-      "the loss of the whole batch needs those of all. Return it as an output, with a row for "
-      "each sample; detach it if nobody differentiates it; or make the budget, or "
-      "micro_batch_size, large enough for one micro-batch")));
-}
-
 /// Where graphs end that were dropped: whoever comes here keeps one micro-batch's tensor.
 class LeftNode final : public Node {
  public:
   LeftNode() : Node(/*sequence_nr=*/UINT64_MAX) {}
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& /*gradients*/) override {
-    refuse_left();
+    throw_through_engine(std::make_exception_ptr(Unsupported(
+        "the loss reads a tensor that forward of the wrapped model left behind (in an attribute, a "
+        "hook or a closure) and that is no output: it holds the samples of one micro-batch, where "
+        "the loss of the whole batch needs those of all. Return it as an output, with a row for "
+        "each sample; detach it if nobody differentiates it; or make the budget, or "
+        "micro_batch_size, large enough for one micro-batch")));
   }
   std::string name() const override { return "infinitybatch::LeftBehind"; }
 };
@@ -89,17 +84,14 @@ Rerunnable::Rerunnable(const Batch& inputs) {
   }
 }
 
-bool Rerunnable::holds() const {
-  return std::all_of(versions_.begin(), versions_.end(),
-                     [](const Version& version) { return version.holds(); });
-}
-
 void Rerunnable::check() const {
-  if (holds()) return;
-  throw Unsupported(
-      "forward changes its inputs in place, and has to run on them again (to be measured, after "
-      "memory ran out, or for a layer that sees the whole batch); write that out of place, as in "
-      "x = x - mean. The rows that it ran on are changed");
+  for (const Version& version : versions_) {
+    if (version.holds()) continue;
+    throw Unsupported(
+        "forward changes its inputs in place, and has to run on them again (to be measured, after "
+        "memory ran out, or for a layer that sees the whole batch); write that out of place, as in "
+        "x = x - mean. The rows that it ran on are changed");
+  }
 }
 
 ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const Batch& inputs)
@@ -212,8 +204,7 @@ void ForwardPass::learn_numbers(int64_t first) {
       const at::NoGradGuard no_grad;  // nobody goes back
       part_of_batch_ = {rows.size(), rows_.size, options_.match_native_rng};
       try {
-        const Batch micro = call_->micro_batch(rows);
-        Batch outputs = call_model(wrote_inputs_ ? copied(micro) : micro, nullptr);
+        Batch outputs = call_model(call_->micro_batch(rows), nullptr);
         undo();
         return outputs;
       } catch (...) {
@@ -269,9 +260,7 @@ Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
   call_->cuts =
       std::make_unique<WrapCuts>(*call_, job, values_, recording_, [this](const Batch& micro) {
         const uint64_t first_node = at::sequence_number::peek();
-        Batch outputs;
-        few_.watch(batch_size(micro, "inputs"),
-                   [&] { outputs = call_->wrapped->model.forward(micro); });
+        Batch outputs = call_->wrapped->model.forward(micro);
         learn_from_recording(outputs, micro, first_node);
         if (recording_) call_->left_on_module = call_->cuts->left().with_graph(outputs);
         return outputs;
@@ -364,11 +353,7 @@ Batch ForwardPass::call_model(const Batch& micro, GraphMemory* memory) {
   const coupled::PartOfBatch part_of_batch(exact_ ? part_of_batch_ : std::nullopt);
   const coupled::CouplingWatch::Scope watching(watch_);
   const CarriedState::Scope stateful(exact_ ? state_at_work_ : nullptr, part_, rows_.size);
-  const auto forward = [&] {
-    Batch given;
-    few_.watch(batch_size(micro, "inputs"), [&] { given = call_->wrapped->model.forward(micro); });
-    return given;
-  };
+  const auto forward = [&] { return call_->wrapped->model.forward(micro); };
   Batch outputs = memory != nullptr ? memory->watch(forward) : forward();
   watch_.rethrow();
   memory::Limit::check();
@@ -483,7 +468,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
       experiment_->take(rows, micro, part.tape);
     }
   }
-  if (recording_) note_graph(outputs, micro, first_node, /*dropped=*/!keep && part_, keep);
+  if (recording_) note_graph(outputs, micro, first_node, /*dropped=*/!keep && part_);
   refuse_sparse(outputs);
   outputs_.push_back(detached(outputs));
   row_counts_.push_back(rows.size());
@@ -509,29 +494,8 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   const bool restored = buffer_rule_.written() || parameter_rule_->written();
   const bool wrote = versions_of(micro) != versions;
   wrote_inputs_ = wrote_inputs_ || wrote;
-  if (keep && (restored || wrote || !keeps_)) call_->keep().graphs.clear();
+  if (keep && (restored || wrote)) call_->keep().graphs.clear();
   if (parks) leave(call_->parts.size() - 1);
-}
-
-bool ForwardPass::may_keep_beside(const std::vector<at::Tensor>& left) {
-  Wrapped& wrapped = *call_->wrapped;
-  const bool keep = part_ || (wrapped.left_unread && !wrapped.left_read);
-  if (!call_->going_back) call_->going_back = std::make_shared<std::atomic<bool>>(false);
-  for (const at::Tensor& tensor : left) {
-    tensor.register_hook([here = std::weak_ptr(call_->wrapped), going_back = call_->going_back,
-                          keep, part = part_](const at::Tensor&) {
-      if (*going_back) return;
-      if (part) refuse_left();
-      if (const auto wrapped = here.lock()) wrapped->left_read = true;
-      if (!keep) return;
-      throw_through_engine(std::make_exception_ptr(StateError(
-          "the loss reads a tensor that forward of the wrapped model left in an attribute, and "
-          "that no loss read before: its graph has been used up for the outputs. From the next "
-          "call on it can be read: run this step once more")));
-    });
-  }
-  if (!keep) call_->keep().sinks->release(left);
-  return keep;
 }
 
 bool ForwardPass::may_count() const {
@@ -560,7 +524,7 @@ bool ForwardPass::may_stand_once() const {
 
 /// Notes where gradients go that are no parameters of the model, before the graph is dropped.
 void ForwardPass::note_graph(const Batch& outputs, const Batch& micro, uint64_t first_node,
-                             bool dropped, bool kept) {
+                             bool dropped) {
   std::vector<at::Tensor> roots;
   wants_gradient_.resize(std::max(wants_gradient_.size(), outputs.leaves().size()), false);
   for (size_t i = 0; i < outputs.leaves().size(); ++i) {
@@ -591,7 +555,6 @@ void ForwardPass::note_graph(const Batch& outputs, const Batch& micro, uint64_t 
     }
   });
   std::vector<at::Tensor> left = state_->take_left();
-  keeps_ = !kept || left.empty() || may_keep_beside(left);
   if (!dropped) return;
   roots.insert(roots.end(), left.begin(), left.end());
   end_graphs(roots);
