@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="loops; all by default")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    ib._C._assume_times((5e-3, 1e-3))  # as in tests/conftest.py: no size hangs on a clock
+    ib._C._assume_times((5e-3, 1e-3, 0.0))  # as in tests/conftest.py: no size hangs on a clock
     listed, loops = table.read(), every_loop()
     different = 0
     for name in arguments.names or loops:
