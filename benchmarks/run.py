@@ -32,6 +32,7 @@ MODULES = {
     "losses": "tiled_losses",
     "heads": "heads",
     "mnist": "data_set",
+    "reach": "reach",
 }
 ROUNDS = {
     "time": 15,
@@ -44,6 +45,7 @@ ROUNDS = {
     "losses": 11,
     "heads": 7,
     "mnist": 7,
+    "reach": 1,
 }
 UNTUNED = {
     "time": 3,
@@ -56,6 +58,7 @@ UNTUNED = {
     "losses": 0,
     "heads": 0,
     "mnist": 0,
+    "reach": 0,
 }  # rounds with malloc as it is by default
 WITH_PEERS = ("loop", "coupled", "losses")
 #: Processes for each setting, whose spread is shown: luck in where memory lies lasts for a process.
@@ -157,7 +160,8 @@ def run_apart(
     if code:
         notes.append(f"This run failed (exit code {code}): what it had found till then.")
     run["failed"] = code != 0
-    if run["others"] is not None and run["others"] > BUSY:
+    timed = getattr(importlib.import_module(f"suites.{MODULES[suite]}"), "TIMED", True)
+    if timed and run["others"] is not None and run["others"] > BUSY:
         notes.append(
             f"Others used {run['others']:.2f} cores during this run: do not trust these times."
         )
@@ -204,6 +208,7 @@ def report_on(
         "commit": commit(),
         "command": command,
         "machine": describe(),
+        "timed": getattr(module, "TIMED", True),
         "tuned malloc": " ".join(f"{name}={value}" for name, value in TUNED_MALLOC.items()),
         "runs": [],
     }

@@ -114,7 +114,7 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         others = run["others"]
         busy = "unknown" if others is None else f"{others:.2f} cores"
         lines += [f"## {run['setting']}", ""]
-        quiet = "" if run["quiet"] else " **Not to be quoted.**"
+        quiet = "" if run["quiet"] or not report.get("timed", True) else " **Not to be quoted.**"
         lines += [f"{run['seconds']} s. Used by others meanwhile: {busy}.{quiet}", ""]
         for table in run["findings"].tables:
             lines += _markdown_table(table)
