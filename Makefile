@@ -28,7 +28,7 @@ bench: setup ## benchmarks against native training; results under benchmarks/res
 gpu: setup ## tests and benchmarks on this machine's accelerator; dated results
 	@bash scripts/accelerator.sh
 
-figures: setup ## writes README's figures from the results that are committed
+figures: setup ## writes the documents' figures and chart from the results that are committed
 	@.venv/bin/python benchmarks/figures.py --write
 
 check: setup ## formatters and linters; changes nothing

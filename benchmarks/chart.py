@@ -64,7 +64,7 @@ def draw(theme: str, folder: Path = RESULTS) -> str:
         axes.plot([native[-1][0], died], [native[-1][1], most], ":", color=red, linewidth=2)
         axes.plot([died], [most], "X", color=red, markersize=11)
         label(axes, (died, most), "native: out of memory", red, (12, -4))
-        label(axes, ours[-3], "infinitybatch, 16 MiB allowed", blue, (0, 10))
+        label(axes, ours[-4], "infinitybatch, 16 MiB allowed", blue, (0, 10))
         axes.set_ylim(0.1, 4096)
         sizes = [size for size, _ in ours]
         axes.set_xticks(sizes, [f"{size:,}" for size in sizes])

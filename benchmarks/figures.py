@@ -45,7 +45,9 @@ def replaced(document: str, parts: dict[str, Callable[[], str]]) -> str:
 
 def wanted(root: Path) -> dict[Path, str]:
     """What each file must hold."""
-    found = {root / name: replaced((root / name).read_text(), parts) for name, parts in PARTS.items()}
+    found = {
+        root / name: replaced((root / name).read_text(), parts) for name, parts in PARTS.items()
+    }
     return found | {root / path.relative_to(ROOT): text for path, text in chart.pictures().items()}
 
 

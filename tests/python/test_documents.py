@@ -18,9 +18,7 @@ def printed_examples() -> dict[str, str]:
     return dict(blocks)
 
 
-@pytest.mark.parametrize(
-    "path", ["examples/train.py", "examples/train.cpp", "examples/contrastive.py"]
-)
+@pytest.mark.parametrize("path", ["examples/train.py", "examples/train.cpp"])
 def test_readme_prints_the_example_as_it_is_run(path):
     assert printed_examples()[path] == (ROOT / path).read_text()
 
@@ -54,7 +52,15 @@ MADE_LATER = ("build", ".venv", "data", "dist")  # by the commands, not in the r
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/limits.md"]
+    "document",
+    [
+        "README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+        "docs/costs.md",
+        "docs/exactness.md",
+        "docs/limits.md",
+    ],
 )
 def test_every_path_that_a_document_names_exists(document):
     text = (ROOT / document).read_text()
@@ -71,6 +77,30 @@ def test_every_path_that_a_document_names_exists(document):
         if not list(ROOT.glob(name)) and not ("/" not in name and list(ROOT.glob(f"*/**/{name}")))
     ]
     assert not missing
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/costs.md", "docs/exactness.md", "docs/limits.md"]
+)
+def test_every_link_leads_somewhere(document):
+    file = ROOT / document
+    links = re.findall(r"\]\(([^)#]+)\)|(?:src|srcset)=\"([^\"]+)\"", file.read_text())
+    assert links or document == "docs/costs.md"
+    for link in ("".join(pair) for pair in links):
+        assert link.startswith("https://") or (file.parent / link).exists(), link
+
+
+def test_readme_is_short_enough_to_be_read():
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+def test_each_row_of_what_is_exact_names_its_test():
+    rows = re.findall(r"^\| (?!what |---)(.+) \|$", (ROOT / "docs/exactness.md").read_text(), re.M)
+    assert len(rows) > 25
+    for row in rows:
+        cells = re.split(r" \| ", row)
+        assert len(cells) == 3 and all(cells), row
+        assert re.fullmatch(r"`tests/[\w./]+`", cells[2]), row
 
 
 def test_each_limit_says_how_it_shows_a_way_out_and_its_test():
