@@ -69,11 +69,25 @@ at::Tensor by_channel(const at::Tensor& values, const at::Tensor& like) {
   return values.detach().view(sizes);
 }
 
+/// Each row of what a function of all samples was given shows in its own row of the result, so that
+/// samples that are combined in front of it are seen behind it.
+void pass_rows_on(const std::vector<at::Tensor>& given, const at::Tensor& output) {
+  if (output.dim() == 0) return;
+  std::vector<int64_t> each(static_cast<size_t>(output.dim()), 1);
+  each[0] = output.size(0);
+  for (const at::Tensor& tensor : given) {
+    if (!tensor.is_floating_point() || tensor.dim() == 0 || tensor.size(0) != each[0]) continue;
+    if (tensor.numel() == 0 || tensor.layout() != at::kStrided) continue;
+    output.add_(tensor.detach().reshape({each[0], -1}).mean(1).view(each));
+  }
+}
+
 }  // namespace
 
 struct FixedOps::Replaced : at::ObserverContext {
   std::optional<double> draw;
   at::Tensor input, weight, bias;  // of a norm
+  std::vector<at::Tensor> given;   // to a function of all samples
   bool inside = false;
   bool across = false;
 };
@@ -148,6 +162,9 @@ std::unique_ptr<at::ObserverContext> FixedOps::begin(const at::RecordFunction& o
     replaced->weight = tensor_of(inputs, 1);
     replaced->bias = tensor_of(inputs, 2);
   }
+  if (replaced->across && !inputs.empty() && inputs[0].isTensorList()) {
+    replaced->given = inputs[0].toTensorVector();
+  }
   if (replaced->inside) ++inside_;
   for (const c10::IValue& input : inputs) {
     if (!replaced->draw || !input.isGenerator()) continue;
@@ -175,6 +192,13 @@ void FixedOps::end(const at::RecordFunction& op, Replaced& replaced) {
       strayed_ = true;
       return;
     }
+    // What the user's function returns may be the memory of something else.
+    const auto shares = [&](const at::Tensor& tensor) { return tensor.is_alias_of(given); };
+    if (replaced.across && (!given.is_non_overlapping_and_dense() ||
+                            std::any_of(replaced.given.begin(), replaced.given.end(), shares))) {
+      strayed_ = true;
+      return;
+    }
     // The version stays: the op itself has just written it.
     const at::Tensor output = given.variable_data();
     if (replaced.draw) {
@@ -185,6 +209,7 @@ void FixedOps::end(const at::RecordFunction& op, Replaced& replaced) {
       output.fill_(numbers && output.dim() > 0
                        ? static_cast<double>(output.size(0)) / static_cast<double>(rows_)
                        : 0);
+      if (numbers) pass_rows_on(replaced.given, output);
     } else {
       const at::Tensor& input = replaced.input;
       output.copy_(input.detach());

@@ -7,6 +7,7 @@
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/pinned_copies.hpp>
 #include <infinitybatch/coupled/fixed_ops.hpp>
+#include <infinitybatch/execute/copied_batch.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 
 #include <ATen/Functions.h>
@@ -20,14 +21,6 @@
 namespace infinitybatch {
 
 namespace {
-
-Batch copied(const Batch& batch) {
-  std::vector<Leaf> leaves = batch.leaves();
-  for (Leaf& leaf : leaves) {
-    if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.clone();
-  }
-  return {std::move(leaves), batch.structure()};
-}
 
 /// \throws BatchError where pieces differ in another dimension, as rows padded to the longest do
 Batch side_by_side(const std::vector<Batch>& pieces) {
@@ -71,7 +64,7 @@ std::optional<TrialOutputs> Executor::try_forward(const Batch& inputs, int64_t r
   std::optional<TrialOutputs> tried;
   const auto run = [&](bool light) {
     aside(/*trial=*/true, [&] {
-      inputs_ = inputs;
+      inputs_ = wrote_inputs_ ? copied(inputs) : inputs;
       const std::vector<at::Device> devices = devices_of(job_);
       const coupled::FixedOps fixed(devices, rows, watch_);
       const auto call = [&] {
@@ -98,7 +91,7 @@ std::optional<TrialOutputs> Executor::try_forward(const Batch& inputs, int64_t r
 }
 
 void Executor::compare_rows() {
-  if (job_.rows_seen == nullptr || !job_.exact_coupling || wrote_inputs_ || watch_.talked()) return;
+  if (job_.rows_seen == nullptr || !job_.exact_coupling || watch_.talked()) return;
   if (coupled::FixedOps::at_work()) return;  // this step is part of a forward that is looked at
   const int64_t rows = smallest_;
   if (rows == 0 || rows >= job_.batch_size()) return;

@@ -14,6 +14,7 @@
 #include <infinitybatch/coupled/foreign_draws.hpp>
 #include <infinitybatch/coupled/row_errors.hpp>
 #include <infinitybatch/coupled/whole_batch_op.hpp>
+#include <infinitybatch/execute/copied_batch.hpp>
 #include <infinitybatch/execute/execution_log.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
@@ -204,7 +205,8 @@ void ForwardPass::learn_numbers(int64_t first) {
       const at::NoGradGuard no_grad;  // nobody goes back
       part_of_batch_ = {rows.size(), rows_.size, options_.match_native_rng};
       try {
-        Batch outputs = call_model(call_->micro_batch(rows), nullptr);
+        const Batch micro = call_->micro_batch(rows);
+        Batch outputs = call_model(wrote_inputs_ ? copied(micro) : micro, nullptr);
         undo();
         return outputs;
       } catch (...) {

@@ -85,7 +85,7 @@ class ForwardPass {
   /// \param trial whether what it writes into parameters is not compared with what others write
   void aside(Rows rows, bool trial, const std::function<void()>& forward);
   /// What forward gives with `coupled::FixedOps`. Nothing where that cannot be compared.
-  std::optional<TrialOutputs> try_forward(const Batch& inputs, int64_t rows);
+  std::optional<TrialOutputs> try_forward(const Batch& given, int64_t rows);
   /// Whether the same rows, split otherwise, give the same rows of outputs; see RowLook.
   /// \throws CouplingError
   void look_at_rows();

@@ -12,7 +12,7 @@ namespace infinitybatch {
 
 void ForwardPass::look_at_rows() {
   if (call_->cuts) return call_->cuts->look_at_rows();
-  if (!exact_ || row_counts_.empty() || watch_.talked() || wrote_inputs_) return;
+  if (!exact_ || row_counts_.empty() || watch_.talked()) return;
   if (coupled::FixedOps::at_work()) return;  // this call is part of a forward that is looked at
   const int64_t rows = *std::min_element(row_counts_.begin(), row_counts_.end());
   RowsSeen& known = call_->rows_seen;

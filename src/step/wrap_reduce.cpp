@@ -6,6 +6,7 @@
 #include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/coupled/fixed_ops.hpp>
 #include <infinitybatch/coupled/row_errors.hpp>
+#include <infinitybatch/execute/copied_batch.hpp>
 #include <infinitybatch/execute/relative_distance.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 
@@ -19,10 +20,11 @@
 
 namespace infinitybatch {
 
-std::optional<TrialOutputs> ForwardPass::try_forward(const Batch& inputs, int64_t rows) {
+std::optional<TrialOutputs> ForwardPass::try_forward(const Batch& given, int64_t rows) {
   std::optional<TrialOutputs> tried;
   const auto run = [&](bool light) {
     aside({0, rows}, /*trial=*/true, [&] {
+      const Batch inputs = wrote_inputs_ ? copied(given) : given;
       const coupled::FixedOps fixed(call_->devices, rows, watch_);
       const auto call = [&] { return call_model(inputs, nullptr); };
       Batch outputs;

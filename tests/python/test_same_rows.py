@@ -302,3 +302,57 @@ def test_it_looks_once_and_leaves_nothing() -> None:
     )
     other.backward(X, Y)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, 4])
+def test_samples_combined_in_front_of_a_function_of_all_samples_are_refused(
+    way: str, size: int
+) -> None:
+    mix = lambda h: h / (1 + float(h.norm()))  # noqa: E731
+    model = coupled_model(lambda h: ib.across_batch(lambda t: t - t.mean(0), mix(h)))
+    with pytest.raises(ib.CouplingError):
+        step(way, model, micro_batch_size=size)
+
+
+@pytest.mark.parametrize("way", ["coupled", "wrap"])
+def test_what_a_function_of_all_samples_returns_may_be_anything(way: str) -> None:
+    table = torch.ones(1).double()
+    for function in (lambda t: t, lambda t: table.expand(len(t)), lambda t: t.T.contiguous().T):
+        given = X.clone()
+        model = coupled_model(lambda h, f=function: h * ib.across_batch(f, h).reshape(len(h), -1))
+        wanted = native(model, spread, given, Y)
+        step(way, model, given, micro_batch_size=4)
+        assert worst_error(result_of(model, wanted.loss), wanted) <= 1e-12
+        assert torch.equal(given, X) and table.eq(1).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mixes", [True, False])
+def test_a_forward_that_writes_its_inputs_is_looked_at_too(way: str, mixes: bool) -> None:
+    def forward(self: Any, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        z.mul_(1.5)
+        h = self.net(x + z)
+        return h / (1 + float(h.norm())) if mixes else h
+
+    torch.manual_seed(0)
+    model = Calls(forward, net=nn.Linear(6, 5)).double()
+    other = X.clone()
+    loss = nn.CrossEntropyLoss() if way == "streaming" else spread
+    wanted = native(model, loss, (X, X.clone()), Y)
+    inputs = (X, other)
+    options = {"micro_batch_size": 4}
+
+    def one() -> None:
+        if way == "wrap":
+            spread(ib.wrap(model, **options)(*inputs), Y).backward()
+        else:
+            step(way, model, inputs, **options)
+
+    if mixes:
+        with pytest.raises(ib.CouplingError):
+            one()
+        return
+    one()
+    assert worst_error(result_of(model, wanted.loss), wanted) <= 1e-12
+    assert torch.equal(other, X * 1.5)
