@@ -43,11 +43,20 @@ at::Tensor run(const AcrossBatchFunction& function, const std::vector<at::Tensor
   return result;
 }
 
+/// In memory that is nobody else's: a step writes the result of all samples over it, and what the
+/// function returns may be a view of its input or of a tensor that it keeps.
+at::Tensor in_own_memory(at::Tensor result) {
+  const bool strided = result.layout() == at::kStrided && result.has_storage();
+  const bool own = strided && result.is_non_overlapping_and_dense() && result.use_count() == 1 &&
+                   result.storage().use_count() == 1;
+  return own ? result : result.clone(at::MemoryFormat::Contiguous);
+}
+
 at::Tensor kernel(at::TensorList inputs, int64_t number) {
   const Known known = functions.at(number);
-  if (!known.part) return run(known.function, inputs.vec());
   const auto here = [&](const std::vector<at::Tensor>& rows) { return run(known.function, rows); };
-  return coupled::run_provisionally(here, inputs.vec(), *known.part);
+  return in_own_memory(known.part ? coupled::run_provisionally(here, inputs.vec(), *known.part)
+                                  : here(inputs.vec()));
 }
 
 TORCH_LIBRARY_FRAGMENT(infinitybatch, library) {

@@ -69,16 +69,24 @@ at::Tensor by_channel(const at::Tensor& values, const at::Tensor& like) {
   return values.detach().view(sizes);
 }
 
-/// Each row of what a function of all samples was given shows in its own row of the result, so that
-/// samples that are combined in front of it are seen behind it.
-void pass_rows_on(const std::vector<at::Tensor>& given, const at::Tensor& output) {
+/// One number for each row of what a function of all samples is given, so that samples that are
+/// combined in front of it are seen behind it. Read before it runs: it may write its inputs.
+std::vector<at::Tensor> means_of_rows(const std::vector<at::Tensor>& given) {
+  std::vector<at::Tensor> means;
+  for (const at::Tensor& tensor : given) {
+    if (!tensor.is_floating_point() || tensor.dim() == 0 || tensor.numel() == 0) continue;
+    if (tensor.layout() != at::kStrided) continue;
+    means.push_back(tensor.detach().reshape({tensor.size(0), -1}).mean(1));
+  }
+  return means;
+}
+
+void add_to_rows(const at::Tensor& output, const std::vector<at::Tensor>& means) {
   if (output.dim() == 0) return;
   std::vector<int64_t> each(static_cast<size_t>(output.dim()), 1);
   each[0] = output.size(0);
-  for (const at::Tensor& tensor : given) {
-    if (!tensor.is_floating_point() || tensor.dim() == 0 || tensor.size(0) != each[0]) continue;
-    if (tensor.numel() == 0 || tensor.layout() != at::kStrided) continue;
-    output.add_(tensor.detach().reshape({each[0], -1}).mean(1).view(each));
+  for (const at::Tensor& mean : means) {
+    if (mean.size(0) == each[0]) output.add_(mean.view(each));
   }
 }
 
@@ -87,7 +95,7 @@ void pass_rows_on(const std::vector<at::Tensor>& given, const at::Tensor& output
 struct FixedOps::Replaced : at::ObserverContext {
   std::optional<double> draw;
   at::Tensor input, weight, bias;  // of a norm
-  std::vector<at::Tensor> given;   // to a function of all samples
+  std::vector<at::Tensor> means;   // of rows given to a function of all samples
   bool inside = false;
   bool across = false;
 };
@@ -163,7 +171,13 @@ std::unique_ptr<at::ObserverContext> FixedOps::begin(const at::RecordFunction& o
     replaced->bias = tensor_of(inputs, 2);
   }
   if (replaced->across && !inputs.empty() && inputs[0].isTensorList()) {
-    replaced->given = inputs[0].toTensorVector();
+    try {
+      const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
+      const Unwatched unseen;
+      replaced->means = means_of_rows(inputs[0].toTensorVector());
+    } catch (...) {  // torch keeps to itself what a callback throws
+      failure_ = std::current_exception();
+    }
   }
   if (replaced->inside) ++inside_;
   for (const c10::IValue& input : inputs) {
@@ -192,13 +206,6 @@ void FixedOps::end(const at::RecordFunction& op, Replaced& replaced) {
       strayed_ = true;
       return;
     }
-    // What the user's function returns may be the memory of something else.
-    const auto shares = [&](const at::Tensor& tensor) { return tensor.is_alias_of(given); };
-    if (replaced.across && (!given.is_non_overlapping_and_dense() ||
-                            std::any_of(replaced.given.begin(), replaced.given.end(), shares))) {
-      strayed_ = true;
-      return;
-    }
     // The version stays: the op itself has just written it.
     const at::Tensor output = given.variable_data();
     if (replaced.draw) {
@@ -209,7 +216,7 @@ void FixedOps::end(const at::RecordFunction& op, Replaced& replaced) {
       output.fill_(numbers && output.dim() > 0
                        ? static_cast<double>(output.size(0)) / static_cast<double>(rows_)
                        : 0);
-      if (numbers) pass_rows_on(replaced.given, output);
+      if (numbers) add_to_rows(output, replaced.means);
     } else {
       const at::Tensor& input = replaced.input;
       output.copy_(input.detach());
