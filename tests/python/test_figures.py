@@ -23,6 +23,7 @@ def run(ratio=1.0, **changes):
 
 def put(folder, name, day, *runs, **changes):
     report = {"date": f"2026-01-{day:02}", "commit": "abc", "runs": list(runs)} | changes
+    report = {key: value for key, value in report.items() if value is not None}
     (folder / f"2026-01-{day:02}-{name}-threads-1.json").write_text(json.dumps(report))
 
 
@@ -60,6 +61,7 @@ DOUBTS = {
     "another's work": {"quiet": False, "others": 1.77},
     "an old mark": {"findings": {"figures": [], "notes": ["so: do not trust these times."]}},
     "nobody knows": {"others": None, "quiet": None},
+    "no mark of quiet": {"quiet": None},
     "not finished": {"failed": True},
     "toy": {"setting": "one thread, tuned malloc, toy sizes"},
 }
@@ -77,12 +79,48 @@ def test_a_run_that_cannot_be_trusted_cannot_be_quoted(doubt, tmp_path):
     assert latest("time", folder=tmp_path).ratio(contestant="ours") == 0.9
 
 
-def test_results_of_code_that_nobody_has_cannot_be_quoted(tmp_path):
+def test_a_mark_of_quiet_that_is_not_there_is_none(tmp_path):
     from quoted import NotToBeQuoted, latest
 
-    put(tmp_path, "time", 2, run(), commit="abc-dirty")
-    with pytest.raises(NotToBeQuoted, match="abc-dirty"):
+    unmarked = run()
+    del unmarked["quiet"]
+    put(tmp_path, "time", 2, unmarked)
+    with pytest.raises(NotToBeQuoted, match="nobody knows"):
         latest("time", folder=tmp_path)
+
+
+@pytest.mark.parametrize("commit", ["abc-dirty", "unknown", "", None])
+@pytest.mark.parametrize("timed", [True, False])
+def test_results_of_code_that_nobody_has_cannot_be_quoted(commit, timed, tmp_path):
+    from quoted import NotToBeQuoted, latest
+
+    put(tmp_path, "time", 2, run(), commit=commit, timed=timed)
+    with pytest.raises(NotToBeQuoted, match=r"abc-dirty|does not say of which commit"):
+        latest("time", folder=tmp_path)
+
+
+def test_old_results_without_a_commit_are_quoted_until_newer_ones_are_there():
+    """An entry that is quoted no more has to leave the list, and nothing joins it."""
+    from quoted import RESULTS, WITHOUT_COMMIT, latest
+
+    assert len(WITHOUT_COMMIT) <= 9  # on 2026-11-23; lower it with each entry that goes
+    for name in WITHOUT_COMMIT:
+        report = json.loads((RESULTS / name).read_text())
+        assert "commit" not in report, f"{name} says its commit"
+        suite, threads = re.fullmatch(r"2026-11-2[12]-(\w+)-threads-(\d)\.json", name).groups()
+        assert latest(suite, int(threads)).source == name, f"{name} is quoted no more"
+
+
+def test_an_old_result_of_a_busy_machine_cannot_be_quoted():
+    from quoted import RESULTS, WITHOUT_COMMIT, doubts
+
+    name = next(iter(WITHOUT_COMMIT))
+    report = json.loads((RESULTS / name).read_text())
+    (found,) = report["runs"]
+    assert doubts(report, found, name) == ""
+    assert "commit" in doubts(report, found, "another.json")
+    assert "1.77 cores" in doubts(report, found | {"others": 1.77}, name)
+    assert "nobody knows" in doubts(report, found | {"others": None}, name)
 
 
 def test_the_latest_is_quoted_and_no_other_suite(tmp_path):
