@@ -25,6 +25,10 @@ class CallableModel:
         if not callable(forward):
             raise InvalidType(f"forward must be callable, not {type(forward).__name__}")
         self._forward = forward
+        if not hasattr(parameters, "__iter__"):
+            raise InvalidType(
+                f"parameters must be a list of tensors, not {type(parameters).__name__}"
+            )
         self._parameters = list(parameters)
         for i, parameter in enumerate(self._parameters):
             if not isinstance(parameter, torch.Tensor):
@@ -54,6 +58,11 @@ class ModelView:
     """Asked by C++ once per step, so that modules may change between steps."""
 
     def __init__(self, model: nn.Module | CallableModel, exact_coupling: bool) -> None:
+        if isinstance(model, type) and issubclass(model, nn.Module):
+            raise InvalidType(
+                f"model is the class {model.__name__} itself; give an instance: "
+                f"{model.__name__}(...)"
+            )
         if not isinstance(model, (nn.Module, CallableModel)):
             raise InvalidType(
                 f"model must be a torch.nn.Module, not {type(model).__name__}; make a model of any "

@@ -16,6 +16,10 @@ _WAY_OUT = (
     "make it a tensor or an array of numbers, wrap it in shared(...) if every micro-batch needs all "
     "of it, or pass a BatchSource"
 )
+_STACK = (
+    "Pad the tensors to one size and pass torch.stack(padded), and where the model needs their sizes "
+    "a tensor of these beside it"
+)
 # Shorter tuples are mostly sizes, as in (height, width).
 _LONGEST_SIZE = 4
 
@@ -67,10 +71,61 @@ def refuse_hidden_rows(value: Any, samples: int, name: str) -> None:
         )
 
 
+def refuse_lists_of_samples(error: BatchError, inputs: Any, targets: Any = None) -> None:
+    """Raises BatchError for a list with one entry for each sample of everything else, which was
+    taken for as many inputs. `error` says that sizes differ."""
+    given = {"inputs": inputs, "targets": targets}
+    sizes = {_rows_of(tensor) for tensor in _pytree.tree_leaves(list(given.values()))}
+    for name, values in given.items():
+        for where, entries in _per_sample(values, name):
+            if entries is values and type(values) is tuple:  # the model's arguments
+                continue
+            own = {_rows_of(tensor) for tensor in _pytree.tree_leaves(entries)}
+            others = len(entries) in sizes or any(
+                len(entries) == len(other)
+                for another in given
+                if another != name
+                for _, other in _per_sample(given[another], another)
+            )
+            if others and len(entries) not in own:
+                raise BatchError(
+                    f"{where} is a {type(entries).__name__} with an entry of tensors for each of "
+                    f"{len(entries)} samples, which was taken for {len(entries)} inputs of "
+                    f"{max(own)} samples each: lists are not split. {_STACK}"
+                ) from error
+
+
+def _rows_of(value: Any) -> int:
+    return len(value) if isinstance(value, torch.Tensor) and value.dim() > 0 else 0
+
+
+def _per_sample(value: Any, name: str) -> Iterator[tuple[str, list[Any]]]:
+    """Lists and tuples, the outermost first, each entry of which holds tensors."""
+    if type(value) in (list, tuple):
+        leaves = [_pytree.tree_leaves(child) for child in value]
+        if len(value) > 1 and all(any(map(_rows_of, each)) for each in leaves):
+            yield name, value
+        for i, child in enumerate(value):
+            yield from _per_sample(child, f"{name}[{i}]")
+    elif isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _per_sample(child, f"{name}[{key!r}]")
+
+
 def explain_lists(error: Exception, given: Any) -> None:
-    """Notes on an error of the model's own that a list of tensors was split tensor by tensor: one
-    with a tensor for each sample (images of several sizes) looks the same."""
+    """Says with an error of the model's own that a list of tensors was split tensor by tensor: one
+    with a tensor for each sample looks the same. Raises BatchError for images and for tensors of
+    several sizes, which mostly are such."""
     for name, values in _lists(given, "inputs"):
+        several = any(value.shape[1:] != values[0].shape[1:] for value in values)
+        images = all(value.dim() == 3 and len(value) in (1, 3, 4) for value in values)
+        on_a_part = bool(getattr(error, "__notes__", None))
+        if on_a_part and (several or images):
+            raise BatchError(
+                f"{name} is a list of {len(values)} tensors, each of which was split along its first "
+                f"dimension, of {len(values[0])}, and forward fails on that ({error}). If it has one "
+                f"tensor for each sample: lists are not split. {_STACK}"
+            ) from error
         error.add_note(
             f"infinitybatch: {name} is a list of {len(values)} tensors, and each of them was split "
             f"along its first dimension, of {len(values[0])}. If it has one tensor for each sample, "

@@ -16,7 +16,7 @@ from . import _C, _subclass, _tree
 from ._caches import Dropped, is_cache, natively
 from ._methods import Watch, own_methods, watched
 from ._programs import no_program, outside_of_program
-from ._rows import explain_lists
+from ._rows import explain_lists, refuse_lists_of_samples
 from .errors import BatchError, Error, Unsupported
 
 WrappedT = TypeVar("WrappedT", bound="Wrapped")
@@ -224,7 +224,8 @@ def in_micro_batches(name: str, like: Any) -> Any:
             else:
                 with state.watch:
                     outputs = step.forward(args, kwargs)
-        except BatchError:
+        except BatchError as error:
+            refuse_lists_of_samples(error, args, kwargs)
             return _without_rows(state, name, args, kwargs)
         except (Error, torch.OutOfMemoryError):
             raise

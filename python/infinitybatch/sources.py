@@ -75,6 +75,11 @@ def from_batches(batches: Iterable[tuple[Any, Any]]) -> tuple[BatchSource, Batch
     Example:
         batch.backward(*ib.from_batches(itertools.islice(loader, 64)))
     """
+    if not hasattr(batches, "__iter__"):
+        raise InvalidType(
+            f"pieces must be an iterable of pairs (inputs, targets), not {type(batches).__name__}: "
+            f"from_batches(loader)"
+        )
     pieces = [_check_pair(piece) for piece in batches]
     if not pieces:
         raise BatchError("there is no piece to make a batch of: the iterable was empty")

@@ -12,7 +12,8 @@ from . import _C, _criteria, _options, _tree
 from ._C import BatchSource, Plan, StepReport
 from ._C.losses import CoupledLoss, SeparableLoss
 from ._model import CallableModel, ModelView
-from .errors import InvalidType, Unsupported
+from ._rows import explain_lists, refuse_lists_of_samples
+from .errors import BatchError, Error, InvalidType, Unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,12 @@ class VirtualBatch:
                 f"grad_scaler must have a method `scale` as torch.amp.GradScaler has, not be a "
                 f"{type(grad_scaler).__name__}"
             )
+        if isinstance(model, nn.modules.loss._Loss) and isinstance(loss, nn.Module):
+            if any(True for _ in loss.parameters()):
+                raise InvalidType(
+                    f"model is a {type(model).__name__} and loss a {type(loss).__name__} with "
+                    f"parameters: they stand the other way round, VirtualBatch(model, loss)"
+                )
         self._model = model
         self._loss = loss
         self._arguments = {
@@ -207,7 +214,16 @@ class VirtualBatch:
 
             And whatever the model, the loss, a hook or a callback raises, as the same object.
         """
-        return self._current_step().backward(_readable(inputs), _readable(targets))
+        try:
+            return self._current_step().backward(_readable(inputs), _readable(targets))
+        except BatchError as error:
+            refuse_lists_of_samples(error, inputs, targets)
+            raise
+        except (Error, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            explain_lists(error, inputs)
+            raise
 
     def plan(self, inputs: Any, targets: Any = None) -> Plan:
         """The plan that `backward` would follow for such a batch.

@@ -144,6 +144,10 @@ def wrap(
         BudgetExceeded where the loss has left too little, or has itself passed the budget while no
         graph was kept: gradients are as before then.
     """
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise InvalidType(
+            f"model is the class {model.__name__} itself; give an instance: {model.__name__}(...)"
+        )
     if not isinstance(model, nn.Module):
         raise InvalidType(f"model must be a torch.nn.Module, not {type(model).__name__}")
     _options.one_of("batch_coupling", batch_coupling, "exact", "per_micro_batch")

@@ -17,7 +17,21 @@ py::handle Marked::type;
 
 namespace {
 
-PythonSource make_source(int64_t size, const py::object& rows) {
+int64_t whole_number(const char* name, const py::object& value) {
+  if (PyBool_Check(value.ptr()) != 0 || PyIndex_Check(value.ptr()) == 0) {
+    throw InvalidType(std::string(name) + " must be a whole number, not " +
+                      Py_TYPE(value.ptr())->tp_name);
+  }
+  const Py_ssize_t number = PyNumber_AsSsize_t(value.ptr(), PyExc_OverflowError);
+  if (number == -1 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw InvalidArgument(std::string(name) + " is a whole number of more than 64 bits");
+  }
+  return number;
+}
+
+PythonSource make_source(const py::object& given, const py::object& rows) {
+  const int64_t size = whole_number("the size of a BatchSource", given);
   if (size < 1) {
     throw BatchError("a BatchSource of size " + std::to_string(size) +
                      " has nothing to split; give it one sample or more");
@@ -29,7 +43,8 @@ PythonSource make_source(int64_t size, const py::object& rows) {
   return {size, Held(rows), std::make_shared<BatchSource>()};
 }
 
-int64_t checked_dim(int64_t dim) {
+int64_t checked_dim(const py::object& given) {
+  const int64_t dim = whole_number("batch_dim", given);
   if (dim < 0) {
     throw InvalidArgument("batch_dim is " + std::to_string(dim) +
                           "; count dimensions from the front, starting at 0");
@@ -65,7 +80,9 @@ Example:
     batch.backward({"ids": ids, "positions": ib.shared(positions)}, labels))");
   module.def(
       "batch_dim",
-      [](py::object value, int64_t dim) { return Marked{std::move(value), checked_dim(dim)}; },
+      [](py::object value, const py::object& dim) {
+        return Marked{std::move(value), checked_dim(dim)};
+      },
       py::arg("value"), py::arg("dim"),
       R"(Marks a part of a batch whose samples do not lie along dimension 0.
 

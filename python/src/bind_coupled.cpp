@@ -1,7 +1,9 @@
 #include "bind.hpp"
+#include "module_walk.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/coupled/across_batch.hpp>
+#include <infinitybatch/coupled/provisional.hpp>
 #include <infinitybatch/coupled/row_errors.hpp>
 
 #include <pybind11/stl.h>
@@ -34,7 +36,26 @@ bool ends_the_step(const std::exception_ptr& exception) {
   }
 }
 
-at::Tensor call_across_batch(py::function function, const py::args& inputs) {
+/// For the form of its result alone: what it leaves in its closure, or on its object, is undone.
+/// What ends the step leaves what it leaves natively.
+py::object run_provisionally(const py::object& function, const py::tuple& arguments) {
+  const PlainState before = held_state(function);
+  try {
+    py::object result = function(*arguments);
+    before.restore();
+    return result;
+  } catch (const py::error_already_set&) {
+    if (!ends_the_step(std::current_exception())) before.restore();
+    throw;
+  }
+}
+
+at::Tensor call_across_batch(const py::object& given, const py::args& inputs) {
+  if (PyCallable_Check(given.ptr()) == 0) {
+    throw InvalidType(std::string("the first argument of across_batch must be a function of the "
+                                  "inputs that follow it, not ") +
+                      Py_TYPE(given.ptr())->tp_name + ": across_batch(fn, x)");
+  }
   std::vector<at::Tensor> tensors;
   for (const py::handle input : inputs) {
     if (!THPVariable_Check(input.ptr())) {
@@ -46,16 +67,17 @@ at::Tensor call_across_batch(py::function function, const py::args& inputs) {
     tensors.push_back(THPVariable_Unpack(input.ptr()));
   }
   // The last holder may let go of it without the GIL.
-  const std::shared_ptr<py::function> held(new py::function(std::move(function)),
-                                           [](py::function* object) {
-                                             const py::gil_scoped_acquire gil;
-                                             delete object;
-                                           });
+  const std::shared_ptr<py::object> held(new py::object(given), [](py::object* object) {
+    const py::gil_scoped_acquire gil;
+    delete object;
+  });
   const AcrossBatchFunction call = [held](const std::vector<at::Tensor>& all) {
     const py::gil_scoped_acquire gil;
     py::tuple arguments(all.size());
     for (size_t i = 0; i < all.size(); ++i) arguments[i] = py::cast(all[i]);
-    const py::object result = (*held)(*arguments);
+    const py::object result = coupled::ProvisionalRun::at_work()
+                                  ? run_provisionally(*held, arguments)
+                                  : (*held)(*arguments);
     if (!THPVariable_Check(result.ptr())) {
       throw InvalidType("the function of across_batch returned a " +
                         std::string(Py_TYPE(result.ptr())->tp_name) + "; it must return a tensor");

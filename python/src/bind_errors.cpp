@@ -8,6 +8,7 @@
 
 #include <torch/csrc/Exceptions.h>
 
+#include <exception>
 #include <optional>
 
 namespace infinitybatch::python {
@@ -22,11 +23,35 @@ py::handle error_classes() {
   return module;
 }
 
+void translate(std::exception_ptr pointer);
+
+/// What the error was thrown because of, as Python says it below `__cause__`.
+py::object cause_of(const Error& error) {
+  const auto* nested = dynamic_cast<const std::nested_exception*>(&error);
+  if (nested == nullptr || !nested->nested_ptr()) return {};
+  try {
+    nested->rethrow_nested();
+  } catch (const py::error_already_set& cause) {
+    py::object value = cause.value();
+    if (cause.trace()) PyException_SetTraceback(value.ptr(), cause.trace().ptr());
+    return value;
+  } catch (...) {
+  }
+  // One of C++: its translation leaves it in the interpreter.
+  translate(nested->nested_ptr());
+  if (PyErr_Occurred() == nullptr) return {};
+  const py::error_already_set cause;
+  return cause.value();
+}
+
 template <typename... Args>
 void raise(const char* name, const Error& error, Args&&... args) {
   const py::object type = error_classes().attr(name);
   const py::object instance =
       type(std::string(error.what_without_backtrace()), std::forward<Args>(args)...);
+  if (py::object cause = cause_of(error)) {
+    PyException_SetCause(instance.ptr(), cause.release().ptr());
+  }
   PyErr_SetObject(type.ptr(), instance.ptr());
 }
 

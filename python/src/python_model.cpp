@@ -121,7 +121,8 @@ bool failed_on_a_part(const py::error_already_set& error) {
   if (error.matches(py::module_::import("infinitybatch.errors").attr("Error"))) return false;
   if (error.matches(py::module_::import("torch").attr("OutOfMemoryError"))) return false;
   return error.matches(PyExc_RuntimeError) || error.matches(PyExc_ValueError) ||
-         error.matches(PyExc_IndexError);
+         error.matches(PyExc_LookupError) || error.matches(PyExc_AssertionError) ||
+         error.matches(PyExc_ArithmeticError);
 }
 
 /// An adjacency matrix has the samples along two dimensions, of which one alone can be split.

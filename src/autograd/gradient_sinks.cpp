@@ -232,6 +232,20 @@ void GradientSinks::redirect_other_leaves(const std::vector<at::Tensor>& roots,
   });
 }
 
+void GradientSinks::release(const std::vector<at::Tensor>& roots) const {
+  walk_graph(roots, [&](Node& node) {
+    for (Edge& edge : node.next_edges()) {
+      if (!edge.function || edge.function->num_outputs() != 0) continue;
+      const auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const auto& known) {
+        return known->sink == edge.function;
+      });
+      if (entry == entries_.end()) continue;
+      const at::Tensor variable = (*entry)->slot->lock();
+      if (variable.defined()) edge = torch::autograd::impl::gradient_edge(variable);
+    }
+  });
+}
+
 void GradientSinks::forget_dead_leaves() {
   if (entries_.size() == parameter_count_) return;
   std::erase_if(entries_, [](const std::unique_ptr<Entry>& entry) {

@@ -71,7 +71,9 @@ int64_t batch_size(const Batch& batch, std::string_view name) {
   }
   if (size < 0) {
     throw BatchError(std::string(name) +
-                     " has no tensor with a batch dimension, so there is nothing to split");
+                     " has no tensor with a batch dimension, so there is nothing to split; pass a "
+                     "tensor or an array of numbers whose first dimension is the batch: "
+                     "torch.tensor(rows), torch.stack(rows)");
   }
   if (size == 0) throw BatchError(describe(name, batch, first) + " is empty: it has 0 samples");
   return size;

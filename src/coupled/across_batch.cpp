@@ -6,6 +6,7 @@
 #include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/coupled/coupling_watch.hpp>
 #include <infinitybatch/coupled/part_of_batch.hpp>
+#include <infinitybatch/coupled/provisional.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 
 #include <ATen/Functions.h>
@@ -15,6 +16,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -24,6 +26,8 @@ namespace {
 struct Known {
   AcrossBatchFunction function;
   std::optional<coupled::PartOfBatch::Facts> part;  // that the recording was made of
+  // It ran on all samples while forward was recorded, which is the run that counts.
+  std::shared_ptr<bool> ran = std::make_shared<bool>(false);
 };
 
 /// By number; see AcrossBatchFunctions.
@@ -54,9 +58,12 @@ at::Tensor in_own_memory(at::Tensor result) {
 
 at::Tensor kernel(at::TensorList inputs, int64_t number) {
   const Known known = functions.at(number);
+  if (!known.part) {
+    *known.ran = true;
+    return in_own_memory(run(known.function, inputs.vec()));
+  }
   const auto here = [&](const std::vector<at::Tensor>& rows) { return run(known.function, rows); };
-  return in_own_memory(known.part ? coupled::run_provisionally(here, inputs.vec(), *known.part)
-                                  : here(inputs.vec()));
+  return in_own_memory(coupled::run_provisionally(here, inputs.vec(), *known.part));
 }
 
 TORCH_LIBRARY_FRAGMENT(infinitybatch, library) {
@@ -80,7 +87,7 @@ at::Tensor across_batch(const AcrossBatchFunction& function,
                              .findSchemaOrThrow("infinitybatch::across_batch", "")
                              .typed<at::Tensor(at::TensorList, int64_t)>();
   const int64_t number = next_function++;
-  functions[number] = {function, coupled::PartOfBatch::at_work()};
+  functions[number] = Known{function, coupled::PartOfBatch::at_work()};
   return op.call(inputs, number);
 }
 
@@ -104,7 +111,9 @@ void AcrossBatchFunctions::forget() {
 }
 
 AcrossBatch::AcrossBatch(int64_t number)
-    : function_(functions.at(number).function), part_(functions.at(number).part) {}
+    : function_(functions.at(number).function),
+      part_(functions.at(number).part),
+      ran_(functions.at(number).ran) {}
 
 void AcrossBatch::collect(Rows rows, const Arguments& arguments) {
   Part& part = parts_[rows.begin];
@@ -157,7 +166,10 @@ void AcrossBatch::combine(SettledBuffers& /*buffers*/) {
   const auto all = [&](const std::vector<at::Tensor>& rows) { return run(function_, rows); };
   const bool rehearsal = part_ && samples_ < part_->total;
   if (rehearsal) part_->rows = samples_;
+  std::optional<ProvisionalRun> once_more;
+  if (std::exchange(*ran_, false)) once_more.emplace();
   result_ = rehearsal ? run_provisionally(all, given, *part_) : all(given);
+  once_more.reset();
   autograd::walk_graph({result_}, [&](torch::autograd::Node& node) {
     const bool leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(&node) != nullptr;
     if (leaf || node.sequence_nr() >= begin) return;

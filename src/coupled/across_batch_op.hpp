@@ -5,6 +5,7 @@
 #include <infinitybatch/coupled/whole_batch_op.hpp>
 
 #include <map>
+#include <memory>
 #include <optional>
 
 namespace infinitybatch::coupled {
@@ -34,6 +35,7 @@ class AcrossBatch final : public WholeBatchOp {
 
   AcrossBatchFunction function_;
   std::optional<PartOfBatch::Facts> part_;  // of the batch that the recording was made of
+  std::shared_ptr<bool> ran_;               // on all samples, while forward was recorded
   int64_t samples_ = 0;                     // so far: a rehearsal has not all of them
   std::map<int64_t, Part> parts_;           // by first sample
   std::vector<at::Tensor> inputs_;          // joined, leaves

@@ -5,6 +5,7 @@
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/coupled/provisional.hpp>
 #include <infinitybatch/coupled/row_errors.hpp>
 
 #include <ATen/Context.h>
@@ -15,11 +16,14 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 
 namespace infinitybatch::coupled {
 namespace {
 
 constexpr const char* kOp = "infinitybatch::across_batch";
+
+thread_local bool provisional = false;
 
 /// Torch's default generators: the CPU's, and those of the devices that the inputs lie on.
 class DefaultGenerators {
@@ -123,9 +127,18 @@ at::Tensor first_that_works(const std::function<at::Tensor(const std::vector<at:
 
 }  // namespace
 
+ProvisionalRun::ProvisionalRun() noexcept : outer_(std::exchange(provisional, true)) {}
+ProvisionalRun::~ProvisionalRun() {
+  provisional = outer_;
+}
+bool ProvisionalRun::at_work() noexcept {
+  return provisional;
+}
+
 at::Tensor run_provisionally(const std::function<at::Tensor(const std::vector<at::Tensor>&)>& run,
                              const std::vector<at::Tensor>& inputs,
                              const PartOfBatch::Facts& part) {
+  const ProvisionalRun at_work;
   const DefaultGenerators generators(inputs);
   std::optional<std::map<std::string, std::string>> told;
   if (part.native_draws) told = tell_foreign_sources();

@@ -4,6 +4,7 @@
 #include <infinitybatch/core/errors.hpp>
 
 #include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>

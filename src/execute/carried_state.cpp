@@ -94,6 +94,8 @@ void CarriedState::after_forward() {
     runs_->set_single();
     first_ = false;
     idle_ = true;
+    with_graph_.clear();
+    if (collects_ && !runs_->quiet()) collect(look_.tensors());
     return;
   }
   if (!first_ || !runs_->wants_to_learn()) runs_->after_part();
@@ -127,14 +129,17 @@ void CarriedState::after_forward() {
   }
   left_behind_.add(left);
   with_graph_.clear();
-  for (const NamedParameter& each : left) {
-    const bool has_graph = each.tensor.requires_grad() && !each.tensor.is_leaf();
-    if (collects_ && has_graph) with_graph_.push_back(each.tensor);
-  }
+  if (collects_) collect(left);
   memory_.forget_carried();
   before_.clear();
   if (first_ && !changed && !runs_->counts() && !runs_->wants_to_learn()) idle_ = true;
   first_ = false;
+}
+
+void CarriedState::collect(const std::vector<NamedParameter>& left) {
+  for (const NamedParameter& each : left) {
+    if (each.tensor.requires_grad() && !each.tensor.is_leaf()) with_graph_.push_back(each.tensor);
+  }
 }
 
 void CarriedState::forward_failed(const std::string& how) {

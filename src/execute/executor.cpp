@@ -9,6 +9,7 @@
 #include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/foreign_draws.hpp>
 #include <infinitybatch/coupled/part_of_batch.hpp>
+#include <infinitybatch/coupled/row_errors.hpp>
 #include <infinitybatch/execute/execution_log.hpp>
 #include <infinitybatch/execute/outside_loss.hpp>
 #include <infinitybatch/memory/limit.hpp>
@@ -276,7 +277,7 @@ void Executor::forward(Rows rows) {
   {
     const CarriedState::Scope stateful(job_.exact_coupling ? state_at_work_ : nullptr, part,
                                        job_.batch_size());
-    outputs_ = job_.model->forward(inputs_);
+    few_.watch(rows.size(), [&] { outputs_ = job_.model->forward(inputs_); });
   }
   watch_.rethrow();
   // Provisional where forward is cut: they follow statistics of the whole batch.
@@ -474,7 +475,14 @@ at::Tensor Executor::loss_sum(Rows rows) const {
 
 void Executor::loss(Rows rows) {
   const LossState::Scope keeping(loss_state_);
-  share_ = denominator_->divide(loss_sum(rows));
+  try {
+    few_for_loss_.watch(rows.size(), [&] { share_ = denominator_->divide(loss_sum(rows)); });
+  } catch (...) {
+    if (rows.size() < job_.batch_size() && coupled::may_be_of_rows(std::current_exception())) {
+      explain_compared(outputs_, targets_, rows.size(), job_.batch_size());
+    }
+    throw;
+  }
   experiment_.read_by(share_);
   note_read();
   const at::NoGradGuard no_grad;
@@ -580,6 +588,7 @@ void Executor::hand_out() {
   examine(/*last=*/true);
   if (differ_) std::rethrow_exception(differ_);
   finish();
+  few_.forget();
   // Hooks may draw too.
   if (cut_pass_ && cut_pass_->streams() != nullptr) cut_pass_->streams()->settle();
   sinks_.hand_out();

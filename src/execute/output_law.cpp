@@ -8,6 +8,7 @@
 #include <ATen/Functions.h>
 
 #include <algorithm>
+#include <exception>
 #include <iterator>
 #include <utility>
 
@@ -106,11 +107,32 @@ OutputLaw find_output_law(const OutputForm& form, const OutputForm* other) {
   return law;
 }
 
+BatchError compared(const Batch& outputs, size_t leaf) {
+  return BatchError(name_of(outputs, leaf) +
+                    " has several dimensions that follow the micro-batch (its shape is " +
+                    c10::str(outputs.leaves()[leaf].tensor.sizes()) +
+                    "), as where its samples are compared with each other: a comparison of samples "
+                    "of different micro-batches is not among them. Return what is compared, and "
+                    "let the loss compare: losses.coupled(lambda z, t: loss(z @ z.T, t))");
+}
+
+void explain_compared(const Batch& outputs, const Batch& targets, int64_t rows, int64_t total) {
+  const auto& leaves = targets.leaves();
+  const bool all = std::any_of(leaves.begin(), leaves.end(), [&](const Leaf& leaf) {
+    if (!leaf.tensor.defined() || leaf.batch_dim == Leaf::kShared) return false;
+    const auto sizes = leaf.tensor.sizes();
+    return std::find(sizes.begin(), sizes.end(), total) != sizes.end();
+  });
+  if (!all) return;
+  for (size_t i = 0; i < outputs.leaves().size(); ++i) {
+    const bool square =
+        outputs.leaves()[i].tensor.defined() && following_dims({outputs}, {rows}, i).size() > 1;
+    if (square) std::throw_with_nested(compared(outputs, i));
+  }
+}
+
 void refuse_compared(const Batch& outputs, size_t leaf) {
-  throw BatchError(name_of(outputs, leaf) +
-                   " has several dimensions that follow the micro-batch, as where its samples are "
-                   "compared with each other: a comparison of samples of different micro-batches "
-                   "is not among them; return what is compared, and let the loss compare");
+  throw compared(outputs, leaf);
 }
 
 void check_same(const at::Tensor& first, const at::Tensor& part, const std::string& name) {

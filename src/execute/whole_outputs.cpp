@@ -6,6 +6,7 @@
 #include <infinitybatch/core/join.hpp>
 #include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/core/torch_compat.hpp>
+#include <infinitybatch/coupled/row_errors.hpp>
 #include <infinitybatch/execute/carried_state.hpp>
 #include <infinitybatch/execute/loss_watch.hpp>
 #include <infinitybatch/execute/output_law.hpp>
@@ -14,6 +15,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <exception>
 #include <set>
 #include <utility>
 
@@ -234,7 +236,14 @@ at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
       tensor = handed(tensor, wanted);
     }
   }
-  const auto read = [&](const at::Tensor& tensor) { check_read(tensor, loss_begins); };
+  bool reads_forward = false;  // its graph, past the outputs
+  const auto read = [&](const at::Tensor& tensor) {
+    check_read(tensor, loss_begins);
+    const auto* node = tensor.requires_grad() ? tensor.grad_fn().get() : nullptr;
+    if (node == nullptr) return;
+    reads_forward =
+        reads_forward || (node->sequence_nr() >= first_node_ && node->sequence_nr() < loss_begins);
+  };
   const auto write = [this](size_t leaf) { copy_before_write(leaf); };
   LossWatch watch(watched, write, read);
   watched.clear();
@@ -251,7 +260,8 @@ at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
   const at::Tensor gradient =
       job_.loss_scale.defined() ? job_.loss_scale.to(loss.device(), loss.scalar_type()).reshape({})
                                 : at::ones_like(loss);
-  autograd::run_backward({loss}, {gradient});
+  // A graph that is kept for the outputs is gone through once more.
+  autograd::run_backward({loss}, {gradient}, /*keep=*/reads_forward);
   auto leaf = wanted.begin();
   const OutputLaw* law = job_.output_law;
   for (size_t i = 0; i < wants_gradient_.size(); ++i) {
@@ -274,7 +284,18 @@ at::Tensor WholeOutputs::computed(const Batch& outputs, const Batch& targets, Lo
     return loss;
   } catch (...) {
     collective_ = watch.collective();
+    if (coupled::may_be_of_rows(std::current_exception())) explain_compared();
     throw;
+  }
+}
+
+/// Called with an error of the loss at work, which outputs may have caused that were joined along
+/// one dimension and follow the samples along another one, too.
+void WholeOutputs::explain_compared() const {
+  const OutputLaw* law = job_.output_law;
+  if (parts_.size() < 2 || law == nullptr || !law->fits(whole_)) return;
+  for (size_t i = 0; i < law->leaves.size(); ++i) {
+    if (law->leaves[i].compares) std::throw_with_nested(compared(whole_, i));
   }
 }
 

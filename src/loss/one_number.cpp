@@ -10,6 +10,11 @@ namespace infinitybatch {
 
 at::Tensor one_number(const at::Tensor& value, const std::string& what) {
   if (!value.defined()) throw InvalidArgument(what + " returned no tensor; return a sum");
+  if (value.is_complex()) {
+    throw InvalidArgument(what +
+                          " returned a complex tensor; backward needs a real number, such as "
+                          "value.abs() or value.real");
+  }
   if (value.numel() != 1) {
     std::ostringstream message;
     message << what << " returned a tensor of shape " << value.sizes()

@@ -76,7 +76,7 @@ std::pair<const Planner::Kind, Planner::Knowledge>* Planner::longer_kind() {
 
 /// Whether a plan of its own could be faster: more of the shorter samples fit at once.
 bool Planner::could_gain(const Dims& longer) const {
-  if (request_.whole_batch_only) return false;
+  if (request_.whole_batch_only || request_.fails_on > 0) return false;
   const bool much_shorter = elements(request_.dims) <= kMuchShorter * elements(longer);
   return much_shorter && size_under(fastest()) < request_.batch_size;
 }

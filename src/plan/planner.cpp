@@ -64,7 +64,7 @@ int64_t even_size(int64_t batch_size, int64_t at_most) {
 bool is_alike(const Request& request, const Request& other) {
   return request.signature == other.signature && request.dims == other.dims &&
          request.batch_size == other.batch_size && request.budget_bytes == other.budget_bytes &&
-         request.whole_batch_only == other.whole_batch_only;
+         request.whole_batch_only == other.whole_batch_only && request.fails_on == other.fails_on;
 }
 
 }  // namespace
@@ -83,6 +83,7 @@ void Planner::begin(const Request& request) {
   if (settled_plan_) return;
   // Shorter samples may fit where those whose plan they would follow do not.
   if (borrowed_ && candidates().empty()) stop_borrowing();
+  if (request.fails_on > 0 && candidates().empty()) refuse_larger(0);
   if (known_->profile && candidates().empty()) {
     int64_t smallest = INT64_MAX;
     for (int64_t cap = 1; cap < 2 * request.batch_size; cap *= 2) {
@@ -97,6 +98,7 @@ void Planner::begin(const Request& request) {
 
 std::vector<int64_t> Planner::candidates() const {
   if (request_.whole_batch_only) return {request_.batch_size};
+  if (request_.fails_on > 0) return largest_candidate();
   std::vector<int64_t> caps;
   const auto consider = [&](int64_t cap) {
     if (!fits(size_under(cap))) return false;
@@ -121,6 +123,25 @@ std::vector<int64_t> Planner::candidates() const {
     consider(low);
   }
   return caps;
+}
+
+std::vector<int64_t> Planner::largest_candidate() const {
+  int64_t cap = std::min(request_.batch_size, known_->largest);
+  while (cap > request_.fails_on) {
+    const int64_t size = size_under(cap);
+    const int64_t count = (request_.batch_size + size - 1) / size;
+    if (request_.batch_size / count <= request_.fails_on) break;
+    if (fits(size)) return {size};
+    cap = size - 1;
+  }
+  return {};
+}
+
+void Planner::refuse_larger(int64_t needed_bytes) const {
+  throw BudgetExceeded(std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes,
+                       std::nullopt,
+                       "A micro-batch of more than the " + std::to_string(request_.fails_on) +
+                           " samples on which forward fails");
 }
 
 int64_t Planner::size_under(int64_t cap) const {
@@ -195,6 +216,12 @@ std::vector<int64_t> Planner::split_rest() const {
 
 std::optional<int64_t> Planner::probe_size() const {
   const Knowledge& known = *known_;
+  if (request_.fails_on > 0) {
+    // A second pass, which cannot begin again, comes later: once in front of it.
+    const std::vector<int64_t> sizes = candidates();
+    if (!request_.two_pass || sizes.empty() || known.peaks.contains(sizes[0])) return std::nullopt;
+    return sizes[0];
+  }
   if (known.profile || known.irregular || request_.whole_batch_only) return std::nullopt;
   // Two samples first: they show what larger sizes need at most, and take what is taken only once.
   if (request_.measured && known.peaks.empty()) {
@@ -502,6 +529,12 @@ void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
     throw BudgetExceeded(std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes,
                          std::nullopt, "The step, before its first micro-batch,");
   }
+  if (request_.fails_on > 0) {
+    known_->largest = std::min(known_->largest, attempted_ - 1);
+    attempted_ = 0;
+    if (candidates().empty()) refuse_larger(needed_bytes);
+    return;
+  }
   if (request_.whole_batch_only || attempted_ <= 1) {
     smallest_failed_ = !request_.whole_batch_only;
     throw BudgetExceeded(std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes,
@@ -571,6 +604,9 @@ std::string Planner::reason(int64_t cap) const {
   std::string text;
   if (request_.whole_batch_only) {
     text = "the samples are coupled: only one micro-batch of all of them is exact";
+  } else if (request_.fails_on > 0) {
+    text = "the largest that fits, as forward fails on " + std::to_string(request_.fails_on) +
+           (request_.fails_on == 1 ? " sample" : " samples");
   } else if (const std::vector<int64_t> caps = candidates(); caps.size() < 2) {
     text = "no larger micro-batch fits";
   } else {

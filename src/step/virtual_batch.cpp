@@ -67,6 +67,7 @@ void VirtualBatch::State::forget_programs() const {
   rows_seen_.clear();
   checked_.clear();
   couplings_.clear();
+  few_rows_.clear();
 }
 
 Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targets) const {
@@ -131,6 +132,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
   int changes = 0;  // of the number of segments
   rehearsed_ = false;
   collective_.reset();
+  const FewRows::Step few_rows(few_rows_);
   for (int64_t restarts = 0;; ++restarts) {
     if (collective_) {
       throw Unsupported(
@@ -188,8 +190,8 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       if (options_.checkpoint_segments) job.checkpoints = &checkpoints_[signature_of(job)];
       // Nothing has run out of memory: not a restart that the report should count.
       --restarts;
-    } catch (const BudgetExceeded&) {
-      if (!give_up_graphs(job) && !plan_smaller(job)) throw;
+    } catch (const BudgetExceeded& error) {
+      if (!give_up_graphs(job) && !plan_smaller(job)) refuse_budget(job, error);
     } catch (const ParkingError&) {
       if (!give_up_graphs(job)) throw;
     } catch (const Unsupported& error) {
@@ -206,6 +208,10 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
         check_inputs();
         checkpoints_.erase(signature_of(job));
         std::rethrow_exception(std::exchange(streamed_, nullptr));
+      }
+      if (answer_few_rows(job)) {
+        --restarts;  // nothing has run out of memory
+        continue;
       }
       if (!budget || !is_out_of_memory(std::current_exception())) throw;
       // The user's own error says nothing of our sizes. A fixed size cannot be answered by a
@@ -226,8 +232,8 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       if (begin_turns(job)) continue;
       try {
         answer_out_of_memory(job, needed, *budget);
-      } catch (const BudgetExceeded&) {
-        if (!give_up_graphs(job) && !plan_smaller(job)) throw;
+      } catch (const BudgetExceeded& error) {
+        if (!give_up_graphs(job) && !plan_smaller(job)) refuse_budget(job, error);
       }
     }
   }
@@ -237,6 +243,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
                                         bool hand_out) {
   planning_ = false;
   coupled_beyond_cuts_ = false;
+  failed_rows_ = 0;
   const RngSnapshot random = RngSnapshot::capture(devices_of(job));
   Job checked;
   std::optional<Executor> executor;
@@ -255,6 +262,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     if (job.store != nullptr) parked_before_ = job.store->statistics();
     const memory::PeakScope own(job.device);
     executor.emplace(checked);
+    if (!options_.micro_batch_size) executor->look_for_few_rows();
     if (job.checkpoints != nullptr) {
       follow_checkpoints(*executor, job, budget, hand_out, report);
     } else if (options_.micro_batch_size) {
@@ -287,6 +295,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     if (executor) {
       if (auto collective = executor->collective()) collective_ = std::move(collective);
       coupled_beyond_cuts_ = executor->coupled_beyond_cuts();
+      failed_rows_ = executor->failed_rows();
       inputs_written_ = inputs_written_ || executor->wrote_inputs();
       executor->roll_back();
     }
@@ -462,6 +471,18 @@ void VirtualBatch::State::answer_coupling(const Job& job) {
   if (!coupling.why) coupling.why = std::current_exception();
   if (!may_try || coupling.whole) std::rethrow_exception(coupling.why);
   coupling.whole = true;
+}
+
+bool VirtualBatch::State::answer_few_rows(const Job& job) {
+  if (!planning_ || inputs_written_ || job.checkpoints != nullptr) return false;
+  return few_rows_.meet(program_kind_of(job), failed_rows_, job.batch_size(),
+                        std::current_exception());
+}
+
+void VirtualBatch::State::refuse_budget(const Job& job, const BudgetExceeded& why) {
+  const std::string kind = program_kind_of(job);
+  if (few_rows_.failing(kind) == 0) throw;
+  few_rows_.refuse(kind, job.batch_size(), why);
 }
 
 VirtualBatch::VirtualBatch(Model model, Loss loss, Options options)

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "few_rows.hpp"
 #include "graph_choice.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -101,6 +102,10 @@ class VirtualBatch::State {
   /// Whether cutting the tapes, or giving it up again, may be exact.
   bool answer_by_cuts(Job& job);
   void answer_coupling(const Job& job);
+  /// Larger micro-batches, where a few samples were what forward failed on; false where not.
+  bool answer_few_rows(const Job& job);
+  /// Where those have no room. \throws BudgetExceeded, the one at work where that is not why
+  [[noreturn]] void refuse_budget(const Job& job, const BudgetExceeded& why);
   const Coupling* coupling_of(const Job& job) const;
   /// \throws Unsupported where forward has to run again on inputs that it has changed
   void check_inputs() const;
@@ -137,6 +142,8 @@ class VirtualBatch::State {
   mutable std::map<std::string, RowsSeen> rows_seen_;  // by kind of batch
   mutable std::set<std::string> checked_;  // kinds of batches whose recordings were checked
   int64_t segments_ = 1;                   // of the cut tapes that were recorded last
+  mutable FewRows few_rows_;
+  int64_t failed_rows_ = 0;                // see `Executor::failed_rows`
   bool failed_in_loss_ = false;            // the last attempt, in the loss of all outputs
   bool coupled_beyond_cuts_ = false;       // of the last attempt: no cut helps
   std::optional<std::string> collective_;  // by which an attempt's loss talked to other ranks

@@ -184,6 +184,7 @@ Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   request.segments = job.cut ? segments_ : 0;
   const Coupling* coupling = coupling_of(job);
   request.whole_batch_only = coupling != nullptr && coupling->whole;
+  request.fails_on = few_rows_.failing(program_kind_of(job));
   return request;
 }
 
@@ -201,6 +202,7 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
   try {
     for (int pass = 0; pass < kPasses; ++pass) {
       executor.emplace(quiet);
+      executor->look_for_few_rows();
       planner_.begin(request(quiet, budget));
       planning_ = true;
       int64_t row = 0;
@@ -220,6 +222,7 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
         executor->roll_back();
         if (job.match_native_rng) random.restore();
         executor.emplace(quiet);
+        executor->look_for_few_rows();
       }
       executor->roll_back();
       executor.reset();
@@ -230,6 +233,7 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
     keep_foreign_exception(std::current_exception());
     if (executor) {
       coupled_beyond_cuts_ = executor->coupled_beyond_cuts();
+      failed_rows_ = executor->failed_rows();
       executor->roll_back();
     }
     throw;

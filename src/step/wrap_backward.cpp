@@ -19,6 +19,7 @@
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
@@ -236,6 +237,9 @@ std::vector<at::Tensor> run_once(const WrappedCall& call, const std::vector<at::
 class WrapNode : public Node {
  public:
   explicit WrapNode(std::shared_ptr<WrappedCall> call) : call_(std::move(call)) {}
+  ~WrapNode() override { left_out_->node = nullptr; }
+  WrapNode(const WrapNode&) = delete;
+  WrapNode& operator=(const WrapNode&) = delete;
 
   variable_list apply(variable_list&& gradients) override {
     const std::shared_ptr<WrappedCall> call = call_;
@@ -246,14 +250,20 @@ class WrapNode : public Node {
     try {
       variable_list sums;
       std::exception_ptr error;
+      if (call->going_back) *call->going_back = true;
       try {
         sums = backward(*call, gradients);
       } catch (...) {
         error = std::current_exception();
         keep_foreign_exception(error);
       }
+      if (call->going_back) {
+        *call->going_back = false;
+        call->wrapped->left_unread = true;
+      }
       if (options.agree) options.agree(error);
       if (error) std::rethrow_exception(error);
+      check_left_out(sums);
       leave_out_unreached(sums);
       return sums;
     } catch (...) {
@@ -270,22 +280,47 @@ class WrapNode : public Node {
   std::string name() const override { return "infinitybatch::Wrap"; }
 
  private:
+  /// Edges that are out of their place for one backward.
+  struct LeftOut {
+    explicit LeftOut(WrapNode& node) : node(&node) {}
+    void put_back() {
+      if (node == nullptr) return;
+      for (auto& [index, edge] : edges) node->next_edges()[index] = std::move(edge);
+      edges.clear();
+    }
+    WrapNode* node;  // null when it is gone
+    std::vector<std::pair<size_t, torch::autograd::Edge>> edges;
+  };
+
   /// Hooks of leaves that get no gradient would be called with None. Natively no node leads there,
-  /// and they do not run.
+  /// and they do not run. With `retain_graph` another backward may reach them.
   void leave_out_unreached(const variable_list& sums) {
-    // Another backward may reach them.
-    if (torch::autograd::get_current_graph_task_keep_graph()) return;
     for (size_t i = 0; i < sums.size(); ++i) {
       torch::autograd::Edge& edge = next_edges()[i];
       if (sums[i].defined() || !edge.is_valid()) continue;
       // Where another node leads there it is that one's gradient, which waits for this node.
       if (edge.function->tensor_pre_hooks().empty() || edge.function.use_count() > 1) continue;
-      unreached_.push_back(std::exchange(edge, torch::autograd::Edge()));
+      left_out_->edges.emplace_back(i, std::exchange(edge, torch::autograd::Edge()));
+    }
+    if (left_out_->edges.empty() || !torch::autograd::get_current_graph_task_keep_graph()) return;
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [left_out = left_out_] { left_out->put_back(); });
+  }
+
+  /// The engine calls back only where a backward succeeds.
+  void check_left_out(const variable_list& sums) const {
+    for (const auto& [index, edge] : left_out_->edges) {
+      if (!sums[index].defined()) continue;
+      throw StateError(
+          "an earlier backward through this output has failed, and this one reaches parameters "
+          "that "
+          "it did not; call the model once more, and backward from its new output");
     }
   }
 
   std::shared_ptr<WrappedCall> call_;
-  torch::autograd::edge_list unreached_;  // the engine knows them by address
+  // Held, too, because the engine knows them by address.
+  std::shared_ptr<LeftOut> left_out_ = std::make_shared<LeftOut>(*this);
 };
 
 /// Tells the call what was copied while it lives.

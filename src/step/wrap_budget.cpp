@@ -106,6 +106,10 @@ class BudgetedForward {
   bool give_up_graphs();
   void answer_coupling();
   void answer_other_segments(int64_t segments);
+  /// Larger micro-batches, where a few samples were what forward failed on; false where not.
+  bool answer_few_rows();
+  /// Where those have no room. \throws BudgetExceeded, the one at work where that is not why
+  [[noreturn]] void refuse_budget(const BudgetExceeded& why);
   void rehearse();
   Split choose();
   Split split() const {
@@ -132,6 +136,7 @@ class BudgetedForward {
   bool planned_ = false;    // the planner knows of the attempt at work
   bool finishing_ = false;  // the last attempt failed while outputs were joined
   int64_t restarts_ = 0;
+  int64_t failed_rows_ = 0;  // see `FewestRows`; of the last attempt
   const Rerunnable rerunnable_;
   bool uncut_ = false;           // tapes cannot be cut, or need not be
   int changes_ = 0;              // of the number of segments
@@ -157,6 +162,7 @@ Request BudgetedForward::request() const {
   {
     const std::lock_guard<std::mutex> lock(wrapped_->mutex);
     request.whole_batch_only = wrapped_->whole_batch_only.contains(program_kind_of(job_));
+    request.fails_on = wrapped_->few_rows.failing(program_kind_of(job_));
   }
   request.parked = job_.cut ? job_.store != nullptr : job_.parks_graphs;
   request.parks_graphs = job_.parks_graphs;
@@ -171,6 +177,7 @@ Request BudgetedForward::request() const {
 }
 
 Batch BudgetedForward::run() {
+  const FewRows::Step few_rows(wrapped_->few_rows);
   for (;; ++restarts_) {
     rerunnable_.check();
     if (live(job_.device) > budget_ && !drop_graphs(*wrapped_)) {
@@ -181,6 +188,7 @@ Batch BudgetedForward::run() {
     const memory::Limit limit(budget_, job_.device);
     planned_ = false;
     finishing_ = false;
+    failed_rows_ = 0;
     try {
       return attempt();
     } catch (const NothingToCut&) {
@@ -193,13 +201,17 @@ Batch BudgetedForward::run() {
       answer_other_segments(changed.segments());
     } catch (const CouplingError&) {
       answer_coupling();
-    } catch (const BudgetExceeded&) {
+    } catch (const BudgetExceeded& error) {
       if (drop_graphs(*wrapped_) || begin_parking() || give_up_graphs()) continue;
       if (coupling_) std::rethrow_exception(coupling_);
-      throw;
+      refuse_budget(error);
     } catch (const ParkingError&) {
       if (!give_up_graphs()) throw;
     } catch (...) {
+      if (answer_few_rows()) {
+        --restarts_;  // nothing has run out of memory
+        continue;
+      }
       if (!is_out_of_memory(std::current_exception())) throw;
       // The user's own error says nothing of our sizes.
       if (!limit.allocation_failed()) throw;
@@ -207,8 +219,8 @@ Batch BudgetedForward::run() {
       if (options_.micro_batch_size && limit.refused() == 0) throw;
       try {
         answer_out_of_memory(limit, finishing_);
-      } catch (const BudgetExceeded&) {
-        if (!begin_parking() && !give_up_graphs()) throw;
+      } catch (const BudgetExceeded& error) {
+        if (!begin_parking() && !give_up_graphs()) refuse_budget(error);
       }
     }
   }
@@ -295,6 +307,20 @@ void BudgetedForward::answer_coupling() {
   if (!fresh) std::rethrow_exception(coupling_);
 }
 
+bool BudgetedForward::answer_few_rows() {
+  if (!planned_ || !rerunnable_.holds()) return false;
+  const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+  return wrapped_->few_rows.meet(program_kind_of(job_), failed_rows_, rows_.size,
+                                 std::current_exception());
+}
+
+void BudgetedForward::refuse_budget(const BudgetExceeded& why) {
+  const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+  const std::string kind = program_kind_of(job_);
+  if (wrapped_->few_rows.failing(kind) == 0) throw;
+  wrapped_->few_rows.refuse(kind, rows_.size, why);
+}
+
 void BudgetedForward::answer_other_segments(int64_t segments) {
   rerunnable_.check();
   wrapped_->segments = segments;
@@ -370,6 +396,7 @@ void BudgetedForward::rehearse() {
     executor.reset();
     if (job.cut) job.outside = &loss.emplace();
     executor.emplace(job);
+    executor->look_for_few_rows();
   };
   try {
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -405,7 +432,10 @@ void BudgetedForward::rehearse() {
     wrapped_->checked.insert(program_kind_of(job_));
   } catch (...) {
     keep_foreign_exception(std::current_exception());
-    if (executor) executor->roll_back();
+    if (executor) {
+      failed_rows_ = executor->failed_rows();
+      executor->roll_back();
+    }
     executor.reset();
     random.restore();
     throw;
@@ -497,6 +527,7 @@ Batch BudgetedForward::attempt() {
   } catch (...) {
     keep_foreign_exception(std::current_exception());
     finishing_ = pass.finishing();
+    failed_rows_ = pass.failed_rows();
     pass.roll_back();
     throw;
   }

@@ -47,18 +47,22 @@ std::vector<uint32_t> versions_of(const Batch& batch) {
   return versions;
 }
 
+[[noreturn]] void refuse_left() {
+  throw_through_engine(std::make_exception_ptr(Unsupported(
+      "the loss reads a tensor that forward of the wrapped model left behind (in an attribute, a "
+      "hook or a closure) and that is no output: it holds the samples of one micro-batch, where "
+      "the loss of the whole batch needs those of all. Return it as an output, with a row for "
+      "each sample; detach it if nobody differentiates it; or make the budget, or "
+      "micro_batch_size, large enough for one micro-batch")));
+}
+
 /// Where graphs end that were dropped: whoever comes here keeps one micro-batch's tensor.
 class LeftNode final : public Node {
  public:
   LeftNode() : Node(/*sequence_nr=*/UINT64_MAX) {}
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& /*gradients*/) override {
-    throw_through_engine(std::make_exception_ptr(Unsupported(
-        "the loss reads a tensor that forward of the wrapped model left behind (in an attribute, a "
-        "hook or a closure) and that is no output: it holds the samples of one micro-batch, where "
-        "the loss of the whole batch needs those of all. Return it as an output, with a row for "
-        "each sample; detach it if nobody differentiates it; or make the budget, or "
-        "micro_batch_size, large enough for one micro-batch")));
+    refuse_left();
   }
   std::string name() const override { return "infinitybatch::LeftBehind"; }
 };
@@ -85,14 +89,17 @@ Rerunnable::Rerunnable(const Batch& inputs) {
   }
 }
 
+bool Rerunnable::holds() const {
+  return std::all_of(versions_.begin(), versions_.end(),
+                     [](const Version& version) { return version.holds(); });
+}
+
 void Rerunnable::check() const {
-  for (const Version& version : versions_) {
-    if (version.holds()) continue;
-    throw Unsupported(
-        "forward changes its inputs in place, and has to run on them again (to be measured, after "
-        "memory ran out, or for a layer that sees the whole batch); write that out of place, as in "
-        "x = x - mean. The rows that it ran on are changed");
-  }
+  if (holds()) return;
+  throw Unsupported(
+      "forward changes its inputs in place, and has to run on them again (to be measured, after "
+      "memory ran out, or for a layer that sees the whole batch); write that out of place, as in "
+      "x = x - mean. The rows that it ran on are changed");
 }
 
 ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const Batch& inputs)
@@ -122,6 +129,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
   }
   before_ = RngSnapshot::capture(call_->devices);
   rows_ = BatchSource::from(call_->inputs, "inputs");
+  if (!options_.micro_batch_size) few_.look(rows_.size);
   known_ = call_->examined = call_->wrapped->is_examined(rows_, job_);
   experiment_.emplace(&call_->examined, call_->devices, rows_.size);
   call_->rows_seen = call_->wrapped->rows_seen_of(rows_, job_);
@@ -262,7 +270,9 @@ Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
   call_->cuts =
       std::make_unique<WrapCuts>(*call_, job, values_, recording_, [this](const Batch& micro) {
         const uint64_t first_node = at::sequence_number::peek();
-        Batch outputs = call_->wrapped->model.forward(micro);
+        Batch outputs;
+        few_.watch(batch_size(micro, "inputs"),
+                   [&] { outputs = call_->wrapped->model.forward(micro); });
         learn_from_recording(outputs, micro, first_node);
         if (recording_) call_->left_on_module = call_->cuts->left().with_graph(outputs);
         return outputs;
@@ -355,7 +365,11 @@ Batch ForwardPass::call_model(const Batch& micro, GraphMemory* memory) {
   const coupled::PartOfBatch part_of_batch(exact_ ? part_of_batch_ : std::nullopt);
   const coupled::CouplingWatch::Scope watching(watch_);
   const CarriedState::Scope stateful(exact_ ? state_at_work_ : nullptr, part_, rows_.size);
-  const auto forward = [&] { return call_->wrapped->model.forward(micro); };
+  const auto forward = [&] {
+    Batch given;
+    few_.watch(batch_size(micro, "inputs"), [&] { given = call_->wrapped->model.forward(micro); });
+    return given;
+  };
   Batch outputs = memory != nullptr ? memory->watch(forward) : forward();
   watch_.rethrow();
   memory::Limit::check();
@@ -470,7 +484,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
       experiment_->take(rows, micro, part.tape);
     }
   }
-  if (recording_) note_graph(outputs, micro, first_node, /*dropped=*/!keep && part_);
+  if (recording_) note_graph(outputs, micro, first_node, /*dropped=*/!keep && part_, keep);
   refuse_sparse(outputs);
   outputs_.push_back(detached(outputs));
   row_counts_.push_back(rows.size());
@@ -496,8 +510,29 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   const bool restored = buffer_rule_.written() || parameter_rule_->written();
   const bool wrote = versions_of(micro) != versions;
   wrote_inputs_ = wrote_inputs_ || wrote;
-  if (keep && (restored || wrote)) call_->keep().graphs.clear();
+  if (keep && (restored || wrote || !keeps_)) call_->keep().graphs.clear();
   if (parks) leave(call_->parts.size() - 1);
+}
+
+bool ForwardPass::may_keep_beside(const std::vector<at::Tensor>& left) {
+  Wrapped& wrapped = *call_->wrapped;
+  const bool keep = part_ || (wrapped.left_unread && !wrapped.left_read);
+  if (!call_->going_back) call_->going_back = std::make_shared<std::atomic<bool>>(false);
+  for (const at::Tensor& tensor : left) {
+    tensor.register_hook([here = std::weak_ptr(call_->wrapped), going_back = call_->going_back,
+                          keep, part = part_](const at::Tensor&) {
+      if (*going_back) return;
+      if (part) refuse_left();
+      if (const auto wrapped = here.lock()) wrapped->left_read = true;
+      if (!keep) return;
+      throw_through_engine(std::make_exception_ptr(StateError(
+          "the loss reads a tensor that forward of the wrapped model left in an attribute, and "
+          "that no loss read before: its graph has been used up for the outputs. From the next "
+          "call on it can be read: run this step once more")));
+    });
+  }
+  if (!keep) call_->keep().sinks->release(left);
+  return keep;
 }
 
 bool ForwardPass::may_count() const {
@@ -526,7 +561,7 @@ bool ForwardPass::may_stand_once() const {
 
 /// Notes where gradients go that are no parameters of the model, before the graph is dropped.
 void ForwardPass::note_graph(const Batch& outputs, const Batch& micro, uint64_t first_node,
-                             bool dropped) {
+                             bool dropped, bool kept) {
   std::vector<at::Tensor> roots;
   wants_gradient_.resize(std::max(wants_gradient_.size(), outputs.leaves().size()), false);
   for (size_t i = 0; i < outputs.leaves().size(); ++i) {
@@ -557,6 +592,7 @@ void ForwardPass::note_graph(const Batch& outputs, const Batch& micro, uint64_t 
     }
   });
   std::vector<at::Tensor> left = state_->take_left();
+  keeps_ = !kept || left.empty() || may_keep_beside(left);
   if (!dropped) return;
   roots.insert(roots.end(), left.begin(), left.end());
   end_graphs(roots);

@@ -6,6 +6,7 @@
 #include <infinitybatch/coupled/part_of_batch.hpp>
 #include <infinitybatch/execute/buffer_rule.hpp>
 #include <infinitybatch/execute/carried_state.hpp>
+#include <infinitybatch/execute/fewest_rows.hpp>
 #include <infinitybatch/execute/mixing_experiment.hpp>
 #include <infinitybatch/execute/parameter_rule.hpp>
 #include <infinitybatch/execute/row_look.hpp>
@@ -31,6 +32,7 @@ class Rerunnable {
   explicit Rerunnable(const Batch& inputs);
   /// \throws Unsupported where they have been changed in place
   void check() const;
+  bool holds() const;
 
  private:
   std::vector<Version> versions_;
@@ -62,6 +64,7 @@ class ForwardPass {
   Batch finish();
   /// Whether micro-batches are joined; running out of memory then is no matter of their size.
   bool finishing() const noexcept { return finishing_; }
+  int64_t failed_rows() const noexcept { return few_.failed(); }
   /// Whether an op that couples samples has run for which somebody can stand in, or one that draws
   /// numbers which are to be those of the whole batch.
   bool saw_coupling() const;
@@ -106,7 +109,11 @@ class ForwardPass {
   void leave(size_t part);
   void settle();
   /// \param dropped nobody but whoever kept a tensor of it goes back through this graph
-  void note_graph(const Batch& outputs, const Batch& micro, uint64_t first_node, bool dropped);
+  void note_graph(const Batch& outputs, const Batch& micro, uint64_t first_node, bool dropped,
+                  bool kept = false);
+  /// Where forward left tensors with a graph in attributes: whether a graph of the outputs can be
+  /// kept beside them, which backward would use up under a loss that reads both.
+  bool may_keep_beside(const std::vector<at::Tensor>& left);
   /// Which outputs come from the samples, as far as this recording tells.
   void note_sources(const tape::Tape& tape);
   /// Whether that of further micro-batches matters.
@@ -130,7 +137,9 @@ class ForwardPass {
   std::optional<memory::HighWater> high_water_;
   const memory::HighWater* planners_mark_ = nullptr;
   bool part_ = false;  // the micro-batch at work is not all of the samples
+  FewestRows few_;
   bool wrote_inputs_ = false;
+  bool keeps_ = true;  // the graph of the micro-batch at work may be kept
   std::vector<at::Tensor> buffers_;
   std::shared_ptr<const BufferValues> values_;
   RngSnapshot before_;

@@ -107,6 +107,7 @@ int64_t Wrapped::begin_program(const std::string& arguments) {
     rows_seen.clear();
     checked.clear();
     whole_batch_only.clear();
+    few_rows.clear();
   }
   return programs.number(identity);
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "few_rows.hpp"
 #include "graph_choice.hpp"
 #include "parking.hpp"
 #include "wrap_outputs.hpp"
@@ -48,6 +49,10 @@ struct StaticForward {
 struct Wrapped {
   Model model;
   WrapOptions options;
+  /// Of tensors with a graph that forward leaves in attributes: a loss goes back through them; or
+  /// backward has begun, and none did.
+  std::atomic<bool> left_read = false;
+  std::atomic<bool> left_unread = false;
   std::atomic<bool> use_tapes = true;  ///< false once a replay gave other outputs
   /// Whether ops of the model see the whole batch, in eval and in training mode.
   std::array<std::atomic<bool>, 2> cut{};
@@ -75,8 +80,9 @@ struct Wrapped {
   Programs programs;
   PlainNumbers numbers;                    ///< in Python; guarded by itself
   std::set<std::string> whole_batch_only;  ///< programs whose samples are coupled beyond cuts
-  std::set<std::string> parked;            ///< and of batch what waits of which does not fit
-  std::shared_ptr<park::Store> store;      ///< where that goes; made when it is first needed
+  FewRows few_rows;
+  std::set<std::string> parked;        ///< and of batch what waits of which does not fit
+  std::shared_ptr<park::Store> store;  ///< where that goes; made when it is first needed
 
   /// What is known of the random draws of this kind of batch.
   coupled::DrawLaws draw_laws_of(const Job& job);
@@ -210,6 +216,9 @@ struct WrappedCall {
   std::unique_ptr<memory::HighWater> during_loss;  ///< from the last micro-batch on
   int64_t live_before_loss = 0;
   std::atomic<bool> differentiated = false;  ///< backward has begun at least once
+  /// Where forward left tensors with a graph in attributes: whether backward of this node is at
+  /// work; it is told to whoever outlives the call.
+  std::shared_ptr<std::atomic<bool>> going_back;
 
   /// One micro-batch of the inputs: leaves of a graph of its own.
   Batch micro_batch(Rows part) const;

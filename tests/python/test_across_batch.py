@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support import Calls, classification, native, ours, worst_error
 from torch import nn
+from wrap_support import close, grads
 
 
 def minibatch_deviation(x):
@@ -143,11 +144,12 @@ def test_inputs_that_require_grad():
     torch.testing.assert_close(b.grad, a.grad, rtol=1e-11, atol=1e-14)
 
 
-def test_the_function_runs_once_on_the_whole_batch():
-    seen = []
+SEEN = []  # no closure: runs that are undone stay here
 
+
+def test_the_function_runs_once_on_the_whole_batch():
     def deviation(x):
-        seen.append(len(x))
+        SEEN.append(len(x))
         return minibatch_deviation(x)
 
     model = Calls(
@@ -157,9 +159,63 @@ def test_the_function_runs_once_on_the_whole_batch():
     inputs, targets = classification(11)
     batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4)
     batch.backward(inputs, targets)
-    seen.clear()
+    SEEN.clear()
     batch.backward(inputs, targets)
-    assert seen == [4, 4, 3, 11], "once for each recording, once for all"
+    assert SEEN == [4, 4, 3, 11], "once for each recording, once for all"
+
+
+def counted(where):
+    """A centred layer whose function counts its calls in its closure, or on its object."""
+    calls = [0]
+
+    class Centre:
+        count = 0
+
+        def __call__(self, x):
+            self.count += 1
+            return x - x.mean(0)
+
+    def centre(x):
+        calls[0] += 1
+        return x - x.mean(0)
+
+    function = centre if where == "closure" else Centre()
+    model = Calls(
+        lambda self, x: self.last(ib.across_batch(function, self.first(x))),
+        first=nn.Linear(6, 7),
+        last=nn.Linear(7, 5),
+    ).double()
+    return model, (lambda: calls[0]) if where == "closure" else (lambda: function.count)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batch_size": 4},
+        {"micro_batch_size": 1},
+        {"memory_budget": "64MiB"},
+        {"micro_batch_size": 4, "static_graph": True},
+    ],
+)
+@pytest.mark.parametrize("by", ["streamed", "coupled", "wrap"])
+@pytest.mark.parametrize("where", ["closure", "object"])
+def test_a_function_that_counts_its_calls(where, by, options):
+    model, count = counted(where)
+    inputs, targets = classification(11)
+    twin, wanted_count = counted(where)
+    twin.load_state_dict(model.state_dict())
+    F.cross_entropy(twin(inputs), targets).backward()
+    loss = F.cross_entropy if by == "streamed" else ib.losses.coupled(F.cross_entropy)
+    step = ib.wrap(model, **options) if by == "wrap" else ib.VirtualBatch(model, loss, **options)
+    for steps in range(1, 4):
+        model.zero_grad()
+        if by == "wrap":
+            F.cross_entropy(step(inputs), targets).backward()
+        else:
+            step.backward(inputs, targets)
+        close(grads(model), grads(twin), 1e-11)
+        assert count() == steps
+    assert wanted_count() == 1
 
 
 def test_functions_are_let_go():

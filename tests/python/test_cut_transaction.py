@@ -19,6 +19,7 @@ from fault_support import (
     look_at_new_objects_only,
     step_bits,
 )
+from support import Log
 from torch import nn
 
 __all__ = ["look_at_new_objects_only"]  # a fixture
@@ -58,7 +59,7 @@ class Fussy(nn.Module):
         self.deep = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
         self.last_norm = nn.BatchNorm1d(7)
         self.head = nn.Linear(7, 4)
-        self.places = []
+        self.places = Log()
         self.fatal = []  # a list: another number would be another program
         self.error = None
         self.double()

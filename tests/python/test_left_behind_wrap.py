@@ -1,6 +1,7 @@
 """Tensors that forward of a wrapped model leaves behind, and a loss that goes back through them."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import infinitybatch as ib
@@ -19,6 +20,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "retained": {"micro_batch_size": SIZE, "retained_micro_batches": 9},
     "norm": {"micro_batch_size": SIZE},
 }
+RETAINED: dict[str, Any] = {"micro_batch_size": N, "retained_micro_batches": 1}
 
 
 def features(kept: str, norm: bool) -> tuple[nn.Module, list[torch.Tensor]]:
@@ -149,3 +151,85 @@ def test_a_forward_that_does_not_fit_leaves_buffers_as_they_were(park: str) -> N
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name]), (kib, name)
     assert refused > 3
+
+
+def of_balance(model: nn.Module, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out, y) + 0.5 * model.balance
+
+
+def with_balance() -> nn.Module:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        weights = self.gate(x).softmax(-1)
+        self.balance = weights.mean(0).square().sum()
+        return (weights[:, :, None] * self.experts(x).view(len(x), 3, 5)).sum(1)
+
+    torch.manual_seed(0)
+    return Calls(forward, gate=nn.Linear(6, 3), experts=nn.Linear(6, 15)).double()
+
+
+def train(
+    model: nn.Module, run: Callable[[torch.Tensor, torch.Tensor], object], steps: int
+) -> list[Any]:
+    found = []
+    for step in range(steps):
+        model.zero_grad()
+        x, y = classification(N)
+        run(x + step, y)
+        found.append({name: grad.clone() for name, grad in grads(model).items()})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.05 * parameter.grad
+    return found
+
+
+@pytest.mark.parametrize("options", [{"memory_budget": "64MiB"}, {"micro_batch_size": N}, RETAINED])
+@pytest.mark.parametrize("by", ["wrap", "coupled"])
+def test_an_auxiliary_loss_of_one_micro_batch_is_exact(by: str, options: dict[str, Any]) -> None:
+    theirs, model = with_balance(), with_balance()
+
+    def native(x: torch.Tensor, y: torch.Tensor) -> None:
+        of_balance(theirs, theirs(x), y).backward()
+
+    if by == "wrap":
+        wrapped = ib.wrap(model, **options)
+
+        def ours(x: torch.Tensor, y: torch.Tensor) -> None:
+            of_balance(model, wrapped(x), y).backward()
+
+    else:
+        loss = ib.losses.coupled(lambda out, y: of_balance(model, out, y))
+        batch = ib.VirtualBatch(model, loss, **options)
+
+        def ours(x: torch.Tensor, y: torch.Tensor) -> None:
+            batch.backward(x, y)
+
+    torch.manual_seed(1)
+    wanted = train(theirs, native, 4)
+    torch.manual_seed(1)
+    close(train(model, ours, 4), wanted, 1e-11)
+
+
+def test_a_loss_that_reads_it_only_later_is_told() -> None:
+    theirs, model = with_balance(), with_balance()
+    wrapped = ib.wrap(model, memory_budget="64MiB")
+    x, y = classification(N)
+    for _ in range(3):  # a plot
+        F.cross_entropy(wrapped(x), y).backward()
+    assert wrapped.last_report.retained == 1
+    model.zero_grad()
+    with pytest.raises(ib.StateError, match="that no loss read before"):
+        of_balance(model, wrapped(x), y).backward()
+    of_balance(theirs, theirs(x), y).backward()
+    for _ in range(2):
+        model.zero_grad()
+        of_balance(model, wrapped(x), y).backward()
+        close(grads(model), grads(theirs), 1e-11)
+
+
+def test_a_part_that_keeps_its_graph_is_refused_by_type() -> None:
+    model = with_balance()
+    wrapped = ib.wrap(model, micro_batch_size=SIZE, retained_micro_batches=9)
+    x, y = classification(N)
+    out = wrapped(x)
+    with pytest.raises(ib.Unsupported, match="holds the samples of one micro-batch"):
+        of_balance(model, out, y).backward()

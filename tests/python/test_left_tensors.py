@@ -121,9 +121,6 @@ def test_what_is_the_same_for_all_samples_may_be_read(forward, way):
     if forward is weight and way == "per micro-batch":
         pytest.raises(ib.Unsupported, batch.backward, inputs, targets)  # nobody knows attributes
         return
-    if forward is weight and way == "all retained":
-        pytest.raises(RuntimeError, batch.backward, inputs, targets)  # it frees a kept graph
-        return
     batch.backward(inputs, targets)
     for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-12, atol=1e-14)

@@ -1,6 +1,7 @@
 """Bad input: each mistake with its error and what the message says."""
 
 import infinitybatch as ib
+import numpy
 import pytest
 import torch
 from support import Calls, classification, mlp
@@ -204,11 +205,101 @@ MISUSES = {
         ib.BatchError,
         "asked for rows 0 to 4 and gave 3",
     ),
+    "a list of numbers": (
+        lambda: step(inputs=X.tolist()),
+        ib.BatchError,
+        r"inputs has no tensor.*torch.tensor\(rows\)",
+    ),
+    "a range": (lambda: step(inputs=range(12)), ib.BatchError, "array of numbers whose first"),
+    "text": (lambda: step(inputs="hello"), ib.BatchError, "inputs has no tensor"),
+    "arrays of objects": (
+        lambda: step(inputs=numpy.array([object()] * 12)),
+        ib.BatchError,
+        "inputs has no tensor",
+    ),
+    "a generator": (lambda: step(inputs=(row for row in X)), ib.InvalidType, "from_batches"),
+    "a generator of a wrapped model": (
+        lambda: ib.wrap(mlp(), micro_batch_size=4)(row for row in X),
+        ib.BatchError,
+        "no tensor with a batch dimension",
+    ),
+    "targets that are numbers": (
+        lambda: step(targets=Y.tolist()),
+        ib.BatchError,
+        "targets is a list with one entry for each of 12 samples",
+    ),
+    "targets that are text": (lambda: step(targets="abc"), ib.InvalidArgument, "needs targets"),
+    "a batch_dim in words": (
+        lambda: ib.batch_dim(X, "0"),
+        ib.InvalidType,
+        "batch_dim must be a whole number, not str",
+    ),
+    "a batch_dim that is a fraction": (
+        lambda: ib.batch_dim(X, 1.0),
+        ib.InvalidType,
+        "batch_dim must be a whole number, not float",
+    ),
+    "a batch_dim of more than 64 bits": (
+        lambda: ib.batch_dim(X, 10**30),
+        ib.InvalidArgument,
+        "batch_dim is a whole number of more than 64 bits",
+    ),
+    "a source's size in words": (
+        lambda: ib.BatchSource("12", lambda b, e: X),
+        ib.InvalidType,
+        "the size of a BatchSource must be a whole number, not str",
+    ),
+    "a source's size that is a fraction": (
+        lambda: ib.BatchSource(12.0, lambda b, e: X),
+        ib.InvalidType,
+        "whole number, not float",
+    ),
+    "pieces that are a number": (
+        lambda: ib.from_batches(3),
+        ib.InvalidType,
+        r"iterable of pairs \(inputs, targets\), not int: from_batches\(loader\)",
+    ),
+    "across_batch with its arguments swapped": (
+        lambda: ib.across_batch(X, torch.sin),
+        ib.InvalidType,
+        r"first argument of across_batch must be a function.*not Tensor: across_batch\(fn, x\)",
+    ),
+    "across_batch of a number": (
+        lambda: ib.across_batch(torch.sin, 3),
+        ib.InvalidType,
+        "needs tensors whose first dimension is the batch",
+    ),
     # the model
     "a model that is a function": (
         lambda: step(model=torch.sin),
         ib.InvalidType,
         "make_model",
+    ),
+    "model and loss swapped": (
+        lambda: ib.VirtualBatch(nn.CrossEntropyLoss(), mlp(), micro_batch_size=4),
+        ib.InvalidType,
+        r"model is a CrossEntropyLoss and loss a Sequential.*VirtualBatch\(model, loss\)",
+    ),
+    "a model's class": (
+        lambda: step(model=nn.Linear),
+        ib.InvalidType,
+        r"model is the class Linear itself; give an instance: Linear\(...\)",
+    ),
+    "a wrapped class": (
+        lambda: ib.wrap(nn.Linear, micro_batch_size=4),
+        ib.InvalidType,
+        r"model is the class Linear itself; give an instance",
+    ),
+    "a dict of models": (lambda: step(model={"a": mlp()}), ib.InvalidType, "not dict.*make_model"),
+    "a wrapped dict of models": (
+        lambda: ib.wrap({"a": mlp()}, micro_batch_size=4),
+        ib.InvalidType,
+        "must be a torch.nn.Module, not dict",
+    ),
+    "parameters that are a number": (
+        lambda: ib.make_model(torch.sin, 3),
+        ib.InvalidType,
+        "parameters must be a list of tensors, not int",
     ),
     "a model of what is not callable": (
         lambda: ib.make_model(3, []),
@@ -281,6 +372,49 @@ MISUSES = {
         "memory_budget must be a number of bytes.*not list",
     ),
     "a budget that is true": (lambda: step(memory_budget=True), ib.InvalidType, "not bool"),
+    "a budget that is not a number": (
+        lambda: step(memory_budget=float("nan")),
+        ib.InvalidArgument,
+        'memory_budget is nan.*"512MiB"',
+    ),
+    "a budget of infinity": (
+        lambda: step(memory_budget=float("inf")),
+        ib.InvalidArgument,
+        "memory_budget is inf",
+    ),
+    "a budget in percent": (lambda: step(memory_budget="50%"), ib.InvalidArgument, '"50%"'),
+    "a budget of no text": (lambda: step(memory_budget=""), ib.InvalidArgument, 'budget is ""'),
+    "a wrapped model's budget that is true": (
+        lambda: ib.wrap(mlp(), memory_budget=True),
+        ib.InvalidType,
+        "not bool",
+    ),
+    "a size in words": (
+        lambda: step(micro_batch_size="4"),
+        ib.InvalidType,
+        "micro_batch_size must be a whole number of samples, not str",
+    ),
+    "a loss that is text": (
+        lambda: step(loss="cross_entropy"),
+        ib.InvalidType,
+        "loss must be a callable, a criterion.*not str",
+    ),
+    "a loss that is a tensor": (lambda: step(loss=X.sum()), ib.InvalidType, "not Tensor"),
+    "a loss that returns nothing": (
+        lambda: step(loss=lambda o, t: None),
+        ib.InvalidType,
+        "must return a tensor of one number, not NoneType",
+    ),
+    "a loss that returns a number": (
+        lambda: step(loss=lambda o, t: 1.0),
+        ib.InvalidType,
+        "must return a tensor of one number, not float",
+    ),
+    "a complex loss": (
+        lambda: step(loss=lambda o, t: o.sum() * 1j),
+        ib.InvalidArgument,
+        r"complex.*\.abs\(\)",
+    ),
     "an unknown batch_coupling": (
         lambda: step(batch_coupling="off"),
         ib.InvalidArgument,

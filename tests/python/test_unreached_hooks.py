@@ -93,3 +93,43 @@ def test_a_graph_that_is_kept_reaches_them_later(way: str) -> None:
         first.square().sum().backward(retain_graph=True)
         second.square().sum().backward()
     assert excess(gradients(model), gradients(twin), least=1e-12) == {}
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_run_once_for_each_backward_that_reaches_them(way: str, normed: bool) -> None:
+    torch.manual_seed(0)
+    model = Heads(normed).double()
+    twin = copy.deepcopy(model)
+    wrapped = ib.wrap(model, **WAYS[way])
+    fired, wanted = hooked(model), hooked(twin)
+    x = torch.randn(12, 6, dtype=torch.float64)
+    for module in (wrapped, twin):
+        first, second = module(x)
+        first.square().sum().backward(retain_graph=True)
+        second.square().sum().backward(retain_graph=True)
+        (first.sum() + second.sum()).backward()
+    assert sorted(fired) == sorted(wanted)
+    assert excess(gradients(model), gradients(twin), least=1e-12) == {}
+
+
+def test_a_backward_that_failed_between_is_told() -> None:
+    torch.manual_seed(0)
+    model = Heads(normed=False).double()
+    hooked(model)
+    wrapped = ib.wrap(model, micro_batch_size=3)
+    first, second = wrapped(torch.randn(12, 6, dtype=torch.float64))
+
+    def interrupt(gradient: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.trunk[0].weight.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        first.sum().backward(retain_graph=True)
+    handle.remove()
+    with pytest.raises(ib.StateError, match="call the model once more"):
+        second.sum().backward(retain_graph=True)
+    first.sum().backward(retain_graph=True)  # reaches what that one has reached
+    model.zero_grad()
+    second.sum().backward()
+    assert model.second.weight.grad is not None

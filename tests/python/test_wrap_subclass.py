@@ -325,5 +325,8 @@ def test_a_list_with_one_tensor_for_each_sample_is_explained():
 
     images = [torch.randn(3, 8 + i, 8) for i in range(5)]
     wrapped = ib.wrap(Calls(forward, net=nn.Conv2d(3, 4, 3)), micro_batch_size=2)
-    with pytest.raises(RuntimeError, match="inputs.* is a list of 5 tensors.*torch.stack"):
+    with pytest.raises(
+        ib.BatchError, match="inputs.* is a list of 5 tensors.*torch.stack"
+    ) as caught:
         wrapped(images)
+    assert type(caught.value.__cause__) is RuntimeError  # the model's own

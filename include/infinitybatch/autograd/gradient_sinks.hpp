@@ -38,6 +38,9 @@ class GradientSinks {
   void redirect_other_leaves(const std::vector<at::Tensor>& roots,
                              const std::vector<at::Tensor>& except = {});
 
+  /// After `uninstall`: the graph behind `roots` ends where it would without these sinks.
+  void release(const std::vector<at::Tensor>& roots) const;
+
   /// From now on this leaf too is one that the constructor was given. Call it before any graph runs
   /// backward.
   void adopt(const at::Tensor& leaf);

@@ -81,6 +81,7 @@ class CarriedState {
   };
 
   bool has_read(const at::Tensor& tensor) const;
+  void collect(const std::vector<NamedParameter>& left);
   [[noreturn]] void refuse(const std::string& name, const std::string& more);
 
   coupled::WatchedMemory& memory_;

@@ -6,6 +6,7 @@
 #include <infinitybatch/execute/carried_state.hpp>
 #include <infinitybatch/execute/cut_pass.hpp>
 #include <infinitybatch/execute/denominator.hpp>
+#include <infinitybatch/execute/fewest_rows.hpp>
 #include <infinitybatch/execute/job.hpp>
 #include <infinitybatch/execute/loss_state.hpp>
 #include <infinitybatch/execute/loss_total.hpp>
@@ -18,6 +19,7 @@
 #include <infinitybatch/execute/source_watch.hpp>
 #include <infinitybatch/execute/two_pass.hpp>
 
+#include <algorithm>
 #include <functional>
 #include <optional>
 #include <string>
@@ -79,6 +81,14 @@ class Executor {
   GraphBytes graph_bytes() const { return two_pass_ ? two_pass_->graph_bytes() : GraphBytes(); }
   /// Whether forward has changed its inputs in place.
   bool wrote_inputs() const noexcept { return wrote_inputs_; }
+  /// Somebody asks for `failed_rows`: what fails runs once more.
+  void look_for_few_rows() noexcept {
+    few_.look(job_.batch_size());
+    few_for_loss_.look(job_.batch_size());
+  }
+  /// Samples of the micro-batch that were too few for forward, or for a loss of micro-batches,
+  /// which failed; 0 where that is not why.
+  int64_t failed_rows() const noexcept { return std::max(few_.failed(), few_for_loss_.failed()); }
   /// Whether the loss of all outputs is at work, or failed.
   bool in_whole_loss() const noexcept { return in_whole_loss_; }
   /// Whether samples are coupled by what no cut can answer: what forward leaves in buffers,
@@ -201,6 +211,8 @@ class Executor {
   bool learning_ = false;                        // numbers: runs that do not count
   std::optional<Denominator> denominator_;       // of a separable loss
   std::optional<std::string> foreign_draw_;      // with `Job::match_native_rng`: who gave numbers
+  FewestRows few_;
+  FewestRows few_for_loss_;
   bool wrote_inputs_ = false;
   bool in_whole_loss_ = false;
   bool loss_known_ = false;                    // of all outputs

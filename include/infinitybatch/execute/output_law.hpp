@@ -1,6 +1,7 @@
 #pragma once
 
 #include <infinitybatch/core/batch.hpp>
+#include <infinitybatch/core/errors.hpp>
 
 #include <cstdint>
 #include <optional>
@@ -44,6 +45,11 @@ OutputLaw find_output_law(const OutputForm& form, const OutputForm* other);
 
 /// \throws BatchError that says why a loss cannot use what compares the samples of a micro-batch
 [[noreturn]] void refuse_compared(const Batch& outputs, size_t leaf);
+/// The same as an error to throw.
+BatchError compared(const Batch& outputs, size_t leaf);
+/// Where a loss of `rows` samples fails on outputs that compare them, with targets that compare all
+/// `total`. \throws BatchError caused by the error at work
+void explain_compared(const Batch& outputs, const Batch& targets, int64_t rows, int64_t total);
 
 /// The outputs of all rows. Leaves that stand once are taken from the first part.
 /// \param parts      outputs of consecutive rows, detached

@@ -103,6 +103,7 @@ class WholeOutputs {
   void find_law(const std::vector<Batch>& outputs, const std::vector<int64_t>& row_counts);
   static at::Tensor handed(const at::Tensor& output, std::vector<at::Tensor>& leaves);
   at::Tensor computed(const Batch& outputs, const Batch& targets, LossWatch& watch);
+  void explain_compared() const;
   at::Device device() const;
   /// Those of a wrapped model, whose tapes stay, are its caller's.
   bool parks() const {

@@ -33,6 +33,8 @@ struct Request {
   /// known are tried, from two samples on, and blocks are rounded.
   bool measured = false;
   bool whole_batch_only = false;  ///< samples are coupled: one micro-batch of all is exact
+  /// Forward fails on so many samples, and on fewer: sizes are tried from the whole batch down.
+  int64_t fails_on = 0;
   bool copies_one = false;  ///< outputs of a single micro-batch are copied where others are joined
 };
 
@@ -163,6 +165,9 @@ class Planner {
   double correction(int64_t size) const;
   int64_t simulated_peak(int64_t size) const;
   bool fits(int64_t size) const;
+  /// The largest size that may fit, with more samples in each micro-batch than forward fails on.
+  std::vector<int64_t> largest_candidate() const;
+  [[noreturn]] void refuse_larger(int64_t needed_bytes) const;
   bool fits_here(int64_t size) const;
   std::vector<int64_t> split_rest() const;
   /// Micro-batches as they are measured.

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <infinitybatch/core/errors.hpp>
+
+#include <cstdint>
+#include <exception>
+#include <map>
+#include <string>
+
+namespace infinitybatch {
+
+/// Under a budget: kinds of batches whose forward, or loss, fails on a few samples, where more of
+/// them may go through. Their sizes are tried from the whole batch down.
+class FewRows {
+ public:
+  /// Whether larger micro-batches should be tried.
+  /// \param rows  of the micro-batch that failed; 0 where its size was not the reason
+  /// \param total of the batch, which fails on its own account
+  bool meet(const std::string& kind, int64_t rows, int64_t total, std::exception_ptr error);
+  /// On how many samples it fails; 0 where that is not known.
+  int64_t failing(const std::string& kind) const;
+  /// What fits is too few, and more does not fit. The next batch is tried anew: its data may be
+  /// other ones. \throws BudgetExceeded caused by what forward said
+  [[noreturn]] void refuse(const std::string& kind, int64_t total, const BudgetExceeded& why);
+  /// One step. When it is over its exceptions are let go of: they may hold tensors, and whoever
+  /// called this.
+  class Step {
+   public:
+    explicit Step(FewRows& rows) : rows_(rows) { rows_.error_ = nullptr; }
+    ~Step() { rows_.error_ = nullptr; }
+    Step(const Step&) = delete;
+    Step& operator=(const Step&) = delete;
+
+   private:
+    FewRows& rows_;
+  };
+  void clear();
+
+ private:
+  struct Failure {
+    int64_t rows = 0;
+    std::string text;
+  };
+  std::map<std::string, Failure> failures_;
+  std::exception_ptr error_;
+};
+
+}  // namespace infinitybatch
