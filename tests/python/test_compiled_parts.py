@@ -6,6 +6,7 @@ import copy
 import infinitybatch as ib
 import pytest
 import torch
+from support import Calls
 from torch import nn
 from wrap_support import close, contrastive, grads
 
@@ -117,3 +118,19 @@ def test_batch_norm_inside_sees_the_whole_batch(way):
         contrastive(native(x)).backward()
         close(gradients(model), gradients(native))
         close(list(model.buffers()), list(native.buffers()))
+
+
+@pytest.mark.parametrize("way", ["stream", "wrap"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_batch_norm_without_statistics_in_a_compiled_region_is_refused(backend, way):
+    model = Calls(
+        lambda self, x: nn.functional.batch_norm(self.net(x), None, None, training=True) ** 3,
+        net=nn.Linear(6, 4).double(),
+    )
+    compiled, x = torch.compile(model, backend=backend), torch.randn(12, 6).double()
+    with pytest.raises(ib.CouplingError, match="batch_norm.* couples the samples of a batch"):
+        if way == "wrap":
+            contrastive(ib.wrap(compiled, micro_batch_size=4)(x)).backward()
+        else:
+            ib.VirtualBatch(compiled, nn.MSELoss(), micro_batch_size=4).backward(x, x[:, :4])
+    assert model.net.weight.grad is None

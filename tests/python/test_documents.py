@@ -115,6 +115,20 @@ def test_each_limit_says_how_it_shows_a_way_out_and_its_test():
     assert known, "what the fuzzer knows to fail is a limit"
 
 
+def test_what_differs_without_a_word_says_by_how_much():
+    """Each row has a number for its error and a test, or the reason why it has none."""
+    text = (ROOT / "docs/limits.md").read_text()
+    (table,) = re.findall(r"^## A different result without a word$(.*?)^## ", text, re.M | re.S)
+    rows = re.findall(r"^\| (?!limit |---)(.+) \|$", table, re.M)
+    assert len(rows) > 20
+    for row in rows:
+        _, shows, _, test = re.split(r" \| ", row)
+        assert re.search(r"(?<![\w.-])\.?\d", re.sub(r"`[^`]*`", "", shows)), f"no size: {row}"
+        assert test != "none", f"neither a test nor why there is none: {row}"
+        for name in re.findall(r"`(tests/[\w./]+)`", test):
+            assert (ROOT / name).exists(), name
+
+
 def test_architecture_names_every_folder_of_the_library():
     text = (ROOT / "ARCHITECTURE.md").read_text()
     for folder in sorted(os.listdir(ROOT / "src")):
