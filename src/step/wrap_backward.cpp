@@ -23,8 +23,12 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <algorithm>
+#include <memory>
 #include <optional>
+#include <typeinfo>
 #include <utility>
+#include <vector>
 
 namespace infinitybatch {
 namespace {
@@ -252,6 +256,7 @@ class WrapNode : public Node {
       std::exception_ptr error;
       if (call->going_back) *call->going_back = true;
       try {
+        check_left_behind();
         sums = backward(*call, gradients);
       } catch (...) {
         error = std::current_exception();
@@ -280,6 +285,29 @@ class WrapNode : public Node {
   std::string name() const override { return "infinitybatch::Wrap"; }
 
  private:
+  /// Other nodes of a forward whose outputs are in this graph belong to tensors that it left
+  /// behind. The engine would come to them last, with gradients of parameters handed out.
+  static void check_left_behind() {
+    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+    if (nodes == nullptr) return;
+    std::vector<std::shared_ptr<WrappedCall>> calls;
+    for (Node* node : *nodes) {
+      if (typeid(*node) != typeid(WrapNode)) continue;
+      const std::shared_ptr<WrappedCall>& call = static_cast<WrapNode*>(node)->call_;
+      if (call != nullptr) calls.push_back(call);
+    }
+    for (const std::shared_ptr<WrappedCall>& call : calls) {
+      // The graph of the whole batch may be anybody's, unless it is kept for the outputs.
+      const bool whole = !call->cuts && call->parts.size() == 1;
+      if (whole && call->kept_count() == 0) continue;
+      const bool left = std::any_of(nodes->begin(), nodes->end(),
+                                    [&](const Node* node) { return call->made(*node); });
+      if (!left) continue;
+      if (whole) call->wrapped->left_read = true;
+      refuse_left(whole);
+    }
+  }
+
   /// Edges that are out of their place for one backward.
   struct LeftOut {
     explicit LeftOut(WrapNode& node) : node(&node) {}

@@ -4,12 +4,10 @@
 #include "wrap_cuts.hpp"
 
 #include <infinitybatch/autograd/engine.hpp>
-#include <infinitybatch/core/engine_error.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/join.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
-#include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/core/unwatched.hpp>
 #include <infinitybatch/coupled/foreign_draws.hpp>
 #include <infinitybatch/coupled/row_errors.hpp>
@@ -47,40 +45,6 @@ std::vector<uint32_t> versions_of(const Batch& batch) {
   return versions;
 }
 
-[[noreturn]] void refuse_left() {
-  throw_through_engine(std::make_exception_ptr(Unsupported(
-      "the loss reads a tensor that forward of the wrapped model left behind (in an attribute, a "
-      "hook or a closure) and that is no output: it holds the samples of one micro-batch, where "
-      "the loss of the whole batch needs those of all. Return it as an output, with a row for "
-      "each sample; detach it if nobody differentiates it; or make the budget, or "
-      "micro_batch_size, large enough for one micro-batch")));
-}
-
-/// Where graphs end that were dropped: whoever comes here keeps one micro-batch's tensor.
-class LeftNode final : public Node {
- public:
-  LeftNode() : Node(/*sequence_nr=*/UINT64_MAX) {}
-
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& /*gradients*/) override {
-    refuse_left();
-  }
-  std::string name() const override { return "infinitybatch::LeftBehind"; }
-};
-
-/// Gradients that still come through the graphs of these are wrong: an error of their own.
-void end_graphs(const std::vector<at::Tensor>& roots) {
-  const auto end = compat::make_node<LeftNode>();
-  autograd::walk_graph(roots, [&](Node& node) {
-    for (torch::autograd::Edge& edge : node.next_edges()) {
-      if (!edge.function || edge.function->num_outputs() != 0) continue;
-      const auto* accumulator = dynamic_cast<AccumulateGrad*>(edge.function.get());
-      if (accumulator == nullptr) continue;
-      const uint32_t number = end->add_input_metadata(accumulator->variable);
-      edge = torch::autograd::Edge(end, number);
-    }
-  });
-}
-
 }  // namespace
 
 Rerunnable::Rerunnable(const Batch& inputs) {
@@ -110,6 +74,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
       buffer_rule_(job.buffers, exact_),
       job_(job) {
   call_->wrapped = std::move(wrapped);
+  call_->nodes = NodeRange::from_here();
   call_->device = job.device;
   call_->devices = devices_of(job);
   call_->buffers = job.buffers;
@@ -522,13 +487,8 @@ bool ForwardPass::may_keep_beside(const std::vector<at::Tensor>& left) {
     tensor.register_hook([here = std::weak_ptr(call_->wrapped), going_back = call_->going_back,
                           keep, part = part_](const at::Tensor&) {
       if (*going_back) return;
-      if (part) refuse_left();
-      if (const auto wrapped = here.lock()) wrapped->left_read = true;
-      if (!keep) return;
-      throw_through_engine(std::make_exception_ptr(StateError(
-          "the loss reads a tensor that forward of the wrapped model left in an attribute, and "
-          "that no loss read before: its graph has been used up for the outputs. From the next "
-          "call on it can be read: run this step once more")));
+      if (const auto wrapped = here.lock(); wrapped && !part) wrapped->left_read = true;
+      if (keep) refuse_left_in_engine(/*whole_batch=*/!part);
     });
   }
   if (!keep) call_->keep().sinks->release(left);
@@ -593,6 +553,11 @@ void ForwardPass::note_graph(const Batch& outputs, const Batch& micro, uint64_t 
   });
   std::vector<at::Tensor> left = state_->take_left();
   keeps_ = !kept || left.empty() || may_keep_beside(left);
+  if (kept && keeps_ && !part_ && call_->wrapped->left_read) {
+    // Through a hook or a closure, which nobody knows.
+    call_->keep().sinks->release(roots);
+    keeps_ = false;
+  }
   if (!dropped) return;
   roots.insert(roots.end(), left.begin(), left.end());
   end_graphs(roots);
@@ -651,6 +616,8 @@ Batch ForwardPass::finish() {
   const bool again = std::any_of(call_->parts.begin(), call_->parts.end(),
                                  [](const auto& part) { return part.tape.opaque.has_value(); });
   if (again && !state_->runs().quiet()) call_->runs = state_->take_runs();
+  call_->nodes.end_here();
+  call_->wrapped->note_recorded(call_->nodes);
   attach_node(call_, inputs_, wants_gradient_, outputs);
   watch_.renormed()->commit();
   if (!watch_.renormed()->empty()) call_->renormed = watch_.renormed();

@@ -9,6 +9,8 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
+
 namespace infinitybatch {
 
 Version Version::of(std::string what, const at::Tensor& tensor) {
@@ -118,6 +120,14 @@ void Wrapped::end_program(const std::string& arguments) {
   programs.left(std::move(identity));
 }
 
+void Wrapped::note_recorded(const NodeRange& nodes) {
+  constexpr size_t kMost = 64;
+  if (!options.static_graph || nodes.empty()) return;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (recorded.size() == kMost) recorded.erase(recorded.begin());
+  recorded.push_back(nodes);
+}
+
 std::shared_ptr<park::Store> Wrapped::store_on(at::Device device) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (!store || store->device() != device) store = make_store(options.parking, device);
@@ -158,6 +168,14 @@ StoreUse::~StoreUse() {
 
 WrappedCall::WrappedCall() = default;
 WrappedCall::~WrappedCall() = default;
+
+bool WrappedCall::made(const torch::autograd::Node& node) const {
+  if (nodes.contains(node)) return true;
+  if (!wrapped->options.static_graph) return false;
+  const std::lock_guard<std::mutex> lock(wrapped->mutex);
+  return std::any_of(wrapped->recorded.begin(), wrapped->recorded.end(),
+                     [&](const NodeRange& range) { return range.contains(node); });
+}
 
 WrappedCall::Kept& WrappedCall::keep() {
   if (!kept_) kept_ = std::make_unique<Kept>();

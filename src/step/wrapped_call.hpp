@@ -2,6 +2,7 @@
 
 #include "few_rows.hpp"
 #include "graph_choice.hpp"
+#include "left_behind.hpp"
 #include "parking.hpp"
 #include "wrap_outputs.hpp"
 
@@ -78,6 +79,7 @@ struct Wrapped {
   std::map<std::string, coupled::DrawLaws> draw_laws;  ///< with match_native_rng: of kinds of batch
   std::map<std::string, StaticForward> static_forwards;
   Programs programs;
+  std::vector<NodeRange> recorded;  ///< with static_graph: by calls that ran forward
   PlainNumbers numbers;                    ///< in Python; guarded by itself
   std::set<std::string> whole_batch_only;  ///< programs whose samples are coupled beyond cuts
   FewRows few_rows;
@@ -102,6 +104,8 @@ struct Wrapped {
   /// \param arguments `BatchSource::arguments`
   int64_t begin_program(const std::string& arguments);
   void end_program(const std::string& arguments);
+  /// With `static_graph` attributes keep what a recording left there.
+  void note_recorded(const NodeRange& nodes);
   /// The store for tensors of `device`.
   std::shared_ptr<park::Store> store_on(at::Device device);
   std::atomic<bool> copying = false;  ///< one thread at a time uses it
@@ -195,6 +199,7 @@ struct WrappedCall {
   std::shared_ptr<PlainRuns> runs;  ///< where some forward runs again, and it left anything
   std::shared_ptr<coupled::RenormedWeights> renormed;  ///< null where forward scaled no rows
   std::vector<std::string> left_on_module;             ///< see WrapReport
+  NodeRange nodes;                                     ///< that forward made
   tape::Modes modes;
   JoinedOutputs outputs;                 ///< tensors detached; they share memory with the caller's
   std::vector<Version> output_versions;  ///< for each leaf of `outputs`
@@ -223,6 +228,8 @@ struct WrappedCall {
   /// One micro-batch of the inputs: leaves of a graph of its own.
   Batch micro_batch(Rows part) const;
 
+  /// Whether forward made this node, and not the caller of what he does with the outputs.
+  bool made(const torch::autograd::Node& node) const;
   /// For forward, which alone knows of the call.
   Kept& keep();
   /// For backward, and for whoever needs the memory: null where nothing is kept (any more).
