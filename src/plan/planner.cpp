@@ -79,7 +79,7 @@ void Planner::begin(const Request& request) {
   attempted_overlap_ = false;
   const Knowledge* before = known_;
   choose_knowledge();
-  if (!same || known_ != before) forget_settled_plan();
+  if (!same || known_ != before || may_try_again()) forget_settled_plan();
   if (settled_plan_) return;
   // Shorter samples may fit where those whose plan they would follow do not.
   if (borrowed_ && candidates().empty()) stop_borrowing();
@@ -506,6 +506,25 @@ void Planner::forget_settled_plan() {
   full_plan_.reset();
 }
 
+void Planner::run_short(int64_t& ceiling, int64_t to) {
+  ceiling = std::min(ceiling, to);
+  ++known_->shortages;
+  known_->calm = 0;
+}
+
+/// What ran out of memory may have lacked what somebody else held for a while: sizes that failed
+/// are tried again after 16 attempts at a step without a shortage, then after twice as many each
+/// time.
+bool Planner::may_try_again() {
+  constexpr int64_t kFirst = 16;
+  constexpr int kMostDoublings = 20;
+  Knowledge& known = *known_;
+  if (std::min(known.largest, known.most_retained) == INT64_MAX) return false;
+  if (++known.calm <= kFirst << std::clamp(known.shortages - 1, 0, kMostDoublings)) return false;
+  known.largest = known.most_retained = INT64_MAX;
+  return true;
+}
+
 void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
   forget_settled_plan();
   if (borrowed_ && attempted_ > 0) return stop_borrowing();
@@ -515,7 +534,7 @@ void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
     return;
   }
   if (attempted_retained_ > 0) {
-    known_->most_retained = attempted_retained_ / 2;
+    run_short(known_->most_retained, attempted_retained_ / 2);
     attempted_retained_ = 0;
     return;
   }
@@ -530,7 +549,7 @@ void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
                          std::nullopt, "The step, before its first micro-batch,");
   }
   if (request_.fails_on > 0) {
-    known_->largest = std::min(known_->largest, attempted_ - 1);
+    run_short(known_->largest, attempted_ - 1);
     attempted_ = 0;
     if (candidates().empty()) refuse_larger(needed_bytes);
     return;
@@ -544,7 +563,7 @@ void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
                                    " samples (they are coupled)"
                              : smallest_plan());
   }
-  known_->largest = std::min(known_->largest, attempted_ - 1);
+  run_short(known_->largest, attempted_ - 1);
   attempted_ = 0;
   if (!known_->profile) known_->traces.clear();
 }

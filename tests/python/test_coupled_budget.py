@@ -199,3 +199,24 @@ def test_a_rehearsal_changes_nothing():
     state.check()
     assert plan.strategy == "replay" and sum(plan.micro_batch_sizes) == 24
     assert "loss of all" in plan.explain()
+
+
+def test_memory_that_was_short_for_a_while_does_not_keep_micro_batches_small():
+    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 5)).double()
+    calls = []
+
+    def somebody_else_has_it_all(*_):
+        calls.append(0)
+        if len(calls) == 60:
+            with ib.memory.limit("1MiB"):
+                torch.empty(1 << 20)
+
+    model.register_forward_pre_hook(somebody_else_has_it_all)
+    loss = ib.losses.coupled(lambda outputs, _: (outputs @ outputs.T).logsumexp(1).mean())
+    batch = ib.VirtualBatch(model, loss, memory_budget="64MiB")
+    reports = [
+        batch.backward(torch.randn(24, 6).double(), torch.zeros(24).double()) for _ in range(40)
+    ]
+    sizes = [max(report.micro_batch_sizes) for report in reports]
+    assert sum(report.restarts for report in reports) == 1
+    assert min(sizes) < 24 and sizes[-1] == 24

@@ -146,6 +146,8 @@ class Planner {
     // Measured, by batch size and whether it was one micro-batch, whose outputs are not copied.
     std::map<std::pair<int64_t, bool>, MicroBatchProfile::Effect> whole_loss;
     int64_t most_retained = INT64_MAX;  // more have run out of memory
+    int shortages = 0;                  // how often `largest` or `most_retained` fell
+    int64_t calm = 0;                   // attempts since they last did
     bool in_turn = false;               // copies beside compute have; of what is parked
     // Of samples of unequal length in one logical batch:
     bool ragged = false;
@@ -222,6 +224,8 @@ class Planner {
   void notice_lengths(const Piece& piece, const Measurement& measured);
   double ragged_peak(int64_t size) const;
   void forget_settled_plan();
+  void run_short(int64_t& ceiling, int64_t to);
+  bool may_try_again();
   Plan make_plan() const;
   Candidate candidate(int64_t cap) const;
   std::string reason(int64_t cap) const;

@@ -314,6 +314,33 @@ TEST(Planner, KnowsWhereThereIsNothingToRehearse) {
   EXPECT_FALSE(planner.settled_for(again));
 }
 
+/// Somebody else held memory for a while: what failed then is tried again, ever more seldom.
+TEST(Planner, SizesThatRanOutOfMemoryAreTriedAgain) {
+  Machine machine{[](int64_t n) { return 2e-5 + 1e-3 / double(n); }};
+  const Request wanted = request(64, 1 << 20);
+  Planner planner;
+  for (int i = 0; i < 40; ++i) run(planner, machine, wanted);
+  const int64_t before = run(planner, machine, wanted).sizes.front();
+  ASSERT_GT(before, 4);
+  std::vector<int> tried;  // steps in which the size of before ran, though it fails again
+  for (int i = 0, failures = 0; i < 200; ++i) {
+    planner.begin(wanted);
+    const auto piece = planner.next();
+    ASSERT_TRUE(piece);
+    if (piece->plan.micro_batch_sizes.front() < before) continue;
+    tried.push_back(i);
+    planner.ran_out_of_memory(2 << 20);
+    ++failures;
+  }
+  ASSERT_GE(tried.size(), 3u);
+  ASSERT_LE(tried.size(), 6u);
+  for (size_t i = 2; i < tried.size(); ++i) {
+    EXPECT_GE(tried[i] - tried[i - 1], 2 * (tried[i - 1] - tried[i - 2]) - 1);
+  }
+  for (int i = 0; i < 600; ++i) run(planner, machine, wanted);  // it does not fail any more
+  EXPECT_EQ(run(planner, machine, wanted).sizes.front(), before);
+}
+
 /// On a machine that others use as well, and where a first micro-batch of a size is slow.
 TEST(Planner, ChoosesWithinFivePercentUnderPreemption) {
   struct Case {
