@@ -75,4 +75,11 @@ void refuse_left_in_engine(bool whole_batch) {
   }
 }
 
+void refuse_left_of_input_in_engine() {
+  throw_through_engine(std::make_exception_ptr(Unsupported(
+      "the loss reads a tensor that forward of the wrapped model left behind (in an attribute, a "
+      "hook or a closure), and that depends on an input which requires grad: the input's gradient "
+      "would lack that part. Return it as an output (reduce= says what becomes of one number)")));
+}
+
 }  // namespace infinitybatch

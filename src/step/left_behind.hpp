@@ -34,5 +34,7 @@ void end_graphs(const std::vector<at::Tensor>& roots);
 [[noreturn]] void refuse_left(bool whole_batch);
 /// The same where the engine calls.
 [[noreturn]] void refuse_left_in_engine(bool whole_batch);
+/// It leads to an input that requires grad. \throws Unsupported through the engine
+[[noreturn]] void refuse_left_of_input_in_engine();
 
 }  // namespace infinitybatch

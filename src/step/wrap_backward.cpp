@@ -254,6 +254,7 @@ class WrapNode : public Node {
     try {
       variable_list sums;
       std::exception_ptr error;
+      *call->at_work = true;
       if (call->going_back) *call->going_back = true;
       try {
         check_left_behind();
@@ -262,6 +263,7 @@ class WrapNode : public Node {
         error = std::current_exception();
         keep_foreign_exception(error);
       }
+      *call->at_work = false;
       if (call->going_back) {
         *call->going_back = false;
         call->wrapped->left_unread = true;

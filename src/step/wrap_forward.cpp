@@ -616,6 +616,7 @@ Batch ForwardPass::finish() {
   const bool again = std::any_of(call_->parts.begin(), call_->parts.end(),
                                  [](const auto& part) { return part.tape.opaque.has_value(); });
   if (again && !state_->runs().quiet()) call_->runs = state_->take_runs();
+  *call_->at_work = false;
   call_->nodes.end_here();
   call_->wrapped->note_recorded(call_->nodes);
   attach_node(call_, inputs_, wants_gradient_, outputs);

@@ -214,7 +214,14 @@ Batch WrappedCall::micro_batch(Rows part) const {
   for (Leaf& leaf : micro.leaves()) {
     if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.detach();
   }
-  for (const size_t index : wanted_inputs) micro.leaves()[index].tensor.set_requires_grad(true);
+  for (const size_t index : wanted_inputs) {
+    const at::Tensor& leaf = micro.leaves()[index].tensor;
+    leaf.set_requires_grad(true);
+    // Nothing but this call's node leads from here to the caller's tensor.
+    leaf.register_hook([at_work = at_work](const at::Tensor&) {
+      if (!*at_work) refuse_left_of_input_in_engine();
+    });
+  }
   return micro;
 }
 

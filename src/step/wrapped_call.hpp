@@ -225,6 +225,9 @@ struct WrappedCall {
   /// work; it is told to whoever outlives the call.
   std::shared_ptr<std::atomic<bool>> going_back;
 
+  /// Whether forward, or backward of its node, is at work: told to whoever outlives the call.
+  const std::shared_ptr<std::atomic<bool>> at_work = std::make_shared<std::atomic<bool>>(true);
+
   /// One micro-batch of the inputs: leaves of a graph of its own.
   Batch micro_batch(Rows part) const;
 

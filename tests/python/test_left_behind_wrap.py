@@ -301,3 +301,74 @@ def test_a_part_that_keeps_its_graph_is_refused_by_type() -> None:
     out = wrapped(x)
     with pytest.raises(ib.Unsupported, match="holds the samples of one micro-batch"):
         of_balance(model, out, y).backward()
+
+
+@pytest.mark.parametrize("options", [*WAYS.values(), {"memory_budget": "64MiB"}])
+@pytest.mark.parametrize("reads", ["input", "aside", "features"])
+@pytest.mark.parametrize("kept", ["attribute", "closure"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_no_gradient_of_inputs_is_lost_on_the_way(
+    kept: str, reads: str, options: dict[str, Any], norm: bool, first: bool
+) -> None:
+    """A wrapped head on a trunk: what it leaves behind leads to the trunk, too."""
+    closure: list[torch.Tensor] = []
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.body(x)).tanh()
+        left = {"input": x, "aside": self.aside(x), "features": h}[reads].square().mean()
+        closure.append(left)
+        if kept == "attribute":
+            self.left = left
+        return self.head(h)
+
+    torch.manual_seed(0)
+    norms = nn.BatchNorm1d(8) if norm else nn.Identity()
+    layers = {"body": nn.Linear(6, 8), "norm": norms, "head": nn.Linear(8, 5)}
+    model = Calls(forward, **layers, aside=nn.Linear(6, 3)).double()
+    wrapped = ib.wrap(model, **options)
+    trunk = nn.Linear(6, 6).double()
+    x, y = classification(N)
+    for _ in range(3):
+        trunk.zero_grad()
+        out = wrapped(trunk(x))
+        # Torch's own errors say that a graph is used up.
+        with pytest.raises((ib.Unsupported, ib.StateError, RuntimeError)):
+            if first:
+                closure[-1].backward(retain_graph=True)
+                F.cross_entropy(out, y).backward()
+            else:
+                (F.cross_entropy(out, y) + closure[-1]).backward()
+
+
+@pytest.mark.parametrize(
+    "options", [WAYS["size"], WAYS["retained"], RETAINED, {"memory_budget": "64MiB"}]
+)
+@pytest.mark.parametrize("of", ["input", "parameter"])
+def test_forward_may_differentiate_itself(of: str, options: dict[str, Any]) -> None:
+    """An energy whose forces are its gradient: no backward of somebody else's."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        energy = self.second(self.first(x).tanh()).square()
+        if of == "input":
+            (forces,) = torch.autograd.grad(energy.sum(), x, retain_graph=True)
+            return torch.cat([energy, forces], 1)
+        # For each sample by itself: times its features.
+        weight = torch.autograd.grad(energy.sum(), self.second.weight, retain_graph=True)[0]
+        return energy + 0 * weight.sum().detach()
+
+    torch.manual_seed(0)
+    model = Calls(forward, first=nn.Linear(6, 8), second=nn.Linear(8, 1)).double()
+    theirs = copy.deepcopy(model)
+    wrapped = ib.wrap(model, **options)
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(N, 6, dtype=torch.float64)
+        found = []
+        for each in (theirs, wrapped):
+            each.zero_grad()
+            own = x.clone().requires_grad_()
+            each(own * 1.0).square().sum().backward()
+            assert own.grad is not None
+            found.append({**grads(each), "input": own.grad})
+        close(*found, 1e-11)
