@@ -372,3 +372,22 @@ def test_forward_may_differentiate_itself(of: str, options: dict[str, Any]) -> N
             assert own.grad is not None
             found.append({**grads(each), "input": own.grad})
         close(*found, 1e-11)
+
+
+def test_a_backward_of_its_own_through_what_a_closure_keeps_is_not_noticed() -> None:
+    closure: list[torch.Tensor] = []
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        closure.append(self.aside(x).square().mean())
+        return self.head(x)
+
+    torch.manual_seed(0)
+    model = Calls(forward, aside=nn.Linear(6, 3), head=nn.Linear(6, 5)).double()
+    theirs = copy.deepcopy(model)
+    x, y = classification(N)
+    for each in (theirs, ib.wrap(model, **WAYS["size"])):
+        loss = F.cross_entropy(each(x), y)
+        closure[-1].backward()
+        loss.backward()
+    difference = model.aside.weight.grad - theirs.aside.weight.grad
+    assert float(difference.abs().max()) > 0.01
