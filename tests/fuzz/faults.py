@@ -8,7 +8,7 @@ from .oracle import State
 from .side import Side
 
 #: State that a wrapped model's forward changes, and that its failed backward leaves so.
-STAYS = {"number_state", "first_call", "carried", "samples_in_state"}
+STAYS = {"number_state", "first_call", "carried", "samples_in_state", "noted"}
 
 
 def tried(side: Side, step_of: Callable[[int, int], State]) -> State | None:

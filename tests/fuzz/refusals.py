@@ -44,6 +44,11 @@ STANDING = ("temperature", "penalty", "prototypes")
 RULES: list[Rule] = [
     (ib.BudgetExceeded, lambda c: c.way.budget is not None and c.way.budget < 50, "a tight budget"),
     (ib.CouplingError, _has("mixes"), "ordinary ops mix samples"),
+    (
+        ib.BatchError,
+        lambda c: _has("mixes")(c) and c.output == "channels" and _single(c),
+        "no second look tells where the samples of outputs lie that ordinary ops mix",
+    ),
     (ib.BatchError, lambda c: c.output in ("all pairs", "mean of the batch"), "an output mixes"),
     (ib.Error, _has("samples_in_state", "carried"), "state depends on the samples"),
     (ib.Error, lambda c: _has("opaque", "host_read", "dynamic")(c) and _cut(c), "opaque where cut"),

@@ -115,8 +115,8 @@ h = torch.tanh(h) if self.flip$ else torch.sin(h)""",
     ),
     of(
         "list of numbers",
-        "self.seen$.append(len(self.seen$))\nh = h * 1.0",
-        "self.seen$ = []",
+        "self.rows_seen$.append(len(h))\nh = h * 1.0",
+        "self.rows_seen$ = []",
         tags="number_state",
     ),
     of("left features", "self.left$ = h.detach()", "self.left$ = None", tags="leaves"),
@@ -160,7 +160,9 @@ self.m$.register_forward_pre_hook(lambda module, given: (torch.sin(given[0]),))"
         "h = self.m$(h)",
         """
 self.m$ = nn.Linear(W, W)
-self.m$.register_forward_hook(lambda module, given, made: FIRED.update(['forward $']))""",
+self.m$.rows_seen = []
+self.m$.register_forward_hook(lambda module, given, made: module.rows_seen.append(len(made)))""",
+        tags="noted",
     ),
     of(
         "backward hook",

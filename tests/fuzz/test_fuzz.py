@@ -16,11 +16,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from fuzz.case import Case, Way  # noqa: E402
 from fuzz.generate import case_of  # noqa: E402
-from fuzz.known import known  # noqa: E402
+from fuzz.known import KNOWN, known  # noqa: E402
 from fuzz.minimise import minimised  # noqa: E402
 from fuzz.runner import run  # noqa: E402
 from fuzz.script import script_of  # noqa: E402
+from fuzz.statements_batch import RANDOM  # noqa: E402
 from fuzz.statements_layers import LAYERS  # noqa: E402
+from fuzz.statements_state import HOOKS  # noqa: E402
 
 LONG = os.environ.get("INFINITYBATCH_LONG_TESTS", "0") != "0"
 SEEDS = 20_000 if LONG else 200
@@ -38,6 +40,7 @@ def one_thread():
 @pytest.mark.parametrize("begin", range(0, SEEDS, EACH))
 def test_random_programs(begin: int, capsys: pytest.CaptureFixture[str]) -> None:
     kinds: Counter[str] = Counter()
+    swallowed: Counter[str] = Counter()
     for seed in range(begin, begin + EACH):
         case = case_of(seed)
         outcome = run(case)
@@ -47,12 +50,16 @@ def test_random_programs(begin: int, capsys: pytest.CaptureFixture[str]) -> None
         if (reason := known(case, outcome)) is not None:
             with capsys.disabled():
                 print(f"\nfuzz: seed {seed} fails and is known: {reason.reason}")
+            swallowed[reason.reason] += 1
             continue
         case, outcome = minimised(case, outcome)
         pytest.fail(script_of(case, f"seed {seed}: {outcome.signature}\n{outcome.text}"))
     # A fuzzer whose programs do not run, or are all refused, tells nothing.
     assert kinds["invalid"] <= EACH // 10
     assert kinds["exact"] >= EACH // 5
+    # Nor does one whose findings are all known.
+    for each in KNOWN:
+        assert swallowed[each.reason] <= max(2, each.most * EACH / 100), each.reason
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
@@ -85,7 +92,10 @@ def broken(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         if how == "a buffer that is new":
             model.inlet.register_buffer("more", torch.zeros(1))
         if how == "in the tenth digit":
-            model.inlet.weight.grad *= 1 + 1e-7
+            model.inlet.weight.grad *= 1 + 1e-10
+        if how == "a forward more":
+            with torch.no_grad():
+                model(inputs["x"])
         return report
 
     monkeypatch.setattr(ib.VirtualBatch, "backward", backward)
@@ -101,11 +111,15 @@ BREAKS = {
     "a generator that moves": "wrong generator",
     "a buffer that is new": "wrong buffer",
     "in the tenth digit": "wrong gradient",
+    "a forward more": "wrong attribute",
 }
+#: What shows whatever numbers were drawn.
+IN_RANDOM = ("needlessly refused", "untyped", "not a number", "no gradient", "a buffer that is new")
 
 
-def some_case(budget: float | None = None) -> Case:
-    statements = tuple(s for s in LAYERS if s.name in ("linear", "GRU", "LayerNorm"))
+def some_case(budget: float | None = None, more: str = "counting forward hook") -> Case:
+    names = ("linear", "GRU", "LayerNorm", more)
+    statements = tuple(s for s in (*LAYERS, *HOOKS, *RANDOM) if s.name in names)
     way = Way("stream", 3, budget, criterion=True)
     return Case(1, statements, "tensor", "plain cross entropy", way, (7, 7, 4))
 
@@ -118,6 +132,17 @@ def test_the_fuzzer_finds_what_is_broken(how: str, monkeypatch: pytest.MonkeyPat
     assert outcome.kind == "finding"
     assert outcome.signature.startswith(BREAKS[how])
     assert known(some_case(), outcome) is None
+
+
+@pytest.mark.parametrize("how", IN_RANDOM)
+def test_the_fuzzer_finds_what_is_broken_in_programs_that_draw(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = some_case(more="dropout")
+    assert "random" in case.tags and run(case).kind == "exact"
+    broken(monkeypatch, how)
+    outcome = run(case)
+    assert outcome.kind == "finding" and outcome.signature.startswith(BREAKS[how])
 
 
 def test_what_fails_is_made_small_and_is_a_script(
