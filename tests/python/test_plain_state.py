@@ -9,7 +9,7 @@ import infinitybatch as ib
 import pytest
 import torch
 import torch.nn.functional as F
-from support import Calls, classification
+from support import Calls, Tally, classification
 from torch import nn
 from wrap_support import close, grads
 
@@ -148,6 +148,32 @@ def test_what_hooks_note_in_runs_that_do_not_count_is_undone(way: str, by: str) 
     assert noted == model.sizes == model.log.sizes
     if "static" not in way:
         assert noted == list(sizes)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("by", ["streamed", "coupled", "wrap"])
+def test_how_often_hooks_see_a_forward(by: str, norm: bool) -> None:
+    """By what no snapshot undoes: docs/limits.md says it."""
+    model = counting("norm" if norm else "")
+    tally, callbacks = Tally(), Tally()
+    model.layers[0].register_forward_hook(tally)
+    x, y = classification(12)
+    options: dict[str, Any] = {"micro_batch_size": 3}
+    if by == "wrap":
+        wrapped = ib.wrap(model, **options)
+    else:
+        loss = ib.losses.coupled(F.cross_entropy) if by == "coupled" else nn.CrossEntropyLoss()
+        batch = ib.VirtualBatch(model, loss, on_micro_batch=callbacks, **options)
+    counts = []
+    for _ in range(3):
+        tally.count = 0
+        if by == "wrap":
+            F.cross_entropy(wrapped(x), y).backward()
+        else:
+            batch.backward(x, y)
+        counts.append(tally.count)
+    assert counts == [10 if norm else 8, 4, 4]
+    assert by == "wrap" or callbacks.count == 3 * 4
 
 
 def test_verify_leaves_attributes_as_they_were() -> None:
