@@ -17,6 +17,8 @@ ctest --test-dir "$RELEASE" --output-on-failure --parallel "$(jobs_for_this_mach
 # The variables tell the tests which build they test.
 export INFINITYBATCH_BUILD_DIR="$RELEASE" INFINITYBATCH_CLI="$RELEASE/bin/infinitybatch"
 export PYTHONPATH="$RELEASE/python"
+# Full tables take longer than the ten minutes that a test has else (pyproject.toml).
+[ -z "${INFINITYBATCH_LONG_TESTS:-}" ] || export PYTEST_ADDOPTS="-o faulthandler_timeout=7200"
 cd "$ROOT"
 # A test uses one thread. Files stay together, for what is set up once in each.
 say "Python, command line and packaging tests, as many at once as there are cores"

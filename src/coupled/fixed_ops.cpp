@@ -129,8 +129,8 @@ bool FixedOps::at_work() noexcept {
   return innermost_scope != nullptr;
 }
 
-bool FixedOps::strayed() const {
-  if (failure_) std::rethrow_exception(failure_);
+bool FixedOps::strayed() {
+  errors_.rethrow();
   return strayed_ || moved();
 }
 
@@ -144,12 +144,19 @@ std::map<std::string, std::string> FixedOps::foreign() const {
 }
 
 std::unique_ptr<at::ObserverContext> FixedOps::on_op(const at::RecordFunction& op) {
-  return innermost_scope != nullptr ? innermost_scope->begin(op) : nullptr;
+  std::unique_ptr<at::ObserverContext> context;
+  if (FixedOps* scope = innermost_scope) {
+    scope->errors_.guard([&] { context = scope->begin(op); });
+  }
+  return context;
 }
 
 void FixedOps::after_op(const at::RecordFunction& op, at::ObserverContext* context) {
   if (innermost_scope == nullptr || context == nullptr) return;
-  if (auto* replaced = dynamic_cast<Replaced*>(context)) innermost_scope->end(op, *replaced);
+  auto* replaced = dynamic_cast<Replaced*>(context);
+  if (replaced == nullptr) return;
+  if (replaced->inside) --innermost_scope->inside_;
+  innermost_scope->errors_.guard([&] { innermost_scope->end(op, *replaced); });
 }
 
 std::unique_ptr<at::ObserverContext> FixedOps::begin(const at::RecordFunction& op) {
@@ -171,15 +178,10 @@ std::unique_ptr<at::ObserverContext> FixedOps::begin(const at::RecordFunction& o
     replaced->bias = tensor_of(inputs, 2);
   }
   if (replaced->across && !inputs.empty() && inputs[0].isTensorList()) {
-    try {
-      const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
-      const Unwatched unseen;
-      replaced->means = means_of_rows(inputs[0].toTensorVector());
-    } catch (...) {  // torch keeps to itself what a callback throws
-      failure_ = std::current_exception();
-    }
+    const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
+    const Unwatched unseen;
+    replaced->means = means_of_rows(inputs[0].toTensorVector());
   }
-  if (replaced->inside) ++inside_;
   for (const c10::IValue& input : inputs) {
     if (!replaced->draw || !input.isGenerator()) continue;
     const at::Generator generator = input.toGenerator();
@@ -187,45 +189,42 @@ std::unique_ptr<at::ObserverContext> FixedOps::begin(const at::RecordFunction& o
                                    [&](const auto& each) { return each.first == generator; });
     if (!known) generators_.emplace_back(generator, GeneratorState(generator));
   }
+  if (replaced->inside) ++inside_;  // nothing can fail from here on, so that its end comes
   return replaced;
 }
 
 void FixedOps::end(const at::RecordFunction& op, Replaced& replaced) {
-  if (replaced.inside) --inside_;
-  if (failure_ || (!replaced.draw && !replaced.across && !replaced.input.defined())) return;
-  try {
-    const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
-    const Unwatched unseen;
-    const auto outputs = op.outputs();
-    if (outputs.empty() || !outputs[0].isTensor() || !outputs[0].toTensor().defined()) {
-      strayed_ = true;
-      return;
-    }
-    const at::Tensor& given = outputs[0].toTensor();
-    if (given.unsafeGetTensorImpl()->is_python_dispatch() || given.is_inference()) {
-      strayed_ = true;
-      return;
-    }
-    // The version stays: the op itself has just written it.
-    const at::Tensor output = given.variable_data();
-    if (replaced.draw) {
-      output.fill_(*replaced.draw);
-      for (const auto& [generator, state] : generators_) state.put_back(generator);
-    } else if (replaced.across) {
-      const bool numbers = output.is_floating_point() || output.is_complex();
-      output.fill_(numbers && output.dim() > 0
-                       ? static_cast<double>(output.size(0)) / static_cast<double>(rows_)
-                       : 0);
-      if (numbers) add_to_rows(output, replaced.means);
-    } else {
-      const at::Tensor& input = replaced.input;
-      output.copy_(input.detach());
-      if (replaced.weight.defined()) output.mul_(by_channel(replaced.weight, input));
-      if (replaced.bias.defined()) output.add_(by_channel(replaced.bias, input));
-      output.add_(static_cast<double>(input.size(0)) / static_cast<double>(rows_));
-    }
-  } catch (...) {  // torch keeps to itself what a callback throws
-    failure_ = std::current_exception();
+  if (errors_.any()) return;
+  if (!replaced.draw && !replaced.across && !replaced.input.defined()) return;
+  const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
+  const Unwatched unseen;
+  const auto outputs = op.outputs();
+  if (outputs.empty() || !outputs[0].isTensor() || !outputs[0].toTensor().defined()) {
+    strayed_ = true;
+    return;
+  }
+  const at::Tensor& given = outputs[0].toTensor();
+  if (given.unsafeGetTensorImpl()->is_python_dispatch() || given.is_inference()) {
+    strayed_ = true;
+    return;
+  }
+  // The version stays: the op itself has just written it.
+  const at::Tensor output = given.variable_data();
+  if (replaced.draw) {
+    output.fill_(*replaced.draw);
+    for (const auto& [generator, state] : generators_) state.put_back(generator);
+  } else if (replaced.across) {
+    const bool numbers = output.is_floating_point() || output.is_complex();
+    output.fill_(numbers && output.dim() > 0
+                     ? static_cast<double>(output.size(0)) / static_cast<double>(rows_)
+                     : 0);
+    if (numbers) add_to_rows(output, replaced.means);
+  } else {
+    const at::Tensor& input = replaced.input;
+    output.copy_(input.detach());
+    if (replaced.weight.defined()) output.mul_(by_channel(replaced.weight, input));
+    if (replaced.bias.defined()) output.add_(by_channel(replaced.bias, input));
+    output.add_(static_cast<double>(input.size(0)) / static_cast<double>(rows_));
   }
 }
 

@@ -66,7 +66,7 @@ std::optional<TrialOutputs> Executor::try_forward(const Batch& inputs, int64_t r
     aside(/*trial=*/true, [&] {
       inputs_ = wrote_inputs_ ? copied(inputs) : inputs;
       const std::vector<at::Device> devices = devices_of(job_);
-      const coupled::FixedOps fixed(devices, rows, watch_);
+      coupled::FixedOps fixed(devices, rows, watch_);
       const auto call = [&] {
         forward({0, rows});
         return std::exchange(outputs_, Batch());

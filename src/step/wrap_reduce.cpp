@@ -25,7 +25,7 @@ std::optional<TrialOutputs> ForwardPass::try_forward(const Batch& given, int64_t
   const auto run = [&](bool light) {
     aside({0, rows}, /*trial=*/true, [&] {
       const Batch inputs = wrote_inputs_ ? copied(given) : given;
-      const coupled::FixedOps fixed(call_->devices, rows, watch_);
+      coupled::FixedOps fixed(call_->devices, rows, watch_);
       const auto call = [&] { return call_model(inputs, nullptr); };
       Batch outputs;
       if (light) {

@@ -117,7 +117,9 @@ def skeletons(state: State) -> State:
             finite = bool(torch.isfinite(value).all()) if real else None
             kind = name.split(" ")[0]
             # Buffers of integers count; integers elsewhere may have been drawn.
-            return value if kind == "buffer" and not real else [*value.shape, str(value.dtype), finite]
+            return (
+                value if kind == "buffer" and not real else [*value.shape, str(value.dtype), finite]
+            )
         return value if isinstance(value, (bool, int, str, type(None))) else type(value).__name__
 
     return {name: of(name, value) for name, value in state.items()}

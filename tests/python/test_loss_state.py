@@ -74,15 +74,17 @@ def test_a_queue_takes_each_batch_once(how: str, fails: bool) -> None:
     loss = ib.losses.coupled(held(ours, how))
     batch = ib.VirtualBatch(model, loss, memory_budget="64MiB")
     torch.manual_seed(1)
+    restarts = 0
     for _ in range(4):
         x = torch.randn(N, 6, dtype=torch.float64)
         theirs.zero_grad()
         model.zero_grad()
         queue(theirs(x)).backward()
-        batch.backward(x)
+        restarts += batch.backward(x).restarts
         close(grads(model), grads(theirs), 1e-11)
         assert (ours.filled, ours.log, ours.steps) == (queue.filled, queue.log, queue.steps)
         close([ours.memory, ours.mean], [queue.memory, queue.mean])
+    assert restarts == int(fails)
 
 
 def test_a_failed_step_leaves_the_queue_as_it_was() -> None:
@@ -101,22 +103,56 @@ def test_a_failed_step_leaves_the_queue_as_it_was() -> None:
     assert torch.equal(queue.memory, before.memory) and torch.equal(queue.mean, before.mean)
 
 
+class FailsOnce(nn.Module):
+    """Lets the next backward through it run out of memory, behind the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = Tally()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Failing.apply(x, self.armed)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, armed: Tally) -> torch.Tensor:
+        ctx.armed = armed
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.armed.count > 0:
+            ctx.armed.count -= 1
+            run_out_of_memory()
+        return gradient.clone(), None
+
+
 def test_cross_batch_memory() -> None:
+    """A step of each batch begins again behind its loss, which has taken the batch by then."""
     losses = pytest.importorskip("pytorch_metric_learning.losses")
 
     def make() -> Any:
-        return losses.CrossBatchMemory(losses.NTXentLoss(), embedding_size=5, memory_size=60)
+        memory = losses.CrossBatchMemory(losses.NTXentLoss(), embedding_size=5, memory_size=60)
+        memory.embedding_memory = memory.embedding_memory.double()
+        return memory
 
-    theirs, model = net().float(), net().float()
+    theirs, model = net(), net()
+    fails = FailsOnce()
+    model.append(fails)
     wanted, found = make(), make()
     batch = ib.VirtualBatch(model, ib.losses.coupled(found), memory_budget="64MiB")
     torch.manual_seed(2)
-    for _ in range(4):
-        x, y = torch.randn(N, 6), torch.arange(N) % 4
+    for step in range(4):
+        x, y = torch.randn(N, 6, dtype=torch.float64), torch.arange(N) % 4
         theirs.zero_grad()
         model.zero_grad()
         wanted(theirs(x), y).backward()
-        batch.backward(x, y)
-        close(grads(model), grads(theirs), 1e-4)
+        fails.armed.count = int(step > 0)
+        report = batch.backward(x, y)
+        assert report.restarts == int(step > 0)
+        close(grads(model), grads(theirs), 1e-11)
         assert found.queue_idx == wanted.queue_idx
-        close(found.embedding_memory, wanted.embedding_memory, 1e-5)
+        assert found.embedding_memory.dtype == torch.float64
+        close(found.embedding_memory, wanted.embedding_memory, 1e-12)
+        assert torch.equal(found.label_memory, wanted.label_memory)

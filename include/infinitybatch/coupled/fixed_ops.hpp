@@ -1,5 +1,6 @@
 #pragma once
 
+#include <infinitybatch/core/callback_errors.hpp>
 #include <infinitybatch/core/generator_state.hpp>
 #include <infinitybatch/coupled/coupling_watch.hpp>
 
@@ -7,7 +8,6 @@
 #include <ATen/record_function.h>
 
 #include <cstdint>
-#include <exception>
 #include <map>
 #include <string>
 #include <utility>
@@ -35,8 +35,8 @@ class FixedOps {
   /// Whether one lives in this thread: forward then runs for its outputs only.
   static bool at_work() noexcept;
   /// Whether numbers were drawn that nobody has fixed, or a result could not be replaced.
-  /// \throws where replacing one ran out of memory
-  bool strayed() const;
+  /// \throws what failed in a callback, such as replacing a result without memory for it
+  bool strayed();
   /// Another text where Python's or NumPy's generators stand elsewhere.
   std::map<std::string, std::string> foreign() const;
 
@@ -56,7 +56,7 @@ class FixedOps {
   int inside_ = 0;  // ops whose inner ops stay as they are
   std::vector<std::pair<at::Generator, GeneratorState>> generators_;
   bool strayed_ = false;
-  std::exception_ptr failure_;
+  CallbackErrors errors_;
 };
 
 }  // namespace infinitybatch::coupled

@@ -5,6 +5,8 @@
 
 #include <infinitybatch/core/callback_errors.hpp>
 #include <infinitybatch/core/rng.hpp>
+#include <infinitybatch/coupled/across_batch.hpp>
+#include <infinitybatch/coupled/fixed_ops.hpp>
 #include <infinitybatch/memory/failure_injection.hpp>
 #include <infinitybatch/step/wrap.hpp>
 
@@ -37,8 +39,12 @@ struct BusyImpl : nn::Module {
     std::iota(scales.data_ptr<double>(), scales.data_ptr<double>() + 6, 0.5);
     hidden = hidden * scales;
     if (is("cut") || is("static")) hidden = normalised(hidden);
+    if (is("across")) hidden = hidden + across_batch(&spread, {hidden});
     if (is("match")) hidden = at::dropout(at::dropout(hidden, 0.3, true).tanh(), 0.3, true);
     return last(hidden.tanh()) + steps.sum();
+  }
+  static at::Tensor spread(const std::vector<at::Tensor>& x) {
+    return x[0].mean(0, /*keepdim=*/true).expand_as(x[0]).clone();
   }
   /// The module itself refuses single samples.
   at::Tensor normalised(const at::Tensor& x) {
@@ -83,7 +89,7 @@ class CallbackFaults : public ::testing::TestWithParam<std::string> {
         });
       }
       VirtualBatch batch(net, loss, options);
-      batch.backward(inputs, targets);
+      restarts = batch.backward(inputs, targets).restarts;
     }
 
     void wrapped_step(bool budget) {
@@ -96,6 +102,7 @@ class CallbackFaults : public ::testing::TestWithParam<std::string> {
       const at::Tensor outputs = wrapped.forward(inputs).tensor();
       went_forward = true;
       (outputs - targets).square().sum().backward();
+      restarts = wrapped.last_report()->restarts;
     }
 
     std::vector<at::Tensor> state() const {
@@ -110,6 +117,7 @@ class CallbackFaults : public ::testing::TestWithParam<std::string> {
 
     Busy net = nullptr;
     at::Tensor inputs, targets;
+    int64_t restarts = 0;
     bool went_forward = false;  // through a wrapped model, whose backward failed
   };
 
@@ -141,7 +149,7 @@ class CallbackFaults : public ::testing::TestWithParam<std::string> {
       count = counting.seen();
     }
     const std::vector<at::Tensor> wanted = reference.state();
-    int64_t raised = 0;
+    int64_t raised = 0, answered = 0;
     // A plan that begins anew takes its time.
     const int64_t stride = budget ? 1 + count / 16 : 1;
     for (int64_t place = 1; place <= count; place += stride) {
@@ -153,6 +161,7 @@ class CallbackFaults : public ::testing::TestWithParam<std::string> {
         const memory::FailAllocation failure(place, &CallbackErrors::at_work);
         run.step(budget);
         expect_close(run.state(), wanted, 1e-12);
+        answered += run.restarts;
       } catch (const c10::OutOfMemoryError&) {
         failed = true;
       } catch (const Error&) {
@@ -170,9 +179,7 @@ class CallbackFaults : public ::testing::TestWithParam<std::string> {
       }
       if (HasFailure()) break;
     }
-    if (!budget) {
-      EXPECT_GT(raised, 0);
-    }
+    EXPECT_GT(budget ? raised + answered : raised, 0);
     return count;
   }
 };
@@ -182,14 +189,31 @@ TEST_P(CallbackFaults, AFixedSizeRaisesWhatFailsInACallback) {
 }
 
 TEST_P(CallbackFaults, ABudgetAnswersWhatFailsInACallback) {
-  fail_each(/*budget=*/true);
+  EXPECT_GT(fail_each(/*budget=*/true), 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Step, CallbackFaults,
                          ::testing::Values("stream", "coupled", "cut", "checkpoint", "static",
-                                           "match", "wrap", "wrap_cut", "wrap_static",
-                                           "wrap_match"),
+                                           "match", "across", "wrap", "wrap_cut", "wrap_static",
+                                           "wrap_match", "wrap_across"),
                          [](const auto& info) { return info.param; });
+
+TEST(FixedOps, WhatFailsInACallbackIsRaised) {
+  const auto constant = [](const std::vector<at::Tensor>& x) { return x[0].clone(); };
+  const at::Tensor x = at::randn({4, 3}, at::kDouble);
+  for (const int64_t place : {1, 2}) {
+    coupled::CouplingWatch watch;
+    const coupled::CouplingWatch::Scope watching(watch);
+    coupled::FixedOps fixed({}, 4, watch);
+    {
+      const memory::FailAllocation failure(place, &CallbackErrors::at_work);
+      across_batch(constant, {x});
+      EXPECT_TRUE(failure.failed());  // the mean of each row, what is given for it
+    }
+    EXPECT_THROW(fixed.strayed(), c10::OutOfMemoryError);
+    EXPECT_FALSE(fixed.strayed());
+  }
+}
 
 TEST(CallbackErrors, KeepsTheFirstAndGivesItOnce) {
   CallbackErrors errors;
