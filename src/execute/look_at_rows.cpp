@@ -79,7 +79,7 @@ std::optional<TrialOutputs> Executor::try_forward(const Batch& inputs, int64_t r
       } else {
         outputs = call();
       }
-      if (!fixed.strayed()) tried = TrialOutputs{detached(outputs), fixed.foreign()};
+      tried = TrialOutputs{detached(outputs), fixed.foreign(), fixed.strayed()};
     });
   };
   try {

@@ -137,6 +137,20 @@ std::vector<int64_t> dims_of_rows(const RowsOfOutputs& whole, const RowsOfOutput
   return dims;
 }
 
+std::optional<RowDifference> several_places(const RowsOfOutputs& whole, const RowsOfOutputs& part,
+                                            const std::vector<bool>& compared) {
+  const auto& here = part.outputs.leaves();
+  const auto& there = whole.outputs.leaves();
+  for (size_t i = 0; i < here.size() && here.size() == there.size(); ++i) {
+    if (i < compared.size() && !compared[i]) continue;
+    if (!comparable(here[i].tensor) || !comparable(there[i].tensor)) continue;
+    const Leaves leaves(there[i].tensor, here[i].tensor, part.rows, whole.rows.size());
+    if (here[i].tensor.dim() != there[i].tensor.dim() || !leaves.compares()) continue;
+    return RowDifference{i, tell(whole.outputs, i, leaves, 0, part.rows, whole.rows.size())};
+  }
+  return std::nullopt;
+}
+
 std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOfOutputs& part,
                                         const std::vector<bool>& compared, const Batch* noise) {
   const at::NoGradGuard no_grad;

@@ -72,9 +72,13 @@ RowLook::Seen compare(const RowLook& look, int64_t more, int64_t fewer) {
   for (const int64_t begin : places(more, fewer)) {
     const Batch some = rows(inputs, begin, begin + fewer);
     const std::optional<TrialOutputs> of_part = attempt(look, some, fewer);
-    // A draw of Python's for each sample gives others to the same rows.
-    if (!of_part || of_part->foreign != of_whole->foreign) return {};
+    if (!of_part) return {};
     const RowsOfOutputs part{of_part->outputs, {begin, begin + fewer}};
+    // A draw of Python's for each sample gives others to the same rows.
+    if (of_part->strayed || of_whole->strayed || of_part->foreign != of_whole->foreign) {
+      const auto differs = several_places(whole, part, look.compared);
+      return differs ? RowLook::Seen{differs->what, {}} : RowLook::Seen{};
+    }
     if (seen.dims.empty()) seen.dims = dims_of_rows(whole, part);
     if (!difference(whole, part, look.compared, /*noise=*/nullptr)) continue;
     const std::optional<TrialOutputs> moved = attempt(look, nudged(some), fewer);

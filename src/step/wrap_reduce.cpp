@@ -35,7 +35,7 @@ std::optional<TrialOutputs> ForwardPass::try_forward(const Batch& given, int64_t
       } else {
         outputs = call();
       }
-      if (!fixed.strayed()) tried = TrialOutputs{detached(outputs), fixed.foreign()};
+      tried = TrialOutputs{detached(outputs), fixed.foreign(), fixed.strayed()};
     });
   };
   try {
@@ -76,6 +76,7 @@ void ForwardPass::check_reduce(const JoinedOutputs& joined) {
     return;  // nobody can tell
   }
   if (!whole || !first || !second) return;
+  if (whole->strayed || first->strayed || second->strayed) return;
   const bool mean = options_.reduce == Reduce::mean;
   const double a = mean ? static_cast<double>(half) / static_cast<double>(all) : 1;
   const double b = mean ? 1 - a : 1;

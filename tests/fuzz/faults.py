@@ -7,7 +7,7 @@ import torch
 from .oracle import State
 from .side import Side
 
-#: State that a wrapped model's forward changes, and that its failed backward leaves so.
+#: State that a forward changes, and that its own failure, or that of a wrapped model's backward, leaves.
 STAYS = {"number_state", "first_call", "carried", "samples_in_state", "noted"}
 
 
@@ -16,7 +16,7 @@ def tried(side: Side, step_of: Callable[[int, int], State]) -> State | None:
     case = side.case
     assert case.fault is not None
     kind, count = case.fault
-    if case.way.api == "wrap" and not STAYS.isdisjoint(case.tags):
+    if (case.way.api == "wrap" or kind == "raise") and not STAYS.isdisjoint(case.tags):
         return None
     before = {name: value.clone() for name, value in side.model.state_dict().items()}
     try:

@@ -2,10 +2,12 @@
 their buffers from the allocator and write them by `out=`."""
 
 import copy
+import warnings
 
 import infinitybatch as ib
 import pytest
 import torch
+from fault_support import LONG
 from torch import nn
 from wrap_support import close, contrastive, grads
 
@@ -62,3 +64,32 @@ def test_dropout(compiled):
     z.sum().backward()  # that the same numbers are drawn again is compared
     kept = (z != 0).double() * 2
     torch.testing.assert_close(model._orig_mod[0].bias.grad, kept.sum(0))
+
+
+AROUND = [(norm, budget) for norm in (False, True) for budget in (False, True)]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize(("norm", "budget"), AROUND if LONG else [(False, True), (True, True)])
+def test_around_a_wrapped_model_and_inside(norm, budget, outside):
+    """Beside a layer that sees the whole batch, and under a budget."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    beside = nn.BatchNorm1d(8) if norm else nn.LayerNorm(8)
+    native = nn.Sequential(nn.Linear(6, 8), beside, nn.GELU(), nn.Linear(8, 4)).double()
+    model = copy.deepcopy(native)
+    options = {"memory_budget": "64MiB"} if budget else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # IB103: such a model runs uncompiled
+        if outside:
+            step = torch.compile(ib.wrap(model, micro_batch_size=3, **options))
+        else:
+            step = ib.wrap(torch.compile(model), micro_batch_size=3, **options)
+        for _ in range(2):
+            native.zero_grad()
+            model.zero_grad()
+            contrastive(native(X)).backward()
+            contrastive(step(X)).backward()
+            check(model, native)
+    for found, wanted in zip(model.buffers(), native.buffers(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)

@@ -172,3 +172,35 @@ def test_a_ragged_batch_with_a_coupled_loss_is_planned_by_its_longest_samples(mo
         assert report.peak_bytes <= budget
         check_gradients(model, whole)
     assert "unequal length" in batch.plan(source, LABELS).reason
+
+
+class Normed(Reader):
+    """Sees the whole batch, so that its forward is cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4 * WIDTH)
+
+    def forward(self, tokens):
+        return self.out(self.norm(torch.tanh(self.hidden(self.embedding(tokens))).sum(1)))
+
+
+@pytest.mark.parametrize("options", [{"micro_batch_size": 16}, {"memory_budget": "64MiB"}])
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_ragged_batch_is_cut(coupled, options):
+    """Each micro-batch by its own length: the statistics are those of the whole batch."""
+    torch.manual_seed(0)
+    model = Normed().double()
+    loss = ib.losses.coupled(nn.functional.cross_entropy) if coupled else nn.CrossEntropyLoss()
+    batch = ib.VirtualBatch(model, loss, **options)
+    for _ in range(3):
+        native = copy.deepcopy(model)
+        native.zero_grad()
+        model.zero_grad()
+        source, whole = padded_source([])
+        nn.functional.cross_entropy(native(whole), LABELS).backward()
+        report = batch.backward(source, LABELS)
+        assert excess(gradients(model), gradients(native)) == {}
+        for found, wanted in zip(model.buffers(), native.buffers(), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    assert "micro_batch_size" not in options or report.strategy == "cut"

@@ -315,6 +315,32 @@ def test_samples_combined_in_front_of_a_function_of_all_samples_are_refused(
         step(way, model, micro_batch_size=size)
 
 
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("by", ["coupled", "wrap"])
+@pytest.mark.parametrize("draw", ["poisson", "rrelu", "dropout"])
+def test_similarities_are_refused_whatever_is_drawn(
+    draw: str, by: str, size: int, native: bool
+) -> None:
+    """Shapes tell where numbers that nobody can fix leave nothing else to compare."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        h = self.net(x)
+        if draw == "poisson":
+            h = h + torch.poisson(torch.ones_like(h))
+        h = F.rrelu(h, training=True) if draw == "rrelu" else F.dropout(h, 0.3)
+        return h @ h.T
+
+    model = Calls(forward, net=nn.Linear(6, 8)).double()
+    loss = lambda z: z.exp().sum(1).log().mean()  # noqa: E731
+    options = {"micro_batch_size": size, "match_native_rng": native}
+    with pytest.raises(ib.Error):
+        if by == "wrap":
+            loss(ib.wrap(model, **options)(X)).backward()
+        else:
+            ib.VirtualBatch(model, ib.losses.coupled(loss), **options).backward(X)
+
+
 @pytest.mark.parametrize("way", ["coupled", "wrap"])
 def test_what_a_function_of_all_samples_returns_may_be_anything(way: str) -> None:
     table, rows = torch.ones(1).double(), torch.ones(len(X), 1).double()

@@ -30,6 +30,11 @@ struct RowDifference {
 std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOfOutputs& part,
                                         const std::vector<bool>& compared, const Batch* noise);
 
+/// The first of the leaves that have a place for each sample along several dimensions, as where
+/// samples are compared with each other: their values may be anything.
+std::optional<RowDifference> several_places(const RowsOfOutputs& whole, const RowsOfOutputs& part,
+                                            const std::vector<bool>& compared);
+
 /// Of outputs whose rows are the same, along which dimension they are; -1 where that is not known.
 std::vector<int64_t> dims_of_rows(const RowsOfOutputs& whole, const RowsOfOutputs& part);
 

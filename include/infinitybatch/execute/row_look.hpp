@@ -18,6 +18,7 @@ namespace infinitybatch {
 struct TrialOutputs {
   Batch outputs;                               ///< detached
   std::map<std::string, std::string> foreign;  ///< where foreign random generators stand after it
+  bool strayed = false;  ///< numbers were drawn that nobody has fixed: shapes alone tell anything
 };
 
 /// What is known of a kind of batch.
