@@ -132,9 +132,11 @@ def wrap(
         InvalidType: for anything but a module.
         InvalidArgument: for options out of range, or that contradict each other.
 
-        Warns (LeftTensorNotice, IB102) of attributes in which each micro-batch leaves another tensor
-        with a graph that is no output: the loss would see the last micro-batch's alone; and of a
-        cache of a language model among the outputs, which is left out (DroppedCacheNotice, IB104).
+        What forward leaves beside its outputs (features in an attribute, what a hook keeps) is that
+        of the whole batch to read, where it has a row for each sample, and an error in backward.
+        Warns (LeftTensorNotice, IB102) of what cannot be joined like that: whoever reads it finds
+        the last micro-batch's alone; and of a cache of a language model among the outputs, which is
+        left out (DroppedCacheNotice, IB104).
 
         From forward: BatchError, CouplingError, Unsupported as VirtualBatch.backward, BudgetExceeded
         where no size stays inside the budget, and whatever the model raises; buffers and random

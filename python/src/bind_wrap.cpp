@@ -3,6 +3,7 @@
 #include "budget_argument.hpp"
 #include "garbage_collected.hpp"
 #include "hidden_rows.hpp"
+#include "left_places.hpp"
 #include "parking_argument.hpp"
 #include "python_batch.hpp"
 #include "python_model.hpp"
@@ -65,6 +66,10 @@ class PyWrap {
     options.interrupt = &check_signals;
     options.on_backward_error = &throw_as_python;
     held_ = {Held(model), Held(forward), Held(agree)};
+    options.left_places = [held = held_[0]] {
+      const py::gil_scoped_acquire gil;
+      return left_places(held.handle().attr("forward"));
+    };
     if (!agree.is_none()) {
       options.agree = [held = held_[2]](const std::exception_ptr& error) {
         const py::gil_scoped_acquire gil;
@@ -103,10 +108,10 @@ class PyWrap {
     for (const std::string& attribute : report.left_on_module) {
       if (!told_.insert(attribute).second) continue;
       const std::string text =
-          "IB102: forward leaves a tensor with a graph in '" + attribute +
-          "', which is no output. A loss that reads it would see the last micro-batch's alone, and "
-          "its gradient would be wrong: return it as an output (reduce= says what becomes of one "
-          "number), or detach it if nobody differentiates it";
+          "IB102: forward leaves a tensor in '" + attribute +
+          "', which is no output and could not be joined from micro-batches (it has no row for "
+          "each sample, say). Whoever reads it finds the last micro-batch's alone: return it as an "
+          "output (reduce= says what becomes of one number)";
       py::object category = py::module_::import("infinitybatch.errors").attr("LeftTensorNotice");
       // Wrapped.forward, and two frames of nn.Module, are called by the user's own line.
       constexpr Py_ssize_t kCaller = 4;
@@ -147,8 +152,9 @@ void bind_wrap_report(py::module_& module) {
                     "Why forwards run twice; under a plan with park=\"always\" else why graphs are "
                     "parked or not; empty where there is nothing to say.")
       .def_readonly("left_on_module", &WrapReport::left_on_module,
-                    "Attributes in which each micro-batch left another tensor with a graph that is "
-                    "no output: whoever reads one sees the last micro-batch's alone.")
+                    "Attributes in which each micro-batch left another tensor that is no output "
+                    "and could not be joined: whoever reads one finds the last micro-batch's "
+                    "alone.")
       .def_readonly("memory_budget", &WrapReport::memory_budget, "In bytes, or None.")
       .def_readonly("predicted_peak_bytes", &WrapReport::predicted_peak_bytes,
                     "In bytes; None until it is known what comes between forward and backward.")

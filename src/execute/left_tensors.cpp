@@ -21,7 +21,8 @@ bool has_extent(const at::Tensor& tensor) {
          !tensor.unsafeGetTensorImpl()->is_python_dispatch();
 }
 
-/// Values spread over the whole tensor, copied; undefined where they cannot be read like that.
+}  // namespace
+
 at::Tensor sample_of(const at::Tensor& tensor) {
   if (tensor.is_quantized()) return {};
   const at::NoGradGuard no_grad;
@@ -32,7 +33,6 @@ at::Tensor sample_of(const at::Tensor& tensor) {
   return values.numel() <= kSampled ? values.clone() : at::Tensor();
 }
 
-// The comparison waits for the device, so that it is made when somebody asks.
 bool same_sample(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined() || !b.defined() || a.sizes() != b.sizes() ||
       a.scalar_type() != b.scalar_type() || a.device() != b.device()) {
@@ -41,8 +41,6 @@ bool same_sample(const at::Tensor& a, const at::Tensor& b) {
   const at::RecordFunctionGuard unseen(false);
   return at::equal(a, b);
 }
-
-}  // namespace
 
 bool LeftTensors::Place::differs() const {
   return later || (replaced && !same_sample(first, last));
@@ -59,8 +57,6 @@ void LeftTensors::add(const std::vector<NamedParameter>& tensors) {
     place.later = place.later || (fresh && any_forward_);
     place.last = sample_of(each.tensor);
     if (fresh) place.first = place.last;
-    place.identity = each.tensor.unsafeGetTensorImpl();
-    place.has_graph = each.tensor.requires_grad() && !each.tensor.is_leaf();
   }
   any_forward_ = true;
 }
@@ -74,18 +70,6 @@ std::optional<LeftTensors::Left> LeftTensors::find(const at::Tensor& tensor) con
     if (place.memory._unsafe_get_target() == storage && inside) return Left{name, place.differs()};
   }
   return std::nullopt;
-}
-
-std::vector<std::string> LeftTensors::with_graph(const Batch& outputs) const {
-  std::vector<std::string> names;
-  for (const auto& [name, place] : places_) {
-    const bool given = std::any_of(
-        outputs.leaves().begin(), outputs.leaves().end(), [&, &place = place](const Leaf& leaf) {
-          return leaf.tensor.defined() && leaf.tensor.unsafeGetTensorImpl() == place.identity;
-        });
-    if (place.has_graph && !given && place.differs()) names.push_back(name);
-  }
-  return names;
 }
 
 }  // namespace infinitybatch

@@ -8,8 +8,10 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/utils.h>
 
 #include <exception>
+#include <typeinfo>
 
 namespace infinitybatch {
 namespace {
@@ -52,6 +54,16 @@ void end_graphs(const std::vector<at::Tensor>& roots) {
   });
 }
 
+at::Tensor without_way_back(const at::Tensor& values) {
+  at::Tensor result = values.detach();
+  torch::autograd::create_gradient_edge(result, compat::make_node<LeftNode>());
+  return result;
+}
+
+bool has_no_way_back(const Node& node) {
+  return typeid(node) == typeid(LeftNode);
+}
+
 void refuse_left(bool whole_batch) {
   if (whole_batch) {
     throw StateError(
@@ -60,11 +72,11 @@ void refuse_left(bool whole_batch) {
         "the next call on it can be read: run this step once more");
   }
   throw Unsupported(
-      "the loss reads a tensor that forward of the wrapped model left behind (in an attribute, a "
-      "hook or a closure) and that is no output: it holds the samples of one micro-batch, where "
-      "the loss of the whole batch needs those of all. Return it as an output, with a row for each "
-      "sample; detach it if nobody differentiates it; or make the budget, or micro_batch_size, "
-      "large enough for one micro-batch");
+      "the loss goes back through a tensor that forward of the wrapped model left behind (in an "
+      "attribute, a hook or a closure) and that is no output: its graph was that of one "
+      "micro-batch, where the loss of the whole batch needs those of all. Return it as an output, "
+      "with a row for each sample; detach it if nobody differentiates it; or make the budget, or "
+      "micro_batch_size, large enough for one micro-batch");
 }
 
 void refuse_left_in_engine(bool whole_batch) {

@@ -28,6 +28,10 @@ struct NodeRange {
 /// wrong: an error of their own.
 void end_graphs(const std::vector<at::Tensor>& roots);
 
+/// The same values, whose backward is such an error.
+at::Tensor without_way_back(const at::Tensor& values);
+bool has_no_way_back(const torch::autograd::Node& node);
+
 /// Backward goes through what forward of a wrapped model left beside its outputs.
 /// \throws Unsupported where that holds the samples of a micro-batch
 /// \throws StateError  where it is whole, and its graph is kept for the outputs

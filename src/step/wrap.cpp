@@ -8,6 +8,7 @@
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/foreign_exception.hpp>
+#include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/core/pinned_copies.hpp>
 #include <infinitybatch/core/plain_leaves.hpp>
 #include <infinitybatch/core/transforms.hpp>
@@ -17,6 +18,7 @@
 
 #include <c10/core/GradMode.h>
 
+#include <exception>
 #include <optional>
 #include <utility>
 
@@ -108,6 +110,43 @@ Batch run(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs,
   return outputs;
 }
 
+bool is_ours(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error&) {
+    return true;
+  } catch (...) {
+    return is_out_of_memory(error);
+  }
+}
+
+/// What forward leaves beside its outputs is joined where that costs nobody an exact step: else it
+/// stays as the last micro-batch leaves it, and is told of.
+Batch run_joining(const std::shared_ptr<Wrapped>& wrapped, const Job& job, const Batch& inputs,
+                  int64_t total) {
+  const Rerunnable rerunnable(inputs);
+  wrapped->joining = false;
+  try {
+    return run(wrapped, job, inputs, total);
+  } catch (...) {
+    const std::exception_ptr error = std::current_exception();
+    keep_foreign_exception(error);
+    if (!wrapped->joining.exchange(false) || !is_ours(error) || !rerunnable.holds()) throw;
+  }
+  wrapped->joins_left = false;
+  // What was measured beside it holds no more.
+  for (Planner& planner : wrapped->planners) planner = Planner();
+  for (GraphChoices& choices : wrapped->graph_choices) choices = GraphChoices();
+  wrapped->without_gradients = Planner();
+  try {
+    return run(wrapped, job, inputs, total);
+  } catch (...) {
+    keep_foreign_exception(std::current_exception());
+    wrapped->joins_left = true;  // it was not that
+    throw;
+  }
+}
+
 }  // namespace
 
 Wrap::Wrap(Model model, WrapOptions options) : wrapped_(std::make_shared<Wrapped>()) {
@@ -146,7 +185,7 @@ Batch Wrap::forward(const Batch& inputs) const {
   const std::string arguments = identity_of_plain_leaves(inputs);
   job.program = wrapped_->begin_program(arguments);
   const PlainNumbers::Scope remembering(wrapped_->numbers);
-  Batch outputs = run(wrapped_, std::move(job), inputs, total);
+  Batch outputs = run_joining(wrapped_, job, inputs, total);
   wrapped_->end_program(arguments);
   return outputs;
 }

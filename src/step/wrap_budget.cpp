@@ -374,6 +374,17 @@ void BudgetedForward::rehearse() {
   };
   Job job = job_;
   job.inputs = &wanting;
+  // What forward leaves beside its outputs occupies memory, too.
+  LeftOutputs left(job_.exact_coupling ? options_.left_places : LeftOutputs::Look(), rows_.size,
+                   room_for_left(*wrapped_, job_.device), !options_.static_graph);
+  Model model = *job_.model;
+  model.forward = [&](const Batch& micro) {
+    Batch outputs = left.with_left(batch_size(micro, "inputs"),
+                                   [&] { return job_.model->forward(micro); });
+    if (left.count() > 0) wrapped_->joining = true;
+    return outputs;
+  };
+  job.model = &model;
   job.waits = may_park_graphs();  // ways with and without parking are compared
   // What is recorded here nobody has looked at for leaves that get a gradient: later calls must not
   // use it.

@@ -102,10 +102,11 @@ void WrapCuts::finish_forward() {
 }
 
 void WrapCuts::learn(std::vector<bool> wants_gradient, std::vector<NamedParameter> leaves,
-                     bool ambiguous) {
+                     bool ambiguous, std::vector<LeftOutputs::Entry> left) {
   known_.wants_gradient = std::move(wants_gradient);
   known_.leaves = std::move(leaves);
   known_.ambiguous = ambiguous;
+  known_.left = std::move(left);
   call_.wrapped->keep_static_forward(kind_, known_);
 }
 

@@ -35,14 +35,14 @@ class WrapCuts final : public OutsideLoss {
   const tape::Tape& tape(Rows rows) const { return executor_->tape(rows); }
   /// Whether a number in it may count samples, which micro-batches of one length do not tell.
   bool may_count() const { return executor_->wants_other_rows(); }
-  const LeftTensors& left() const noexcept { return executor_->left(); }
   /// From then on this leaf's gradient is one that `backward` gives.
   void adopt(const at::Tensor& leaf) { executor_->sinks().adopt(leaf); }
 
   /// With static_graph: what earlier calls know of this one.
   const StaticForward& known() const noexcept { return known_; }
   /// And what this one knows, once forward is over.
-  void learn(std::vector<bool> wants_gradient, std::vector<NamedParameter> leaves, bool ambiguous);
+  void learn(std::vector<bool> wants_gradient, std::vector<NamedParameter> leaves, bool ambiguous,
+             std::vector<LeftOutputs::Entry> left);
 
   /// What waits is parked next time, where that is allowed and this call's was not.
   void park_next_time() const;

@@ -84,6 +84,10 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
   for (const NamedParameter& parameter : job.parameters) read(parameter);
   parameters_ = call_->leaves.size();
   watch_.know_parameters(job.parameters);
+  if (exact_ && options_.left_places) {
+    left_.emplace(options_.left_places, batch_size(inputs, "inputs"),
+                  room_for_left(*call_->wrapped, job.device), !options_.static_graph);
+  }
   if (options_.match_native_rng) watch_.watch_draws(call_->devices);
   parameter_rule_.emplace(job.parameters, watch_.memory(), exact_);
   state_.emplace(watch_.memory());
@@ -114,7 +118,6 @@ void ForwardPass::aside(Rows rows, bool trial, const std::function<void()>& forw
   const RngSnapshot random = RngSnapshot::capture(call_->devices);
   const auto hold_draws = watch_.hold_draws();  // of generators that the user made
   const BufferValues values(job_.buffers);
-  const std::vector<std::string> left = call_->left_on_module;
   const auto told = std::tuple(part_of_batch_, part_);
   CarriedState trial_state(watch_.memory(), *state_);
   state_at_work_ = &trial_state;
@@ -127,7 +130,6 @@ void ForwardPass::aside(Rows rows, bool trial, const std::function<void()>& forw
     values.restore();
     random.restore();
     hold_draws();
-    call_->left_on_module = left;
     std::tie(part_of_batch_, part_) = told;
     at::autocast::clear_cache();
   };
@@ -163,14 +165,12 @@ void ForwardPass::learn_numbers(int64_t first) {
   const RngSnapshot random = RngSnapshot::capture(call_->devices);
   const auto hold_draws = watch_.hold_draws();  // of generators that the user made
   const BufferValues values(job_.buffers);
-  const std::vector<std::string> left = call_->left_on_module;
   state_at_work_ = nullptr;
   const auto undo = [&] {
     parameter_rule_->end_micro_batch();
     values.restore();
     random.restore();
     hold_draws();
-    call_->left_on_module = left;
     at::autocast::clear_cache();
   };
   try {
@@ -235,16 +235,14 @@ Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
   call_->cuts =
       std::make_unique<WrapCuts>(*call_, job, values_, recording_, [this](const Batch& micro) {
         const uint64_t first_node = at::sequence_number::peek();
-        Batch outputs;
-        few_.watch(batch_size(micro, "inputs"),
-                   [&] { outputs = call_->wrapped->model.forward(micro); });
-        learn_from_recording(outputs, micro, first_node);
-        if (recording_) call_->left_on_module = call_->cuts->left().with_graph(outputs);
+        Batch outputs = run_model(micro);
+        learn_from_recording(without_left(outputs), micro, first_node);
         return outputs;
       });
   WrapCuts& cuts = *call_->cuts;
   wants_gradient_ = cuts.known().wants_gradient;
   ambiguous_ = cuts.known().ambiguous;
+  if (left_) left_->adopt(cuts.known().left);
   for (const NamedParameter& leaf : cuts.known().leaves) {
     if (!known_leaves_.insert(leaf.tensor.unsafeGetTensorImpl()).second) continue;
     call_->leaves.push_back(leaf);
@@ -268,7 +266,9 @@ Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
                        /*penalty=*/false);
   if (job_.store != nullptr) plan = with_parking(std::move(plan), overlap);
   cuts.forward(std::move(plan));
-  outputs_ = cuts.take_outputs();
+  for (Batch& part : cuts.take_outputs()) {
+    outputs_.push_back(without_left(std::move(part), /*keep=*/true));
+  }
   row_counts_ = std::move(sizes);
   return finish();
 }
@@ -330,16 +330,29 @@ Batch ForwardPass::call_model(const Batch& micro, GraphMemory* memory) {
   const coupled::PartOfBatch part_of_batch(exact_ ? part_of_batch_ : std::nullopt);
   const coupled::CouplingWatch::Scope watching(watch_);
   const CarriedState::Scope stateful(exact_ ? state_at_work_ : nullptr, part_, rows_.size);
-  const auto forward = [&] {
-    Batch given;
-    few_.watch(batch_size(micro, "inputs"), [&] { given = call_->wrapped->model.forward(micro); });
-    return given;
-  };
+  const auto forward = [&] { return run_model(micro); };
   Batch outputs = memory != nullptr ? memory->watch(forward) : forward();
   watch_.rethrow();
   memory::Limit::check();
-  if (recording_) call_->left_on_module = state_->left().with_graph(outputs);
   return outputs;
+}
+
+Batch ForwardPass::run_model(const Batch& micro) {
+  const int64_t rows = batch_size(micro, "inputs");
+  const auto forward = [&] {
+    Batch given;
+    few_.watch(rows, [&] { given = call_->wrapped->model.forward(micro); });
+    return given;
+  };
+  if (!left_) return forward();
+  Batch outputs = left_->with_left(rows, forward);
+  if (left_->count() > 0) call_->wrapped->joining = true;
+  return outputs;
+}
+
+Batch ForwardPass::without_left(Batch outputs, bool keep) {
+  if (!left_) return outputs;
+  return left_->without_left(std::move(outputs), keep, /*copies=*/job_.parks_graphs);
 }
 
 Batch ForwardPass::call_model_and_keep(const Batch& micro, GraphMemory* memory) {
@@ -449,6 +462,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
       experiment_->take(rows, micro, part.tape);
     }
   }
+  outputs = without_left(std::move(outputs), /*keep=*/true);
   if (recording_) note_graph(outputs, micro, first_node, /*dropped=*/!keep && part_, keep);
   refuse_sparse(outputs);
   outputs_.push_back(detached(outputs));
@@ -506,13 +520,15 @@ bool ForwardPass::wants_another_size() const {
   const bool one_size = std::all_of(row_counts_.begin(), row_counts_.end(),
                                     [&](int64_t rows) { return rows == row_counts_.front(); });
   return one_size &&
-         (is_ambiguous(outputs_[0], row_counts_[0], from_samples_, options_) || may_count());
+         (is_ambiguous(outputs_[0], row_counts_[0], from_samples_, options_) || may_count() ||
+          (left_ && left_->is_ambiguous(row_counts_[0])));
 }
 
 void ForwardPass::note_sources(const tape::Tape& tape) {
   const std::vector<bool> found = tape::from_samples(tape, inputs_);
-  from_samples_.resize(std::max(from_samples_.size(), found.size()), false);
-  for (size_t i = 0; i < found.size(); ++i) from_samples_[i] = from_samples_[i] || found[i];
+  const size_t own = found.size() - (left_ ? left_->count() : 0);
+  from_samples_.resize(std::max(from_samples_.size(), own), false);
+  for (size_t i = 0; i < own; ++i) from_samples_[i] = from_samples_[i] || found[i];
 }
 
 bool ForwardPass::may_stand_once() const {
@@ -563,6 +579,12 @@ void ForwardPass::note_graph(const Batch& outputs, const Batch& micro, uint64_t 
   end_graphs(roots);
 }
 
+void ForwardPass::hand_out_left(const Batch& outputs) {
+  if (!left_) return;
+  left_->hand_out(row_counts_, outputs);
+  call_->left_on_module = left_->not_joined();
+}
+
 Batch ForwardPass::finish() {
   settle();
   std::exception_ptr mixed;
@@ -594,7 +616,8 @@ Batch ForwardPass::finish() {
     call_->cuts->finish_forward();
     if (options_.static_graph) {
       const auto own = call_->leaves.begin() + static_cast<std::ptrdiff_t>(parameters_);
-      call_->cuts->learn(wants_gradient_, {own, call_->leaves.end()}, ambiguous_);
+      call_->cuts->learn(wants_gradient_, {own, call_->leaves.end()}, ambiguous_,
+                         left_ ? left_->entries() : std::vector<LeftOutputs::Entry>());
     }
   }
   note_examined();
@@ -602,6 +625,7 @@ Batch ForwardPass::finish() {
   if (!recording_ ||
       std::find(wants_gradient_.begin(), wants_gradient_.end(), true) == wants_gradient_.end()) {
     watch_.renormed()->commit();
+    hand_out_left(outputs);
     return outputs;
   }
   for (const auto& [tensor, wanted] : call_->requires_grad) {
@@ -622,6 +646,7 @@ Batch ForwardPass::finish() {
   attach_node(call_, inputs_, wants_gradient_, outputs);
   watch_.renormed()->commit();
   if (!watch_.renormed()->empty()) call_->renormed = watch_.renormed();
+  hand_out_left(outputs);
   return outputs;
 }
 

@@ -102,6 +102,10 @@ class ForwardPass {
   void note_examined() const;
   /// \param memory where its graph will be parked: notes what it keeps; else null
   Batch call_model(const Batch& micro, GraphMemory* memory);
+  /// The user's forward; with what it leaves beside its outputs behind them.
+  Batch run_model(const Batch& micro);
+  Batch without_left(Batch outputs, bool keep = false);
+  void hand_out_left(const Batch& outputs);
   void learn_from_recording(const Batch& outputs, const Batch& micro, uint64_t first_node);
   /// The same, in a graph that ends in sinks of its own.
   Batch call_model_and_keep(const Batch& micro, GraphMemory* memory);
@@ -156,6 +160,7 @@ class ForwardPass {
   std::optional<coupled::PartOfBatch::Facts> part_of_batch_;  // the micro-batch at work
   bool ambiguous_ = false;  // along which dimension the outputs of a recording lie
   bool finishing_ = false;
+  std::optional<LeftOutputs> left_;  // none where nobody looks, or it does not work
 };
 
 }  // namespace infinitybatch

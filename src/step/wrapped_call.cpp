@@ -58,6 +58,13 @@ void Wrapped::keep_static_forward(const std::string& kind, StaticForward known) 
   static_forwards[kind] = std::move(known);
 }
 
+int64_t room_for_left(const Wrapped& wrapped, at::Device device) {
+  constexpr int64_t kWithoutBudget = int64_t{64} << 20;
+  if (!wrapped.joins_left) return 0;
+  const auto& budget = wrapped.options.memory_budget;
+  return budget ? budget->resolve(device) / 16 : kWithoutBudget;
+}
+
 std::string kind_of_forward(const Job& job, const std::vector<size_t>& wanted_inputs,
                             bool recording) {
   std::string kind = signature_of(job) + program_kind_of(job) + "|wants ";

@@ -3,6 +3,7 @@
 #include "few_rows.hpp"
 #include "graph_choice.hpp"
 #include "left_behind.hpp"
+#include "left_outputs.hpp"
 #include "parking.hpp"
 #include "wrap_outputs.hpp"
 
@@ -44,6 +45,7 @@ struct StaticForward {
   std::vector<bool> wants_gradient;    ///< of each leaf of the outputs
   std::vector<NamedParameter> leaves;  ///< that get a gradient and are no parameters
   bool ambiguous = false;              ///< along which dimension outputs lie
+  std::vector<LeftOutputs::Entry> left;
 };
 
 /// What calls of one Wrap share with their graph nodes, which may outlive it.
@@ -54,6 +56,8 @@ struct Wrapped {
   /// backward has begun, and none did.
   std::atomic<bool> left_read = false;
   std::atomic<bool> left_unread = false;
+  std::atomic<bool> joining = false;    ///< tensors that forward left, in this call
+  std::atomic<bool> joins_left = true;  ///< what forward leaves, until it has been seen not to work
   std::atomic<bool> use_tapes = true;  ///< false once a replay gave other outputs
   /// Whether ops of the model see the whole batch, in eval and in training mode.
   std::array<std::atomic<bool>, 2> cut{};
@@ -250,6 +254,9 @@ struct WrappedCall {
   mutable std::mutex mutex_;
   std::unique_ptr<Kept> kept_;
 };
+
+/// Bytes that what forward leaves beside its outputs may take, joined.
+int64_t room_for_left(const Wrapped& wrapped, at::Device device);
 
 /// Calls that record the same program where forward depends on shapes only.
 /// \param wanted_inputs leaves of the inputs that want a gradient

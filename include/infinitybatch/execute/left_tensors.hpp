@@ -11,6 +11,11 @@
 
 namespace infinitybatch {
 
+/// Values spread over the whole tensor, copied; undefined where they cannot be read like that.
+at::Tensor sample_of(const at::Tensor& tensor);
+/// Whether they are all there and equal. Waits for the device.
+bool same_sample(const at::Tensor& a, const at::Tensor& b);
+
 /// What forwards of parts of a batch left in plain attributes of modules (an auxiliary loss,
 /// captured features), where whoever looks after the last of them finds that one's alone, or in a
 /// list one of each. Keeps none of their memory.
@@ -25,9 +30,6 @@ class LeftTensors {
   void add(const std::vector<NamedParameter>& tensors);
   /// Where this tensor, or a view of it, was left; nothing where it was not, or where it is more.
   std::optional<Left> find(const at::Tensor& tensor) const;
-  /// The attributes whose last tensor has a graph, where it is another one than before and none of
-  /// `outputs`.
-  std::vector<std::string> with_graph(const Batch& outputs) const;
   void clear() {
     places_.clear();
     any_forward_ = false;
@@ -42,10 +44,8 @@ class LeftTensors {
     // Some of the values of the first one and of the last one.
     at::Tensor first;
     at::Tensor last;
-    const c10::TensorImpl* identity = nullptr;
     bool replaced = false;  // more than one forward left something
     bool later = false;     // the first one did not: a list that grows
-    bool has_graph = false;
     bool differs() const;
   };
 

@@ -3,6 +3,7 @@
 #include <infinitybatch/core/batch.hpp>
 #include <infinitybatch/core/model.hpp>
 #include <infinitybatch/memory/budget.hpp>
+#include <infinitybatch/step/left_place.hpp>
 #include <infinitybatch/step/virtual_batch.hpp>
 
 #include <cstdint>
@@ -57,6 +58,9 @@ struct WrapOptions {
   std::optional<int64_t> output_batch_dim = {};
   /// Called between micro-batches; may throw to abandon the call (Ctrl-C in bindings).
   std::function<void()> interrupt = {};
+  /// What lies where forward may leave tensors beside its outputs (bindings). What it leaves there
+  /// for the micro-batches is joined, as it lies there after a forward over the whole batch.
+  std::function<std::vector<LeftPlace>()> left_places = {};
   /// Called with every exception that leaves the backward pass; may throw another instead
   /// (bindings: autograd knows nothing of this library's errors).
   std::function<void(const std::exception_ptr&)> on_backward_error = {};
@@ -77,9 +81,9 @@ struct WrapReport {
   /// and a plan the reason says of "replay" why graphs are parked or not.
   std::string strategy;
   std::string strategy_reason;
-  /// Attributes of modules in which each micro-batch left another tensor with a graph that is none
-  /// of the outputs: whoever reads one sees the last micro-batch's alone, and its gradient is
-  /// wrong.
+  /// Attributes of modules (and what hooks hold) in which each micro-batch left another tensor that
+  /// is none of the outputs and could not be joined: whoever reads one sees the last micro-batch's
+  /// alone.
   std::vector<std::string> left_on_module;
   int64_t parked_bytes = 0;    ///< that left the device for host or disk, each time counted
   CopySeconds parked_seconds;  ///< of their copies, out and back
