@@ -596,6 +596,7 @@ void Executor::hand_out() {
 
 void Executor::finish() {
   final_loss_ = total_.get();
+  if (cut_pass_) cut_pass_->confirm_replays();
   if (two_pass_) {
     two_pass_->check();
     if (job_.keep_outputs) final_outputs_ = two_pass_->outputs().all();

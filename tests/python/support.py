@@ -51,6 +51,13 @@ def until_quiet(test: Callable[..., None]) -> Callable[..., None]:
     return attempts
 
 
+def live_bytes() -> int:
+    """What tensors occupy where those of the tests are made: inputs lie there too."""
+    if torch.get_default_device().type == "cpu":
+        return ib.memory.stats("cpu").live
+    return torch.accelerator.memory_allocated()
+
+
 def call(model: Any, inputs: Any) -> Any:
     """Calls a model as VirtualBatch does."""
     if isinstance(inputs, dict):

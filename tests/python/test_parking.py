@@ -10,7 +10,7 @@ import infinitybatch as ib
 import pytest
 import torch
 from fault_support import assert_a_kill_leaves_nothing
-from support import gradient_error, native_gradients, until_quiet
+from support import gradient_error, live_bytes, native_gradients, until_quiet
 from torch import nn
 
 pytestmark = pytest.mark.alone
@@ -81,7 +81,7 @@ def test_the_peak_is_flat_in_the_number_of_micro_batches() -> None:
         )
         batch.backward(images, labels)
         model.zero_grad()
-        live = ib.memory.stats("cpu").live
+        live = live_bytes()
         above.append(batch.backward(images, labels).peak_bytes - live)
     assert len(set(above)) == 1, above
 
@@ -91,7 +91,7 @@ def test_a_budget_that_frontiers_do_not_fit_into_is_kept_by_parking(divisor: int
     images, labels = samples(256)
     model = network()
     wanted = native_gradients(model, nn.CrossEntropyLoss(), images, labels)
-    live = ib.memory.stats("cpu").live
+    live = live_bytes()
     whole = 256 * 8 * 144 * 8 * 4  # of the frontiers alone, about
     budget = live + whole // divisor + 2**20
     with pytest.raises(ib.BudgetExceeded):
@@ -122,7 +122,7 @@ def test_one_sample_beyond_the_device_needs_one_segment(park: str) -> None:
     wanted = native_gradients(model, nn.MSELoss(), inputs, targets)
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     # A layer's output is 32 KiB; the least without parking is about 2 × √150 of them.
-    budget = ib.memory.stats("cpu").live + gradients + 420 * 2**10
+    budget = live_bytes() + gradients + 420 * 2**10
     batch = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=budget, park=park)
     for _ in range(2):
         for parameter in model.parameters():
@@ -231,7 +231,7 @@ def test_a_budget_decides_whether_copies_overlap_and_the_peak_is_predicted(room:
     for channels, layers, count in ((8, 4, 256), (16, 2, 150), (6, 8, 200)):
         model = network(channels, layers)
         images, labels = samples(count)
-        budget = ib.memory.stats("cpu").live + int(room * 2**20 / 2) + 2**20
+        budget = live_bytes() + int(room * 2**20 / 2) + 2**20
         batch = ib.VirtualBatch(
             model, nn.CrossEntropyLoss(), memory_budget=budget, park="always", **SIMULATED_HOST
         )
@@ -318,7 +318,7 @@ def test_a_full_disk_is_a_typed_error_and_leaves_everything_as_it_was() -> None:
     batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4, park="always")
     batch.backward(images, labels)
     before = everything(model)
-    live = ib.memory.stats("cpu").live
+    live = live_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -330,7 +330,7 @@ def test_a_full_disk_is_a_typed_error_and_leaves_everything_as_it_was() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     del fresh
-    assert ib.memory.stats("cpu").live == live
+    assert live_bytes() == live
     assert all(map(torch.equal, before, everything(model)))
     wanted = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()

@@ -107,6 +107,9 @@ class CutPass {
   void combine_gradients(int64_t stretch);
   /// Lets go of the graph at work.
   void free();
+  /// \throws Unsupported where the segments of a sample gave other outputs than its recording. All
+  /// of a step is asked at once: a device would be waited for each time.
+  void confirm_replays() const;
 
   /// With `Job::store`: what these rows' `advance` through a segment, or with `back` `resume` and
   /// `backward`, need of what waits is on the device again; with `ahead` it begins to come, and is
@@ -216,6 +219,7 @@ class CutPass {
   bool checked_ = false;
   bool warm_ = false;                    // the first recording was thrown away, see `record_anew`
   std::map<int64_t, Batch> to_compare_;  // outputs of recordings that no replay confirmed yet
+  at::Tensor differs_;                   // what `confirm_replays` reads
   std::shared_ptr<coupled::RandomStreams> streams_;
   std::optional<RngSnapshot> foreign_;  // Python's and NumPy's numbers, as the step found them
   std::map<std::string, std::string> foreign_before_;
