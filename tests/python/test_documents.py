@@ -90,6 +90,18 @@ def test_every_link_leads_somewhere(document):
         assert link.startswith("https://") or (file.parent / link).exists(), link
 
 
+def test_readme_shows_no_output_that_was_typed():
+    """What a command prints is not in README; what `make train` demands is what it says."""
+    readme = (ROOT / "README.md").read_text()
+    assert "```console" not in readme
+    assert not re.findall(r"^(?:done in|peak|loss) .*\d", readme, re.MULTILINE)
+    demo = (ROOT / "scripts/train_demo.sh").read_text()
+    (wanted,) = re.findall(r"^wanted_percent=(\d+)$", demo, re.MULTILINE)
+    (budget,) = re.findall(r"^budget=(\w+)$", demo, re.MULTILINE)
+    assert f"accuracy is at least {wanted} %" in readme
+    assert f"--data digits --model resnet --batch-size all --memory-budget {budget}" in readme
+
+
 def test_readme_is_short_enough_to_be_read():
     assert len((ROOT / "README.md").read_text().split()) <= 900
 
