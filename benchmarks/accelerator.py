@@ -5,6 +5,7 @@ python benchmarks/accelerator.py cuda --output times.json
 
 import argparse
 import copy
+import importlib
 import json
 import statistics
 import time
@@ -99,6 +100,8 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=8, help="1: only try the harness")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     chosen = parser.parse_args()
+    if chosen.device == "sim":  # to try the harness: tests/sim, which scripts/accelerator.sh finds
+        importlib.import_module("simulated_device")
     results = []
     for name, make in {"convnet": convnet, "transformer": transformer}.items():
         results += compare(name, make, chosen.scale, chosen.device, chosen.rounds)

@@ -1,4 +1,5 @@
 import functools
+import os
 import sys
 import weakref
 from pathlib import Path
@@ -6,6 +7,8 @@ from pathlib import Path
 import pytest
 
 SIM = Path(__file__).parent / "sim"
+#: What has something to say on a real device too.
+ON_REAL = ("test_training.py", "test_two_devices.py", "test_offload.py")
 
 
 def pytest_addoption(parser):
@@ -17,6 +20,12 @@ def pytest_addoption(parser):
     )
 
 
+def is_real(config):
+    """Whether the device is treated as a real one. `make test` tries with the simulated one what
+    `make gpu` does."""
+    return config.getoption("--device") not in ("cpu", "sim") or "INFINITYBATCH_DRY" in os.environ
+
+
 def pytest_configure(config):
     device = config.getoption("--device")
     if device == "cpu":
@@ -24,6 +33,10 @@ def pytest_configure(config):
     sys.path[:0] = [str(SIM), str(SIM.parent / "python")]
     if device == "sim":
         import simulated_device  # noqa: F401
+    if is_real(config):
+        import real_device
+
+        sys.modules["simulated_device"] = real_device
     import torch
 
     torch.set_default_device(device)
@@ -31,9 +44,11 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     # A process that knows the simulated device is another one to torch: it has an accelerator.
-    if config.getoption("--device") != "sim" and SIM in collection_path.parents:
+    if SIM not in collection_path.parents:
+        return None
+    if config.getoption("--device") == "cpu":
         return True
-    return None
+    return is_real(config) and collection_path.name not in ON_REAL or None
 
 
 @pytest.fixture(autouse=True)
@@ -125,5 +140,7 @@ def pytest_collection_modifyitems(config, items):
     left_out = dict(line.split(" | ") for line in lines if not line.startswith("#"))
     for item in items:
         for name, reason in left_out.items():
+            if "the simulated device" in reason and is_real(config):
+                continue
             if name in item.nodeid:
                 item.add_marker(pytest.mark.skip(reason=reason))

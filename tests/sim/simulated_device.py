@@ -10,6 +10,7 @@ import pathlib
 import types
 from collections.abc import Iterator
 
+import pytest
 import torch
 
 _root = pathlib.Path(__file__).parents[2]
@@ -75,6 +76,10 @@ def settings(**changes: int) -> Iterator[None]:
             _sim.sim_set(name.encode(), DEFAULTS[name])
 
 
+#: For tests that need two devices: a real machine may have one.
+two_devices = pytest.mark.skipif(False, reason="")
+
+
 class _Module(types.ModuleType):
     """What torch asks of a device's Python module."""
 
@@ -83,6 +88,10 @@ class _Module(types.ModuleType):
     device_count = staticmethod(lambda: 2)
     _is_in_bad_fork = staticmethod(lambda: False)
     get_amp_supported_dtype = staticmethod(lambda: [torch.float16, torch.bfloat16])
+
+    @staticmethod
+    def get_device_properties(device=None) -> str:
+        return "simulated device"
 
     @staticmethod
     def current_device() -> int:

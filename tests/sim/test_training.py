@@ -10,6 +10,7 @@ from measure import numbered, worst
 from torch import nn
 
 MiB = 1 << 20
+KIND = torch.get_default_device().type
 
 
 def allocated() -> int:
@@ -203,14 +204,17 @@ def test_a_wrapped_model_inside_a_virtual_batch():
 class OverTwoDevices(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first = nn.Linear(8, 16).double().to("sim:0")
-        self.second = nn.Linear(16, 3).double().to("sim:1")
+        self.first = nn.Linear(8, 16).double().to(f"{KIND}:0")
+        self.second = nn.Linear(16, 3).double().to(f"{KIND}:1")
 
     def forward(self, x):
-        return self.second(self.first(x).tanh().to("sim:1"))
+        return self.second(self.first(x).tanh().to(f"{KIND}:1"))
 
 
-@pytest.mark.parametrize(("where", "coupled"), [("sim:1", False), ("sim:1", True), ("sim:0", True)])
+@sim.two_devices
+@pytest.mark.parametrize(
+    ("where", "coupled"), [(f"{KIND}:1", False), (f"{KIND}:1", True), (f"{KIND}:0", True)]
+)
 def test_a_model_over_two_devices(where, coupled):
     model, (inputs, targets) = OverTwoDevices(), data()
     targets = targets.to(where)
@@ -290,7 +294,7 @@ def test_kernels_that_differ_from_run_to_run(way):
 def test_cross_entropy_under_autocast(dtype):
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 5))
     inputs, targets = torch.randn(24, 8), torch.randint(5, (24,))
-    with torch.autocast("sim", dtype=dtype):
+    with torch.autocast(KIND, dtype=dtype):
         wanted = native(model, nn.CrossEntropyLoss(), inputs, targets)
         batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=24)
         batch.backward(inputs, targets)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from measure import gradients, worst
 from torch import nn
 
-HERE, THERE = torch.device("sim:0"), torch.device("sim:1")
+pytestmark = sim.two_devices
+HERE, THERE = (torch.device(torch.get_default_device().type, index) for index in (0, 1))
 
 
 def encoder():
@@ -49,7 +50,7 @@ def test_a_coupled_loss_on_the_other_device():
     wanted = native(model, lambda m: contrast(m(inputs).to(THERE), others))
     where.clear()
     batch = ib.VirtualBatch(
-        model, ib.losses.coupled(contrast, loss_device="sim:1"), micro_batch_size=7
+        model, ib.losses.coupled(contrast, loss_device=THERE), micro_batch_size=7
     )
     for _ in range(3):
         model.zero_grad()
@@ -75,7 +76,7 @@ def test_a_tiled_loss_on_the_other_device():
         return (F.cross_entropy(scores, right) + F.cross_entropy(scores.T, right)) / 2
 
     wanted = native(model, contrast)
-    loss = ib.losses.info_nce(temperature=0.1, loss_device="sim:1")
+    loss = ib.losses.info_nce(temperature=0.1, loss_device=THERE)
     ib.VirtualBatch(model, loss, micro_batch_size=7).backward(inputs)
     assert_same(model, wanted)
 
