@@ -164,7 +164,9 @@ class Walk {
   void single(PyObject* owner, PyObject* key, PyObject* value, const std::string& name) {
     const Held held(py::reinterpret_borrow<py::object>(owner));
     const Held at = key != nullptr ? Held(py::reinterpret_borrow<py::object>(key)) : Held();
-    places_.push_back({name, false, {THPVariable_Unpack(value)},
+    places_.push_back({name,
+                       false,
+                       {THPVariable_Unpack(value)},
                        [held, at, cell = key == nullptr](size_t, const at::Tensor& tensor) {
                          undisturbed([&] {
                            const py::object made = py::cast(tensor);

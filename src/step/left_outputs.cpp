@@ -118,8 +118,8 @@ void LeftOutputs::decide(int64_t rows, const Batch& outputs, const std::vector<L
     for (size_t i = 0; i < here.size(); ++i) {
       const at::Tensor& tensor = place.tensors[here[i]];
       if (!is_ordinary(tensor)) continue;
-      const auto output = std::find_if(
-          outputs.leaves().begin(), outputs.leaves().end(), [&](const Leaf& leaf) {
+      const auto output =
+          std::find_if(outputs.leaves().begin(), outputs.leaves().end(), [&](const Leaf& leaf) {
             return leaf.tensor.defined() && identity(leaf.tensor) == identity(tensor);
           });
       const bool given = output != outputs.leaves().end();
@@ -197,8 +197,7 @@ Batch LeftOutputs::without_left(Batch outputs, bool keep, bool copies) {
     if (keep) other.last = other.seen;
   }
   if (appended_ == 0) return outputs;
-  const auto* own =
-      std::any_cast<std::shared_ptr<const Structure>>(&outputs.structure()->tree());
+  const auto* own = std::any_cast<std::shared_ptr<const Structure>>(&outputs.structure()->tree());
   if (own == nullptr) return outputs;
   const std::shared_ptr<const Structure> structure = *own;
   std::vector<Leaf> leaves = outputs.leaves();
@@ -234,8 +233,8 @@ bool LeftOutputs::is_item(size_t entry, const at::Tensor& tensor) const {
 }
 
 void LeftOutputs::hand_out(const std::vector<int64_t>& row_counts, const Batch& outputs) {
-  if (entries_.empty() || parts_.size() + (appended_ == 0 ? row_counts.size() : 0) !=
-                              row_counts.size()) {
+  if (entries_.empty() ||
+      parts_.size() + (appended_ == 0 ? row_counts.size() : 0) != row_counts.size()) {
     return;
   }
   const std::vector<LeftPlace> now = look_();

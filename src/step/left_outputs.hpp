@@ -15,9 +15,9 @@
 namespace infinitybatch {
 
 /// What forwards of micro-batches leave beside their outputs (features in an attribute, what a hook
-/// has kept), where whoever looks afterwards would find the last one's alone. Tensors with a row for
-/// each sample are further outputs, detached, while micro-batches are computed; in the end they are
-/// joined, and lie where a forward over the whole batch leaves them. Backward through one whose
+/// has kept), where whoever looks afterwards would find the last one's alone. Tensors with a row
+/// for each sample are further outputs, detached, while micro-batches are computed; in the end they
+/// are joined, and lie where a forward over the whole batch leaves them. Backward through one whose
 /// original has a graph is an error.
 class LeftOutputs {
  public:
@@ -31,7 +31,7 @@ class LeftOutputs {
   /// Names of what is joined, as `adopt` takes them.
   struct Entry {
     std::string place;
-    size_t index = 0;         ///< of a list: among what one forward adds
+    size_t index = 0;  ///< of a list: among what one forward adds
     bool list = false;
     int64_t same_output = -1;  ///< it is this leaf of the outputs itself
     bool has_graph = false;

@@ -302,10 +302,9 @@ class WrapNode : public Node {
       // The graph of the whole batch may be anybody's, unless it is kept for the outputs.
       const bool whole = !call->cuts && call->parts.size() == 1;
       if (whole && call->kept_count() == 0) continue;
-      const bool left = std::any_of(nodes->begin(), nodes->end(),
-                                    [&](const Node* node) {
-                                      return call->made(*node) || has_no_way_back(*node);
-                                    });
+      const bool left = std::any_of(nodes->begin(), nodes->end(), [&](const Node* node) {
+        return call->made(*node) || has_no_way_back(*node);
+      });
       if (!left) continue;
       if (whole) call->wrapped->left_read = true;
       refuse_left(whole);

@@ -379,8 +379,8 @@ void BudgetedForward::rehearse() {
                    room_for_left(*wrapped_, job_.device), !options_.static_graph);
   Model model = *job_.model;
   model.forward = [&](const Batch& micro) {
-    Batch outputs = left.with_left(batch_size(micro, "inputs"),
-                                   [&] { return job_.model->forward(micro); });
+    Batch outputs =
+        left.with_left(batch_size(micro, "inputs"), [&] { return job_.model->forward(micro); });
     if (left.count() > 0) wrapped_->joining = true;
     return outputs;
   };

@@ -519,9 +519,8 @@ bool ForwardPass::wants_another_size() const {
   if (row_counts_.empty() || row_counts_.front() < 2) return false;
   const bool one_size = std::all_of(row_counts_.begin(), row_counts_.end(),
                                     [&](int64_t rows) { return rows == row_counts_.front(); });
-  return one_size &&
-         (is_ambiguous(outputs_[0], row_counts_[0], from_samples_, options_) || may_count() ||
-          (left_ && left_->is_ambiguous(row_counts_[0])));
+  return one_size && (is_ambiguous(outputs_[0], row_counts_[0], from_samples_, options_) ||
+                      may_count() || (left_ && left_->is_ambiguous(row_counts_[0])));
 }
 
 void ForwardPass::note_sources(const tape::Tape& tape) {

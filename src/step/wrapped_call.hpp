@@ -58,7 +58,7 @@ struct Wrapped {
   std::atomic<bool> left_unread = false;
   std::atomic<bool> joining = false;    ///< tensors that forward left, in this call
   std::atomic<bool> joins_left = true;  ///< what forward leaves, until it has been seen not to work
-  std::atomic<bool> use_tapes = true;  ///< false once a replay gave other outputs
+  std::atomic<bool> use_tapes = true;   ///< false once a replay gave other outputs
   /// Whether ops of the model see the whole batch, in eval and in training mode.
   std::array<std::atomic<bool>, 2> cut{};
   std::atomic<bool>& sees_whole_batch() { return cut[model.is_training() ? 1 : 0]; }
@@ -83,7 +83,7 @@ struct Wrapped {
   std::map<std::string, coupled::DrawLaws> draw_laws;  ///< with match_native_rng: of kinds of batch
   std::map<std::string, StaticForward> static_forwards;
   Programs programs;
-  std::vector<NodeRange> recorded;  ///< with static_graph: by calls that ran forward
+  std::vector<NodeRange> recorded;         ///< with static_graph: by calls that ran forward
   PlainNumbers numbers;                    ///< in Python; guarded by itself
   std::set<std::string> whole_batch_only;  ///< programs whose samples are coupled beyond cuts
   FewRows few_rows;
