@@ -18,6 +18,7 @@ from wrap_support import Square, contrastive
 # Copies in the background take their memory when they run.
 pytestmark = pytest.mark.alone
 
+LONG = pytest.mark.skipif("INFINITYBATCH_LONG_TESTS" not in os.environ, reason="in make test-long")
 ROWS, WIDTH = 48, 96
 #: Steps without a prediction: at the start, while sizes are tried, and a few after. Streamed
 #: steps have more sizes to choose from.
@@ -190,7 +191,17 @@ def resident():
             return 1024 * int(line.split()[1])
 
 rows = 2048 * (1 if sys.argv[2] == "little" else 4)
-model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.ReLU())))
+norm = sys.argv[1] in ("cut", "offload")
+model = nn.Sequential(*(
+    layer for i in range(6) for layer in
+    (nn.Linear(256, 256), nn.BatchNorm1d(256) if norm and i < 2 else nn.Identity(), nn.ReLU())
+))
+OPTIONS = {
+    "ours": {},
+    "cut": {"micro_batch_size": rows // 8},
+    "checkpoint": {"micro_batch_size": rows // 2, "checkpoint_segments": 3},
+    "offload": {"micro_batch_size": rows // 8, "park": "always", "host_budget": "64KiB"},
+}
 inputs, targets = torch.randn(rows, 256), torch.randn(rows, 256)
 warm = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=8)
 warm.backward(inputs[:16], targets[:16])  # what kernels and threads take once
@@ -203,13 +214,22 @@ if sys.argv[1] == "native":
         nn.functional.mse_loss(model(inputs), targets).backward()
     peak = scope.peak
 else:
-    batch = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=before + rows * 4000)
+    options = OPTIONS[sys.argv[1]] or {"memory_budget": before + rows * 4000}
+    batch = ib.VirtualBatch(model, nn.MSELoss(), **options)
     peak = max(batch.backward(inputs, targets).peak_bytes for _ in range(4))
 print(resident() - begin, peak - before)
 """
 
 
-@pytest.mark.parametrize("who", ["native", "ours"])
+@pytest.mark.parametrize(
+    "who",
+    [
+        "native",
+        "ours",
+        # Offloaded to disk: what lies on the host would be the process's too.
+        *(pytest.param(who, marks=LONG) for who in ("cut", "checkpoint", "offload")),
+    ],
+)
 def test_the_process_takes_what_the_allocator_counts(who):
     """More of one is as much more of the other: kernels take some MiB once."""
     found = []
