@@ -199,6 +199,14 @@ bool BufferRule::written() const noexcept {
                      [](const Entry& entry) { return entry.written; });
 }
 
+std::vector<at::Tensor> BufferRule::written_buffers() const {
+  std::vector<at::Tensor> written;
+  for (const Entry& entry : entries_) {
+    if (entry.written && !entry.rebound) written.push_back(entry.tensor);
+  }
+  return written;
+}
+
 bool BufferRule::rebound() const noexcept {
   return std::any_of(entries_.begin(), entries_.end(),
                      [](const Entry& entry) { return entry.rebound; });

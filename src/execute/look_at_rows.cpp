@@ -122,6 +122,8 @@ void Executor::compare_rows() {
     return side_by_side(pieces);
   };
   look.run = [this](const Batch& inputs, int64_t count) { return try_forward(inputs, count); };
+  MovedValues moved(job_.parameters, buffers_.written_buffers(), watch_.memory());
+  look.moved = &moved;
   RowLook::Seen seen = look.find();
   rows_differ_ = seen.differs.has_value();
   if (rows_differ_) throw infinitybatch::rows_differ(*seen.differs, job_.batch_size());

@@ -31,6 +31,25 @@ Batch nudged(const Batch& inputs) {
   return {std::move(leaves), inputs.structure()};
 }
 
+/// Forward does at other values of the parameters what it does not at its own: a check of a user's
+/// fails, or numbers overflow.
+struct OnlyAtItsOwnValues {};
+
+bool refuses_rows(const std::exception_ptr& error) {
+  return !is_out_of_memory(error) && coupled::may_be_of_rows(error);
+}
+
+/// Whether forward fails on these rows, once more.
+bool fails(const RowLook& look, const Batch& inputs, int64_t rows) {
+  try {
+    look.run(inputs, rows);
+  } catch (...) {
+    if (!refuses_rows(std::current_exception())) throw;
+    return true;
+  }
+  return false;
+}
+
 /// Forward on rows that no micro-batch has. It may refuse them, time and again; what it throws but
 /// once is no matter of the rows. Nothing where it refuses them.
 std::optional<TrialOutputs> attempt(const RowLook& look, const Batch& inputs, int64_t rows) {
@@ -38,16 +57,27 @@ std::optional<TrialOutputs> attempt(const RowLook& look, const Batch& inputs, in
     return look.run(inputs, rows);
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
-    if (is_out_of_memory(error) || !coupled::may_be_of_rows(error)) throw;
-    try {
-      look.run(inputs, rows);
-    } catch (...) {
-      const std::exception_ptr again = std::current_exception();
-      if (is_out_of_memory(again) || !coupled::may_be_of_rows(again)) throw;
-      return std::nullopt;
+    if (!refuses_rows(error)) throw;
+    const bool moved = look.moved != nullptr && look.moved->is_on();
+    if (moved) look.moved->off();
+    if (fails(look, inputs, rows)) return std::nullopt;
+    if (moved) {
+      look.moved->on();
+      if (fails(look, inputs, rows)) throw OnlyAtItsOwnValues();
     }
     std::rethrow_exception(error);
   }
+}
+
+bool is_finite(const Batch& outputs) {
+  const at::NoGradGuard no_grad;
+  for (const Leaf& leaf : outputs.leaves()) {
+    const at::Tensor& tensor = leaf.tensor;
+    if (!tensor.defined() || tensor.layout() != at::kStrided) continue;
+    if (!tensor.is_floating_point() && !tensor.is_complex()) continue;
+    if (!tensor.isfinite().all().item<bool>()) return false;
+  }
+  return true;
 }
 
 /// Where parts begin: in the middle, where there are samples on both sides, and at both ends.
@@ -58,15 +88,11 @@ std::vector<int64_t> places(int64_t more, int64_t fewer) {
 }
 
 /// Forward on `more` rows, and on fewer of them at several places.
-RowLook::Seen compare(const RowLook& look, int64_t more, int64_t fewer) {
-  Batch inputs;
-  try {
-    inputs = look.load({0, more});
-  } catch (const BatchError&) {
-    return {};  // pieces of a source that do not fit together: of other lengths
-  }
+RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, int64_t fewer) {
   const std::optional<TrialOutputs> of_whole = attempt(look, inputs, more);
   if (!of_whole) return {};
+  const bool moved = look.moved != nullptr && look.moved->is_on();
+  if (moved && !is_finite(of_whole->outputs)) throw OnlyAtItsOwnValues();
   const RowsOfOutputs whole{of_whole->outputs, {0, more}};
   RowLook::Seen seen;
   for (const int64_t begin : places(more, fewer)) {
@@ -81,12 +107,34 @@ RowLook::Seen compare(const RowLook& look, int64_t more, int64_t fewer) {
     }
     if (seen.dims.empty()) seen.dims = dims_of_rows(whole, part);
     if (!difference(whole, part, look.compared, /*noise=*/nullptr)) continue;
-    const std::optional<TrialOutputs> moved = attempt(look, nudged(some), fewer);
-    if (!moved) return {};
-    const auto differs = difference(whole, part, look.compared, &moved->outputs);
+    const std::optional<TrialOutputs> noisy = attempt(look, nudged(some), fewer);
+    if (!noisy) return {};
+    const auto differs = difference(whole, part, look.compared, &noisy->outputs);
     if (differs) return {differs->what, {}};
   }
   return seen;
+}
+
+/// The same with parameters at other values, if they can be had.
+RowLook::Seen compare(const RowLook& look, int64_t more, int64_t fewer) {
+  Batch inputs;
+  try {
+    inputs = look.load({0, more});
+  } catch (const BatchError&) {
+    return {};  // pieces of a source that do not fit together: of other lengths
+  }
+  if (look.moved == nullptr || look.moved->empty()) return compare(look, inputs, more, fewer);
+  struct Back {
+    MovedValues& moved;
+    ~Back() { moved.off(); }
+  } back{*look.moved};
+  try {
+    look.moved->on();
+    return compare(look, inputs, more, fewer);
+  } catch (const OnlyAtItsOwnValues&) {
+    look.moved->off();
+  }
+  return compare(look, inputs, more, fewer);
 }
 
 }  // namespace

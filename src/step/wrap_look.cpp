@@ -24,6 +24,8 @@ void ForwardPass::look_at_rows() {
   if (high_water_) look.peak = room_for_a_look(high_water_->peak());
   look.load = [this](Rows part) { return call_->micro_batch(part); };
   look.run = [this](const Batch& inputs, int64_t count) { return try_forward(inputs, count); };
+  MovedValues moved(job_.parameters, buffer_rule_.written_buffers(), watch_.memory());
+  look.moved = &moved;
   RowLook::Seen seen = look.find();
   if (seen.differs) throw rows_differ(*seen.differs, rows_.size);
   known = {rows, std::move(seen.dims)};

@@ -51,6 +51,9 @@ class BufferRule {
   /// Whether any micro-batch has written a buffer.
   bool written() const noexcept;
 
+  /// Those that one has written, where no other tensor was put into their place.
+  std::vector<at::Tensor> written_buffers() const;
+
   /// Whether any micro-batch has put another tensor into a buffer's place.
   bool rebound() const noexcept;
 

@@ -3,6 +3,7 @@
 #include <infinitybatch/core/batch.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/row_range.hpp>
+#include <infinitybatch/execute/moved_values.hpp>
 #include <infinitybatch/memory/high_water.hpp>
 
 #include <cstdint>
@@ -44,6 +45,9 @@ struct RowLook {
   /// Forward, with `coupled::FixedOps` and the same random state each time, undone. Nothing where
   /// what it gave cannot be compared.
   std::function<std::optional<TrialOutputs>(const Batch& inputs, int64_t rows)> run;
+  /// Parameters at other values while forward runs, unless it fails there, or gives numbers that
+  /// are not finite; null where they stay.
+  MovedValues* moved = nullptr;
 
   struct Seen {
     std::optional<std::string> differs;  ///< what, for people

@@ -1,0 +1,250 @@
+#include <infinitybatch/execute/moved_values.hpp>
+
+#include <infinitybatch/core/extent.hpp>
+#include <infinitybatch/core/tensor_memory.hpp>
+#include <infinitybatch/core/unwatched.hpp>
+
+#include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/record_function.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdlib>
+#include <optional>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+constexpr int64_t kPiece = int64_t{1} << 16;  // numbers that go over the host at a time
+
+template <typename Number>
+struct Bits;
+template <>
+struct Bits<double> {
+  using Word = uint64_t;
+  static constexpr int kMantissa = 52, kBias = 1023;
+};
+template <>
+struct Bits<float> {
+  using Word = uint32_t;
+  static constexpr int kMantissa = 23, kBias = 127;
+};
+template <>
+struct Bits<c10::Half> {
+  using Word = uint16_t;
+  static constexpr int kMantissa = 10, kBias = 15;
+};
+template <>
+struct Bits<c10::BFloat16> {
+  using Word = uint16_t;
+  static constexpr int kMantissa = 7, kBias = 127;
+};
+
+/// Bits without a pattern, of a place.
+uint32_t mixed(uint32_t place) {
+  uint32_t bits = place * 0x9E3779B1U + 0x7F4A7C15U;
+  bits = (bits ^ (bits >> 15)) * 0x2C1B3C6DU;
+  return bits ^ (bits >> 13);
+}
+
+/// Exchanges bits of each number. Doing it again undoes it: which bits are exchanged depends on the
+/// place, and on bits that stay.
+/// \param zero the power of two that stands for zero
+template <typename Number>
+void exchange_bits(Number* numbers, int64_t count, uint32_t place, int zero, bool sign) {
+  using Word = typename Bits<Number>::Word;
+  constexpr int kMantissa = Bits<Number>::kMantissa;
+  constexpr Word kOne = 1;
+  constexpr Word kSign = static_cast<Word>(kOne << (sizeof(Word) * 8 - 1));
+  constexpr Word kSmall = static_cast<Word>(Word{15} << (kMantissa - 6));  // an eighth to a 64th
+  constexpr Word kExponent = static_cast<Word>(~kSign & ~((kOne << kMantissa) - 1));
+  const Word exponent = static_cast<Word>(static_cast<Word>(std::max(1, zero + Bits<Number>::kBias))
+                                          << kMantissa);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t random = mixed(place + static_cast<uint32_t>(i));
+    const Word small =
+        static_cast<Word>((Word{random & 11U} | Word{4}) << (kMantissa - 6));  // a 16th always
+    const Word for_zero = static_cast<Word>(exponent | (Word{(random >> 4) & 3U} << (kMantissa - 2)));
+    const Word signed_zero = sign && (random & 64U) != 0 ? kSign : Word{0};
+    Word word = std::bit_cast<Word>(numbers[i]);
+    const Word stays = static_cast<Word>(word & ~kSmall & ~kSign);
+    const bool finite = (word & kExponent) != kExponent;
+    if (stays == 0 || stays == for_zero) {
+      word = static_cast<Word>(word ^ for_zero ^ signed_zero);
+    } else if (finite) {
+      word = static_cast<Word>(word ^ small);
+    }
+    numbers[i] = std::bit_cast<Number>(word);
+  }
+}
+
+/// Scales by a power of two, in integers: whatever the mode of the processor, no bit is lost.
+template <typename Number>
+void shift_exponents(Number* numbers, int64_t count, int by) {
+  using Word = typename Bits<Number>::Word;
+  constexpr int kMantissa = Bits<Number>::kMantissa;
+  constexpr Word kExponent = static_cast<Word>(
+      ((Word{1} << (sizeof(Word) * 8 - 1)) - 1) & ~((Word{1} << kMantissa) - 1));
+  if (by == 0) return;
+  const Word step = static_cast<Word>(static_cast<Word>(std::abs(by)) << kMantissa);
+  for (int64_t i = 0; i < count; ++i) {
+    const Word word = std::bit_cast<Word>(numbers[i]);
+    if ((word & kExponent) == 0) continue;
+    numbers[i] = std::bit_cast<Number>(static_cast<Word>(by > 0 ? word + step : word - step));
+  }
+}
+
+template <typename F>
+bool with_type(at::ScalarType type, F&& f) {
+  switch (type) {
+    case at::kDouble: f(double{}); return true;
+    case at::kFloat: f(float{}); return true;
+    case at::kHalf: f(c10::Half{}); return true;
+    case at::kBFloat16: f(c10::BFloat16{}); return true;
+    default: return false;
+  }
+}
+
+/// On memory of the host.
+void move_here(const at::Tensor& flat, uint32_t place, int scale, int zero, bool sign, bool there) {
+  with_type(flat.scalar_type(), [&](auto number) {
+    using Number = decltype(number);
+    auto* numbers = static_cast<Number*>(flat.mutable_data_ptr());
+    if (there) shift_exponents(numbers, flat.numel(), scale);
+    exchange_bits(numbers, flat.numel(), place, zero, sign);
+    if (!there) shift_exponents(numbers, flat.numel(), -scale);
+  });
+}
+
+/// Whether its numbers lie in memory in which they may be exchanged for a while.
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+         tensor.numel() > 0 && !tensor.is_meta() && !tensor.is_quantized() &&
+         !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
+         tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense() &&
+         (tensor.is_complex() || tensor.is_floating_point());
+}
+
+/// All numbers in a row, in the order of memory.
+at::Tensor flat_of(const at::Tensor& tensor) {
+  const at::Tensor alias = tensor.variable_data();
+  const at::Tensor row = alias.as_strided({alias.numel()}, {1}, alias.storage_offset());
+  return row.is_complex() ? at::view_as_real(row).view({-1}) : row;
+}
+
+/// The largest size.
+double largest_of(const at::Tensor& flat) {
+  double largest = 0;
+  for (int64_t begin = 0; begin < flat.numel(); begin += kPiece) {
+    const int64_t count = std::min(kPiece, flat.numel() - begin);
+    const at::Tensor here = flat.narrow(0, begin, count).cpu();
+    with_type(flat.scalar_type(), [&](auto number) {
+      const auto* numbers = static_cast<const decltype(number)*>(here.const_data_ptr());
+      for (int64_t i = 0; i < count; ++i) {
+        largest = std::max(largest, std::abs(static_cast<double>(numbers[i])));
+      }
+    });
+  }
+  return largest;
+}
+
+}  // namespace
+
+MovedValues::MovedValues(const std::vector<NamedParameter>& parameters,
+                         const std::vector<at::Tensor>& buffers,
+                         const coupled::WatchedMemory& memory)
+    : memory_(memory) {
+  const Unwatched unseen;
+  const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
+  for (const NamedParameter& parameter : parameters) {
+    if (parameter.tensor.requires_grad()) add(parameter.tensor, /*parameter=*/true);
+  }
+  for (const at::Tensor& buffer : buffers) add(buffer, /*parameter=*/false);
+}
+
+MovedValues::~MovedValues() {
+  try {
+    off();
+  } catch (...) {  // the device is lost, and all that lies there
+  }
+}
+
+void MovedValues::add(const at::Tensor& tensor, bool parameter) {
+  if (!is_plain(tensor)) return;
+  Values added;
+  if (const auto place = memory_.find(tensor)) {
+    const coupled::WatchedMemory::Known& known = memory_[*place];
+    if (known.rescaled || known.before.defined()) return;  // it is put back from a copy
+    added.known = true;
+    added.place = *place;
+  } else if (parameter) {
+    return;
+  }
+  added.flat = flat_of(tensor);
+  if (!with_type(added.flat.scalar_type(), [](auto) {})) return;
+  const auto extent = extent_of(added.flat);
+  for (const Values& each : values_) {  // tied, or views of one memory
+    if (storage_of(each.flat) != storage_of(added.flat)) continue;
+    const auto other = extent_of(each.flat);
+    if (extent.first < other.second && other.first < extent.second) return;
+  }
+  const int64_t fan = tensor.dim() < 2 ? 1 : std::max<int64_t>(1, tensor.numel() / tensor.size(0));
+  added.size = -2 - std::ilogb(std::sqrt(static_cast<double>(fan)));
+  const double largest = largest_of(added.flat);
+  constexpr int kTiny = 3;
+  if (largest > 0 && std::isfinite(largest)) {
+    const int apart = added.size - std::ilogb(largest);
+    if (apart >= kTiny) added.scale = apart;
+  }
+  added.sign = parameter;
+  values_.push_back(std::move(added));
+}
+
+void MovedValues::move(const Values& values, const at::Tensor& flat, bool there) const {
+  const auto number = static_cast<uint32_t>(&values - values_.data());
+  const uint32_t place = number * 0x632BE5ABU;
+  if (flat.is_cpu()) {
+    return move_here(flat, place, values.scale, values.size, values.sign, there);
+  }
+  for (int64_t begin = 0; begin < flat.numel(); begin += kPiece) {
+    at::Tensor piece = flat.narrow(0, begin, std::min(kPiece, flat.numel() - begin));
+    const at::Tensor here = piece.cpu();
+    move_here(here, place + static_cast<uint32_t>(begin), values.scale, values.size, values.sign,
+              there);
+    piece.copy_(here);
+  }
+}
+
+void MovedValues::on() {
+  if (on_) return;
+  const Unwatched unseen;
+  const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
+  on_ = true;
+  for (moved_ = 0; moved_ < values_.size(); ++moved_) {
+    move(values_[moved_], values_[moved_].flat, /*there=*/true);
+  }
+  at::autocast::clear_cache();
+}
+
+void MovedValues::off() {
+  if (!on_) return;
+  const Unwatched unseen;
+  const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
+  on_ = false;
+  for (; moved_ > 0; --moved_) {
+    const Values& values = values_[moved_ - 1];
+    move(values, values.flat, /*there=*/false);
+    // A copy that was made meanwhile, in front of a write that is undone.
+    if (!values.known) continue;
+    const at::Tensor& before = memory_[values.place].before;
+    if (before.defined()) at::Tensor(before).copy_(memory_[values.place].memory);
+  }
+  at::autocast::clear_cache();
+}
+
+}  // namespace infinitybatch
