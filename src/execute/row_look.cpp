@@ -80,11 +80,26 @@ bool is_finite(const Batch& outputs) {
   return true;
 }
 
-/// Where parts begin: in the middle, where there are samples on both sides, and at both ends.
-std::vector<int64_t> places(int64_t more, int64_t fewer) {
-  std::vector<int64_t> begins{(more - fewer + 1) / 2, more - fewer, 0};
-  begins.erase(std::unique(begins.begin(), begins.end()), begins.end());
-  return begins;
+/// Which rows run alone: in the middle, where there are samples on both sides, and at both ends.
+/// Single samples are many and cheap, so that more of them run, and where that leaves some out,
+/// both halves, which have them all.
+std::vector<Rows> parts(int64_t more, int64_t fewer) {
+  constexpr int64_t kMost = 16;
+  std::vector<Rows> found;
+  const auto add = [&](int64_t begin, int64_t count) {
+    const auto known = [&](const Rows& rows) { return rows.begin == begin && rows.size() == count; };
+    if (std::none_of(found.begin(), found.end(), known)) found.push_back({begin, begin + count});
+  };
+  add((more - fewer + 1) / 2, fewer);
+  add(more - fewer, fewer);
+  add(0, fewer);
+  if (fewer > 1) return found;
+  const int64_t count = std::min(more, kMost);
+  for (int64_t i = 1; i + 1 < count; ++i) add(i * (more - 1) / (count - 1), 1);
+  if (more <= kMost) return found;
+  add(0, more / 2);
+  add(more / 2, more - more / 2);
+  return found;
 }
 
 /// Forward on `more` rows, and on fewer of them at several places.
@@ -95,11 +110,12 @@ RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, in
   if (moved && !is_finite(of_whole->outputs)) throw OnlyAtItsOwnValues();
   const RowsOfOutputs whole{of_whole->outputs, {0, more}};
   RowLook::Seen seen;
-  for (const int64_t begin : places(more, fewer)) {
-    const Batch some = rows(inputs, begin, begin + fewer);
-    const std::optional<TrialOutputs> of_part = attempt(look, some, fewer);
+  for (const Rows here : parts(more, fewer)) {
+    const Batch some = rows(inputs, here.begin, here.end);
+    const std::optional<TrialOutputs> of_part = attempt(look, some, here.size());
+    if (!of_part && here.size() != fewer) continue;  // forward refuses halves only
     if (!of_part) return {};
-    const RowsOfOutputs part{of_part->outputs, {begin, begin + fewer}};
+    const RowsOfOutputs part{of_part->outputs, here};
     // A draw of Python's for each sample gives others to the same rows.
     if (of_part->strayed || of_whole->strayed || of_part->foreign != of_whole->foreign) {
       const auto differs = several_places(whole, part, look.compared);
@@ -107,7 +123,7 @@ RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, in
     }
     if (seen.dims.empty()) seen.dims = dims_of_rows(whole, part);
     if (!difference(whole, part, look.compared, /*noise=*/nullptr)) continue;
-    const std::optional<TrialOutputs> noisy = attempt(look, nudged(some), fewer);
+    const std::optional<TrialOutputs> noisy = attempt(look, nudged(some), here.size());
     if (!noisy) return {};
     const auto differs = difference(whole, part, look.compared, &noisy->outputs);
     if (differs) return {differs->what, {}};
