@@ -172,7 +172,9 @@ std::unique_ptr<at::ObserverContext> FixedOps::begin(const at::RecordFunction& o
   // Computed by batch_norm, over each sample.
   replaced->inside = norm || replaced->across || name == "aten::instance_norm";
   if (!replaced->draw && !replaced->inside) return nullptr;
+  stood_in_ = stood_in_ || replaced->across;
   if (norm && in_training(inputs) && !watch_.is_parameter(inputs[0])) {
+    stood_in_ = true;
     replaced->input = tensor_of(inputs, 0);
     replaced->weight = tensor_of(inputs, 1);
     replaced->bias = tensor_of(inputs, 2);

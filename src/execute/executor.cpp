@@ -279,12 +279,18 @@ void Executor::forward(Rows rows) {
                                        job_.batch_size());
     few_.watch(rows.size(), [&] { outputs_ = job_.model->forward(inputs_); });
   }
+  note_own_backward();
   watch_.rethrow();
   // Provisional where forward is cut: they follow statistics of the whole batch.
   if (!cut_pass_ && state_at_work_ == &state_)
     buffers_.note_means(watch_.take_means(), rows.size());
   if (auto name = foreign.drew()) foreign_draw_ = std::move(name);
   wrote_inputs_ = wrote_inputs_ || versions_of(inputs_) != before;
+}
+
+void Executor::note_own_backward() {
+  if (own_backward_ || job_.rows_seen == nullptr || job_.rows_seen->rows != 0) return;
+  own_backward_ = own_backward_of(outputs_);
 }
 
 Batch Executor::uncounted(const std::function<Batch()>& forward, bool as_first) {

@@ -11,6 +11,7 @@
 #include <infinitybatch/tape/recorder.hpp>
 
 #include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <exception>
@@ -90,6 +91,23 @@ std::optional<TrialOutputs> Executor::try_forward(const Batch& inputs, int64_t r
   return tried;
 }
 
+std::optional<std::vector<at::Tensor>> Executor::try_gradients(const Batch& inputs, Rows rows,
+                                                               const std::vector<int64_t>& dims,
+                                                               const std::vector<bool>& compared) {
+  std::optional<std::vector<at::Tensor>> gradients;
+  aside(/*trial=*/true, [&] {
+    inputs_ = wrote_inputs_ ? copied(inputs) : inputs;
+    const coupled::FixedOps fixed(devices_of(job_), rows.size(), watch_);
+    const at::AutoGradMode recording(/*enabled=*/true);
+    forward({0, rows.size()});
+    const at::Tensor number = weighed(outputs_, dims, compared, rows);
+    if (!number.defined() || fixed.stood_in()) return;
+    std::vector<at::Tensor> found = gradients_by(job_.parameters, number);
+    if (!fixed.strayed()) gradients = std::move(found);
+  });
+  return gradients;
+}
+
 void Executor::compare_rows() {
   if (job_.rows_seen == nullptr || !job_.exact_coupling || watch_.talked()) return;
   if (coupled::FixedOps::at_work()) return;  // this step is part of a forward that is looked at
@@ -99,6 +117,7 @@ void Executor::compare_rows() {
   RowLook look;
   look.batch_size = job_.batch_size();
   look.rows = rows;
+  look.singles = rows == 1 && first_.size() == 1;
   look.device = job_.device;
   if (high_water_) look.peak = room_for_a_look(high_water_->peak());
   if (job_.outside == nullptr) {
@@ -124,9 +143,16 @@ void Executor::compare_rows() {
   look.run = [this](const Batch& inputs, int64_t count) { return try_forward(inputs, count); };
   MovedValues moved(job_.parameters, buffers_.written_buffers(), watch_.memory());
   look.moved = &moved;
+  if (own_backward_.value_or(false)) {
+    look.gradients.emplace();
+    look.gradients->run = [this, compared = look.compared](const Batch& inputs, Rows part,
+                                                           const std::vector<int64_t>& dims) {
+      return try_gradients(inputs, part, dims, compared);
+    };
+  }
   RowLook::Seen seen = look.find();
   rows_differ_ = seen.differs.has_value();
-  if (rows_differ_) throw infinitybatch::rows_differ(*seen.differs, job_.batch_size());
+  if (rows_differ_) throw infinitybatch::rows_differ(seen, job_.batch_size());
   *job_.rows_seen = {rows, std::move(seen.dims)};
 }
 

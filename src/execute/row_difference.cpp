@@ -125,6 +125,20 @@ std::string tell(const Batch& outputs, size_t leaf, const Leaves& leaves, double
 
 }  // namespace
 
+Batch moved_by_rounding(const Batch& inputs) {
+  const at::NoGradGuard no_grad;
+  std::vector<Leaf> leaves = inputs.leaves();
+  for (Leaf& leaf : leaves) {
+    const at::Tensor& tensor = leaf.tensor;
+    if (!tensor.defined() || !tensor.is_floating_point() || tensor.layout() != at::kStrided) {
+      continue;
+    }
+    const double eps = tensor.scalar_type() == at::kDouble ? 4.5e-16 : 2.4e-7;
+    leaf.tensor = tensor.detach().mul(1 + eps);
+  }
+  return {std::move(leaves), inputs.structure()};
+}
+
 std::vector<int64_t> dims_of_rows(const RowsOfOutputs& whole, const RowsOfOutputs& part) {
   const at::NoGradGuard no_grad;
   const auto& here = part.outputs.leaves();
@@ -152,7 +166,7 @@ std::optional<RowDifference> several_places(const RowsOfOutputs& whole, const Ro
 }
 
 std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOfOutputs& part,
-                                        const std::vector<bool>& compared, const Batch* noise) {
+                                        const std::vector<bool>& compared, const Noise* noise) {
   const at::NoGradGuard no_grad;
   const auto& here = part.outputs.leaves();
   const auto& there = whole.outputs.leaves();
@@ -163,8 +177,10 @@ std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOf
     const Leaves leaves(there[i].tensor, here[i].tensor, part.rows, whole.rows.size());
     const std::optional<double> apart = leaves.apart();
     if (!apart || *apart <= rounding_of(here[i].tensor)) continue;
-    if (noise != nullptr && i < noise->leaves().size() && noise->leaves()[i].tensor.defined()) {
-      const double moved = relative_distance(here[i].tensor, noise->leaves()[i].tensor);
+    if (noise != nullptr && i < noise->moved.leaves().size() &&
+        noise->moved.leaves()[i].tensor.defined()) {
+      const at::Tensor& still = noise->outputs.leaves()[i].tensor;
+      const double moved = relative_distance(still, noise->moved.leaves()[i].tensor);
       if (*apart <= kNoisy * moved) continue;
     }
     return RowDifference{i, tell(whole.outputs, i, leaves, *apart, part.rows, whole.rows.size())};

@@ -16,21 +16,6 @@
 namespace infinitybatch {
 namespace {
 
-/// Samples moved by rounding: what outputs move then is no matter of other samples.
-Batch nudged(const Batch& inputs) {
-  const at::NoGradGuard no_grad;
-  std::vector<Leaf> leaves = inputs.leaves();
-  for (Leaf& leaf : leaves) {
-    const at::Tensor& tensor = leaf.tensor;
-    if (!tensor.defined() || !tensor.is_floating_point() || tensor.layout() != at::kStrided) {
-      continue;
-    }
-    const double eps = tensor.scalar_type() == at::kDouble ? 4.5e-16 : 2.4e-7;
-    leaf.tensor = tensor.detach().mul(1 + eps);
-  }
-  return {std::move(leaves), inputs.structure()};
-}
-
 /// Forward does at other values of the parameters what it does not at its own: a check of a user's
 /// fails, or numbers overflow.
 struct OnlyAtItsOwnValues {};
@@ -83,7 +68,7 @@ bool is_finite(const Batch& outputs) {
 /// Which rows run alone: in the middle, where there are samples on both sides, and at both ends.
 /// Single samples are many and cheap, so that more of them run, and where that leaves some out,
 /// both halves, which have them all.
-std::vector<Rows> parts(int64_t more, int64_t fewer) {
+std::vector<Rows> parts(int64_t more, int64_t fewer, bool singles) {
   constexpr int64_t kMost = 16;
   std::vector<Rows> found;
   const auto add = [&](int64_t begin, int64_t count) {
@@ -93,13 +78,30 @@ std::vector<Rows> parts(int64_t more, int64_t fewer) {
   add((more - fewer + 1) / 2, fewer);
   add(more - fewer, fewer);
   add(0, fewer);
-  if (fewer > 1) return found;
+  if (!singles) return found;
   const int64_t count = std::min(more, kMost);
   for (int64_t i = 1; i + 1 < count; ++i) add(i * (more - 1) / (count - 1), 1);
   if (more <= kMost) return found;
   add(0, more / 2);
   add(more / 2, more - more / 2);
   return found;
+}
+
+/// What going back shows where outputs show nothing, in the memory that the step needs anyhow.
+std::optional<std::string> gradients_differ(const RowLook& look, const Batch& inputs, int64_t fewer,
+                                            const std::vector<int64_t>& dims) {
+  if (!look.gradients) return std::nullopt;
+  std::optional<memory::Limit> limit;
+  if (look.peak) limit.emplace(*look.peak);
+  const int64_t failed = memory::failed_allocations();
+  try {
+    return look.gradients->find(inputs, std::max<int64_t>(2, fewer), dims);
+  } catch (...) {
+    const std::exception_ptr error = std::current_exception();
+    const bool refused = !look.device.is_cpu() || memory::failed_allocations() != failed;
+    if (!refuses_rows(error) && !(is_out_of_memory(error) && refused)) throw;
+    return std::nullopt;
+  }
 }
 
 /// Forward on `more` rows, and on fewer of them at several places.
@@ -110,7 +112,7 @@ RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, in
   if (moved && !is_finite(of_whole->outputs)) throw OnlyAtItsOwnValues();
   const RowsOfOutputs whole{of_whole->outputs, {0, more}};
   RowLook::Seen seen;
-  for (const Rows here : parts(more, fewer)) {
+  for (const Rows here : parts(more, fewer, look.singles)) {
     const Batch some = rows(inputs, here.begin, here.end);
     const std::optional<TrialOutputs> of_part = attempt(look, some, here.size());
     if (!of_part && here.size() != fewer) continue;  // forward refuses halves only
@@ -123,10 +125,17 @@ RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, in
     }
     if (seen.dims.empty()) seen.dims = dims_of_rows(whole, part);
     if (!difference(whole, part, look.compared, /*noise=*/nullptr)) continue;
-    const std::optional<TrialOutputs> noisy = attempt(look, nudged(some), here.size());
+    // What one sample moves says little of what it might have: all of them are moved then.
+    const bool all = fewer == 1;
+    const std::optional<TrialOutputs> noisy =
+        attempt(look, moved_by_rounding(all ? inputs : some), all ? more : here.size());
     if (!noisy) return {};
-    const auto differs = difference(whole, part, look.compared, &noisy->outputs);
+    const Noise noise{all ? of_whole->outputs : of_part->outputs, noisy->outputs};
+    const auto differs = difference(whole, part, look.compared, &noise);
     if (differs) return {differs->what, {}};
+  }
+  if (auto differs = gradients_differ(look, inputs, fewer, seen.dims)) {
+    return {std::move(differs), {}, /*backward=*/true};
   }
   return seen;
 }
@@ -170,13 +179,13 @@ int64_t room_for_a_look(int64_t peak) {
   return now.limit ? *now.limit : std::max(peak, now.live + kSome);
 }
 
-CouplingError rows_differ(const std::string& what, int64_t batch_size) {
+CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size) {
+  const char* what = seen.backward ? "backward combines samples"
+                                   : "forward combines samples, or depends on how many there are";
   return CouplingError(
-      "forward",
-      what +
-          ": forward combines samples, or depends on how many there are, so micro-batches "
-          "cannot give the gradient of all " +
-          std::to_string(batch_size) +
+      seen.backward ? "backward" : "forward",
+      *seen.differs + ": " + what +
+          ", so micro-batches cannot give the gradient of all " + std::to_string(batch_size) +
           ". Mark inputs whose samples lie along another dimension (ib.batch_dim(x, 1)); compute "
           "what needs all samples by across_batch; make the budget large enough for one "
           "micro-batch, or accept another gradient with batch_coupling=\"per_micro_batch\"");

@@ -89,6 +89,8 @@ class ForwardPass {
   void aside(Rows rows, bool trial, const std::function<void()>& forward);
   /// What forward gives with `coupled::FixedOps`. Nothing where that cannot be compared.
   std::optional<TrialOutputs> try_forward(const Batch& given, int64_t rows);
+  std::optional<std::vector<at::Tensor>> try_gradients(const Batch& given, Rows rows,
+                                                       const std::vector<int64_t>& dims);
   /// Whether the same rows, split otherwise, give the same rows of outputs; see RowLook.
   /// \throws CouplingError
   void look_at_rows();
@@ -138,6 +140,7 @@ class ForwardPass {
   BatchSource rows_;                       // the inputs
   bool known_ = true;                      // before this call, whether ops mix samples
   std::optional<MixingExperiment> experiment_;
+  std::optional<bool> own_backward_;  // whether going back runs code of the user's
   std::optional<memory::HighWater> high_water_;
   const memory::HighWater* planners_mark_ = nullptr;
   bool part_ = false;  // the micro-batch at work is not all of the samples

@@ -4,11 +4,30 @@
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/coupled/fixed_ops.hpp>
+#include <infinitybatch/execute/copied_batch.hpp>
+
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <utility>
 
 namespace infinitybatch {
+
+std::optional<std::vector<at::Tensor>> ForwardPass::try_gradients(
+    const Batch& given, Rows rows, const std::vector<int64_t>& dims) {
+  std::optional<std::vector<at::Tensor>> gradients;
+  aside({0, rows.size()}, /*trial=*/true, [&] {
+    const Batch inputs = wrote_inputs_ ? copied(given) : given;
+    const coupled::FixedOps fixed(call_->devices, rows.size(), watch_);
+    const at::AutoGradMode recording(/*enabled=*/true);
+    const Batch outputs = call_model(inputs, nullptr);
+    const at::Tensor number = weighed(outputs, dims, {}, rows);
+    if (!number.defined() || fixed.stood_in()) return;
+    std::vector<at::Tensor> found = gradients_by(job_.parameters, number);
+    if (!fixed.strayed()) gradients = std::move(found);
+  });
+  return gradients;
+}
 
 void ForwardPass::look_at_rows() {
   if (call_->cuts) return call_->cuts->look_at_rows();
@@ -20,14 +39,21 @@ void ForwardPass::look_at_rows() {
   RowLook look;
   look.batch_size = rows_.size;
   look.rows = rows;
+  look.singles = rows == 1 && row_counts_.front() == 1;
   look.device = job_.device;
   if (high_water_) look.peak = room_for_a_look(high_water_->peak());
   look.load = [this](Rows part) { return call_->micro_batch(part); };
   look.run = [this](const Batch& inputs, int64_t count) { return try_forward(inputs, count); };
   MovedValues moved(job_.parameters, buffer_rule_.written_buffers(), watch_.memory());
   look.moved = &moved;
+  if (own_backward_.value_or(false)) {
+    look.gradients.emplace();
+    look.gradients->run = [this](const Batch& inputs, Rows part, const std::vector<int64_t>& dims) {
+      return try_gradients(inputs, part, dims);
+    };
+  }
   RowLook::Seen seen = look.find();
-  if (seen.differs) throw rows_differ(*seen.differs, rows_.size);
+  if (seen.differs) throw rows_differ(seen, rows_.size);
   known = {rows, std::move(seen.dims)};
 }
 

@@ -83,7 +83,7 @@ def test_generator_states_need_no_room_in_the_budget(size, wrap):
 
 
 def test_a_parameter_is_put_back_where_there_was_no_room_to_copy_it():
-    for place in range(1, 200):
+    for place in range(1, 400):
         model, x, target = task(Clamped)
         before = state(model)
         batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=3)

@@ -37,6 +37,9 @@ class FixedOps {
   /// Whether numbers were drawn that nobody has fixed, or a result could not be replaced.
   /// \throws what failed in a callback, such as replacing a result without memory for it
   bool strayed();
+  /// Whether an op that sees the whole batch was stood in for: gradients of samples are not their
+  /// own then.
+  bool stood_in() const noexcept { return stood_in_; }
   /// Another text where Python's or NumPy's generators stand elsewhere.
   std::map<std::string, std::string> foreign() const;
 
@@ -57,6 +60,7 @@ class FixedOps {
   std::vector<std::pair<at::Generator, GeneratorState>> generators_;
   bool strayed_ = false;
   CallbackErrors errors_;
+  bool stood_in_ = false;
 };
 
 }  // namespace infinitybatch::coupled

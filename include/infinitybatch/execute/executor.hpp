@@ -160,6 +160,10 @@ class Executor {
   void learn_numbers(bool any = false);
   void compare_rows();
   std::optional<TrialOutputs> try_forward(const Batch& inputs, int64_t rows);
+  std::optional<std::vector<at::Tensor>> try_gradients(const Batch& inputs, Rows rows,
+                                                       const std::vector<int64_t>& dims,
+                                                       const std::vector<bool>& compared);
+  void note_own_backward();
   /// Which outputs a separable loss reads, as far as its graph shows.
   void note_read();
   /// Runs forward on other rows and undoes it: buffers, parameters, attributes of modules and
@@ -203,6 +207,7 @@ class Executor {
   bool uneven_ = false;     // another one was of another length
   int64_t smallest_ = 0;    // rows of the step's own micro-batches
   std::vector<bool> read_;  // outputs, by a separable loss; empty: not known
+  std::optional<bool> own_backward_;  // whether going back runs code of the user's
   bool rows_differ_ = false;
   std::exception_ptr differ_;                    // then: how
   std::optional<memory::HighWater> high_water_;  // of this step, where rows will be looked at

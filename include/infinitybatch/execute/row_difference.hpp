@@ -20,15 +20,23 @@ struct RowDifference {
   std::string what;  ///< for people
 };
 
+/// What rounding of the inputs moves.
+struct Noise {
+  Batch outputs;  ///< of some inputs
+  Batch moved;    ///< of the same, moved by rounding
+};
+
 /// Where `part`, some of the rows of `whole`, has other rows of outputs. Leaves without a place for
 /// each sample (one number, a sum), and rows whose other dimensions differ (padding), say nothing.
 ///
 /// Two numbers are the same where they are within `rounding_of` them.
 /// \param compared which leaves matter; empty: all
-/// \param noise    outputs of `part` for inputs that were moved by rounding: what they moved does
-///                 not count, 64 times over. May be null
+/// \param noise    differences up to 64 times what rounding moves do not count. May be null
 std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOfOutputs& part,
-                                        const std::vector<bool>& compared, const Batch* noise);
+                                        const std::vector<bool>& compared, const Noise* noise);
+
+/// Inputs moved by rounding: what outputs move then is no matter of other samples.
+Batch moved_by_rounding(const Batch& inputs);
 
 /// The first of the leaves that have a place for each sample along several dimensions, as where
 /// samples are compared with each other: their values may be anything.

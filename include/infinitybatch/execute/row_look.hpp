@@ -3,6 +3,7 @@
 #include <infinitybatch/core/batch.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/core/row_range.hpp>
+#include <infinitybatch/execute/gradient_look.hpp>
 #include <infinitybatch/execute/moved_values.hpp>
 #include <infinitybatch/memory/high_water.hpp>
 
@@ -34,7 +35,8 @@ struct RowsSeen {
 /// (ops, numbers on the host, branches, opaque code), as far as these rows show it.
 struct RowLook {
   int64_t batch_size = 0;
-  int64_t rows = 0;  ///< of the smallest micro-batch
+  int64_t rows = 0;      ///< of the smallest micro-batch
+  bool singles = false;  ///< whether the first ones are of one sample
   at::Device device = at::kCPU;
   /// The most bytes that may be live meanwhile, on the CPU, where a limit is enforced; the look
   /// then takes as many rows as fit.
@@ -48,10 +50,12 @@ struct RowLook {
   /// Parameters at other values while forward runs, unless it fails there, or gives numbers that
   /// are not finite; null where they stay.
   MovedValues* moved = nullptr;
+  std::optional<GradientLook> gradients;  ///< where going back runs code of the user's
 
   struct Seen {
     std::optional<std::string> differs;  ///< what, for people
     std::vector<int64_t> dims;           ///< along which samples lie in each leaf; -1: nobody knows
+    bool backward = false;               ///< gradients differ, and outputs do not
   };
   /// Whether rows differ: nothing where all rows are the same, or nobody can tell: forward
   /// refuses other numbers of rows, there is no room for more of them, it draws numbers that cannot
@@ -66,7 +70,7 @@ void watch_peak(std::optional<memory::HighWater>& peak, at::Device device);
 /// 256 KiB more than is live now, so that small models are looked at as a whole.
 int64_t room_for_a_look(int64_t peak);
 
-/// \param what `RowLook::find` found
-CouplingError rows_differ(const std::string& what, int64_t batch_size);
+/// \param seen where `RowLook::find` found a difference
+CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size);
 
 }  // namespace infinitybatch
