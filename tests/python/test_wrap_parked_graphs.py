@@ -80,7 +80,8 @@ def test_parked_graphs_give_the_bits_of_others_and_of_second_forwards(kind):
                 kind, retained_micro_batches=retained, park="always", **where
             )
             assert all(map(torch.equal, left, kept)), where
-            assert calls == COUNT + LOOKS or (retained == 2 and report.strategy == "rerun")
+            looks = LOOKS + 3 * (kind == "function")  # whose gradients are looked at, too
+            assert calls == COUNT + looks or (retained == 2 and report.strategy == "rerun")
             assert report.retained == retained
             assert 0 < report.parked_graph_bytes == report.parked_bytes
             # What the function keeps by itself is Python's.
