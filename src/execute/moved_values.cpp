@@ -5,6 +5,7 @@
 #include <infinitybatch/core/unwatched.hpp>
 
 #include <ATen/Functions.h>
+#include <ATen/MapAllocator.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <c10/util/BFloat16.h>
@@ -121,10 +122,17 @@ void move_here(const at::Tensor& flat, uint32_t place, int scale, int zero, bool
   });
 }
 
+/// Whether another process may read it meanwhile (`share_memory_`, a mapped file).
+bool is_mapped(const at::Tensor& tensor) {
+  const c10::DataPtr& memory = tensor.storage().data_ptr();
+  return at::MapAllocator::fromDataPtr(memory) != nullptr ||
+         at::RefcountedMapAllocator::fromDataPtr(memory) != nullptr;
+}
+
 /// Whether its numbers lie in memory in which they may be exchanged for a while.
 bool is_plain(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
-         tensor.numel() > 0 && !tensor.is_meta() && !tensor.is_quantized() &&
+         tensor.numel() > 0 && !tensor.is_meta() && !is_mapped(tensor) && !tensor.is_quantized() &&
          !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
          tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense() &&
          (tensor.is_complex() || tensor.is_floating_point());
