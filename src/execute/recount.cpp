@@ -143,6 +143,7 @@ void Executor::aside(bool trial, const std::function<void()>& forward) {
     forward();
   } catch (...) {
     undo();
+    watch_.forget_errors();
     throw;
   }
   undo();

@@ -137,6 +137,7 @@ void ForwardPass::aside(Rows rows, bool trial, const std::function<void()>& forw
     forward();
   } catch (...) {
     undo();
+    watch_.forget_errors();
     throw;
   }
   undo();

@@ -563,3 +563,23 @@ def test_a_bag_whose_other_results_are_used():
     model = Calls(forward, words=nn.Parameter(torch.randn(WORDS, 6)), head=nn.Linear(6, 4)).double()
     with pytest.raises(ib.CouplingError, match="more of its results"):
         ib.VirtualBatch(model, CRITERION, micro_batch_size=4).backward(tokens(), labels())
+
+
+@pytest.mark.parametrize("way", ["streamed", "coupled", "wrapped"])
+def test_where_the_same_rows_split_otherwise_find_no_room(way):
+    """What a callback was refused there belongs to that forward, and not to the one that follows."""
+    model = Calls(
+        lambda self, x: self.head(self.embedding(x).mean(1)),
+        embedding=nn.Embedding(WORDS, 64, max_norm=1.0),
+        head=nn.Linear(64, 4),
+    ).double()
+    x, y = torch.randint(WORDS, (512, 16)), labels(512)
+    wanted = native(model, CRITERION, x, y)
+    own = copy.deepcopy(model)
+    if way == "wrapped":
+        loss = CRITERION(ib.wrap(own, micro_batch_size=3)(x), y)
+        loss.backward()
+    else:
+        kind = CRITERION if way == "streamed" else ib.losses.coupled(CRITERION)
+        loss = ib.VirtualBatch(own, kind, micro_batch_size=3).backward(x, y).loss
+    assert worst_error(result_of(own, loss), wanted) <= TOLERANCE

@@ -57,6 +57,11 @@ class CouplingWatch {
 
   /// Call it when ops have run, before anything that the watch says is believed.
   /// \throws what went wrong while it watched (out of memory): it may have missed an op
+  /// After a forward that has failed and been undone: what callbacks could not do was of that one.
+  void forget_errors() noexcept {
+    errors_.forget();
+    renormed_->forget_errors();
+  }
   void rethrow() {
     errors_.rethrow();
     renormed_->rethrow();

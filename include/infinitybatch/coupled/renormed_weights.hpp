@@ -56,6 +56,7 @@ class RenormedWeights {
   /// A new forward.
   void forget() { looked_up_.clear(); }
   /// \throws what went wrong in `begin` and `end`
+  void forget_errors() noexcept { errors_.forget(); }
   void rethrow() { errors_.rethrow(); }
 
   /// Parameters and their versions as they were before the first scaling, other tensors as they
