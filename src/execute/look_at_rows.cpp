@@ -97,7 +97,7 @@ std::optional<std::vector<at::Tensor>> Executor::try_gradients(const Batch& inpu
   std::optional<std::vector<at::Tensor>> gradients;
   aside(/*trial=*/true, [&] {
     inputs_ = wrote_inputs_ ? copied(inputs) : inputs;
-    const coupled::FixedOps fixed(devices_of(job_), rows.size(), watch_);
+    coupled::FixedOps fixed(devices_of(job_), rows.size(), watch_);
     const at::AutoGradMode recording(/*enabled=*/true);
     forward({0, rows.size()});
     const at::Tensor number = weighed(outputs_, dims, compared, rows);

@@ -18,7 +18,7 @@ std::optional<std::vector<at::Tensor>> ForwardPass::try_gradients(
   std::optional<std::vector<at::Tensor>> gradients;
   aside({0, rows.size()}, /*trial=*/true, [&] {
     const Batch inputs = wrote_inputs_ ? copied(given) : given;
-    const coupled::FixedOps fixed(call_->devices, rows.size(), watch_);
+    coupled::FixedOps fixed(call_->devices, rows.size(), watch_);
     const at::AutoGradMode recording(/*enabled=*/true);
     const Batch outputs = call_model(inputs, nullptr);
     const at::Tensor number = weighed(outputs, dims, {}, rows);
