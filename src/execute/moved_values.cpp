@@ -64,13 +64,14 @@ void exchange_bits(Number* numbers, int64_t count, uint32_t place, int zero, boo
   constexpr Word kSign = static_cast<Word>(kOne << (sizeof(Word) * 8 - 1));
   constexpr Word kSmall = static_cast<Word>(Word{15} << (kMantissa - 6));  // an eighth to a 64th
   constexpr Word kExponent = static_cast<Word>(~kSign & ~((kOne << kMantissa) - 1));
-  const Word exponent = static_cast<Word>(static_cast<Word>(std::max(1, zero + Bits<Number>::kBias))
-                                          << kMantissa);
+  const Word exponent =
+      static_cast<Word>(static_cast<Word>(std::max(1, zero + Bits<Number>::kBias)) << kMantissa);
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t random = mixed(place + static_cast<uint32_t>(i));
     const Word small =
         static_cast<Word>((Word{random & 11U} | Word{4}) << (kMantissa - 6));  // a 16th always
-    const Word for_zero = static_cast<Word>(exponent | (Word{(random >> 4) & 3U} << (kMantissa - 2)));
+    const Word for_zero =
+        static_cast<Word>(exponent | (Word{(random >> 4) & 3U} << (kMantissa - 2)));
     const Word signed_zero = sign && (random & 64U) != 0 ? kSign : Word{0};
     Word word = std::bit_cast<Word>(numbers[i]);
     const Word stays = static_cast<Word>(word & ~kSmall & ~kSign);
@@ -89,8 +90,8 @@ template <typename Number>
 void shift_exponents(Number* numbers, int64_t count, int by) {
   using Word = typename Bits<Number>::Word;
   constexpr int kMantissa = Bits<Number>::kMantissa;
-  constexpr Word kExponent = static_cast<Word>(
-      ((Word{1} << (sizeof(Word) * 8 - 1)) - 1) & ~((Word{1} << kMantissa) - 1));
+  constexpr Word kExponent =
+      static_cast<Word>(((Word{1} << (sizeof(Word) * 8 - 1)) - 1) & ~((Word{1} << kMantissa) - 1));
   if (by == 0) return;
   const Word step = static_cast<Word>(static_cast<Word>(std::abs(by)) << kMantissa);
   for (int64_t i = 0; i < count; ++i) {
@@ -103,11 +104,20 @@ void shift_exponents(Number* numbers, int64_t count, int by) {
 template <typename F>
 bool with_type(at::ScalarType type, F&& f) {
   switch (type) {
-    case at::kDouble: f(double{}); return true;
-    case at::kFloat: f(float{}); return true;
-    case at::kHalf: f(c10::Half{}); return true;
-    case at::kBFloat16: f(c10::BFloat16{}); return true;
-    default: return false;
+    case at::kDouble:
+      f(double{});
+      return true;
+    case at::kFloat:
+      f(float{});
+      return true;
+    case at::kHalf:
+      f(c10::Half{});
+      return true;
+    case at::kBFloat16:
+      f(c10::BFloat16{});
+      return true;
+    default:
+      return false;
   }
 }
 

@@ -72,7 +72,9 @@ std::vector<Rows> parts(int64_t more, int64_t fewer, bool singles) {
   constexpr int64_t kMost = 16;
   std::vector<Rows> found;
   const auto add = [&](int64_t begin, int64_t count) {
-    const auto known = [&](const Rows& rows) { return rows.begin == begin && rows.size() == count; };
+    const auto known = [&](const Rows& rows) {
+      return rows.begin == begin && rows.size() == count;
+    };
     if (std::none_of(found.begin(), found.end(), known)) found.push_back({begin, begin + count});
   };
   add((more - fewer + 1) / 2, fewer);
@@ -184,8 +186,8 @@ CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size) {
                                    : "forward combines samples, or depends on how many there are";
   return CouplingError(
       seen.backward ? "backward" : "forward",
-      *seen.differs + ": " + what +
-          ", so micro-batches cannot give the gradient of all " + std::to_string(batch_size) +
+      *seen.differs + ": " + what + ", so micro-batches cannot give the gradient of all " +
+          std::to_string(batch_size) +
           ". Mark inputs whose samples lie along another dimension (ib.batch_dim(x, 1)); compute "
           "what needs all samples by across_batch; make the budget large enough for one "
           "micro-batch, or accept another gradient with batch_coupling=\"per_micro_batch\"");

@@ -82,9 +82,9 @@ def model_of(place: str, back: Callable[[torch.Tensor], torch.Tensor]) -> nn.Mod
     return Calls(
         lambda self, x: self.head(self.between(torch.tanh(self.body(x)))),
         body=nn.Linear(6, 8),
-        between=made if isinstance(made := PLACES[place](back), nn.Module) else Calls(
-            lambda self, h: made(h)
-        ),
+        between=made
+        if isinstance(made := PLACES[place](back), nn.Module)
+        else Calls(lambda self, h: made(h)),
         head=nn.Linear(8, 5),
     ).double()
 

@@ -203,10 +203,10 @@ class Executor {
   LossState loss_state_;
   MixingExperiment experiment_;
   SourceWatch sources_;
-  Rows first_;              // of the first micro-batch
-  bool uneven_ = false;     // another one was of another length
-  int64_t smallest_ = 0;    // rows of the step's own micro-batches
-  std::vector<bool> read_;  // outputs, by a separable loss; empty: not known
+  Rows first_;                        // of the first micro-batch
+  bool uneven_ = false;               // another one was of another length
+  int64_t smallest_ = 0;              // rows of the step's own micro-batches
+  std::vector<bool> read_;            // outputs, by a separable loss; empty: not known
   std::optional<bool> own_backward_;  // whether going back runs code of the user's
   bool rows_differ_ = false;
   std::exception_ptr differ_;                    // then: how

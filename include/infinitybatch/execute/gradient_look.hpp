@@ -36,8 +36,8 @@ std::optional<bool> own_backward_of(const Batch& outputs);
 std::vector<at::Tensor> gradients_by(const std::vector<NamedParameter>& parameters,
                                      const at::Tensor& number);
 
-/// One number that depends on every output in its own way, equally for the same sample among others:
-/// the sum of outputs, each times a factor that is a formula of its place.
+/// One number that depends on every output in its own way, equally for the same sample among
+/// others: the sum of outputs, each times a factor that is a formula of its place.
 /// \param dims along which samples lie in each leaf; -1: not known, left out
 /// \param compared which leaves matter; empty: all
 /// \return undefined where no output has a gradient
