@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
 #include <array>
 #include <string>
 #include <utility>
@@ -17,19 +16,6 @@ namespace {
 
 constexpr Py_ssize_t kMostItems = 1024;  // a tokenizer's words, a history of the whole training
 constexpr int kDeepest = 2;
-
-bool is_one_of(PyObject* name, const auto& names) {
-  return std::any_of(names.begin(), names.end(), [name](PyObject* known) {
-    return name == known || PyUnicode_Compare(name, known) == 0;
-  });
-}
-
-/// Parameters, buffers and children are listed elsewhere.
-bool is_listed(PyObject* name) {
-  static const std::array<PyObject*, 3> kNames{interned("_parameters"), interned("_buffers"),
-                                               modules_name()};
-  return is_one_of(name, kNames);
-}
 
 bool holds_hooks(PyObject* name) {
   static const std::array<PyObject*, 2> kNames{interned("_forward_hooks"),
@@ -44,11 +30,7 @@ void undisturbed(Do what) {
   what();
 }
 
-void raise_if(int result) {
-  if (result != 0) throw py::error_already_set();
-}
-
-class Walk {
+class LeftWalk {
  public:
   void module(PyObject* module, const std::string& prefix) {
     if (!seen_.insert(module).second) return;
@@ -209,7 +191,7 @@ class Walk {
 }  // namespace
 
 std::vector<LeftPlace> left_places(py::handle model) {
-  Walk walk;
+  LeftWalk walk;
   walk.module(model.ptr(), "");
   return std::move(walk).places();
 }

@@ -3,6 +3,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <array>
+
 namespace infinitybatch::python {
 
 namespace py = pybind11;
@@ -33,6 +36,27 @@ inline at::Tensor tensor_or_nothing(PyObject* object) {
 inline PyObject* modules_name() {
   static PyObject* const name = interned("_modules");
   return name;
+}
+
+/// By identity first. The interpreter interns the names of attributes, but for those of an object
+/// that comes out of a pickle.
+template <typename Names>
+bool is_one_of(PyObject* name, const Names& names) {
+  return std::any_of(names.begin(), names.end(), [name](PyObject* known) {
+    return name == known || PyUnicode_Compare(name, known) == 0;
+  });
+}
+
+/// Whether an attribute's value is listed elsewhere (parameters, buffers), or holds modules.
+inline bool is_listed(PyObject* name) {
+  static const std::array<PyObject*, 3> kNames{interned("_parameters"), interned("_buffers"),
+                                               modules_name()};
+  return is_one_of(name, kNames);
+}
+
+/// What functions of Python's C interface return where they failed is an exception here.
+inline void raise_if(int result) {
+  if (result != 0) throw py::error_already_set();
 }
 
 }  // namespace infinitybatch::python

@@ -91,10 +91,6 @@ py::object owned(PyObject* made) {
   return py::reinterpret_steal<py::object>(made);
 }
 
-void raise_if(int result) {
-  if (result != 0) throw py::error_already_set();
-}
-
 bool same_items(PyObject* a, PyObject* b, bool names_only) {
   if (PyDict_GET_SIZE(a) != PyDict_GET_SIZE(b)) return false;
   PyObject* key = nullptr;

@@ -21,16 +21,6 @@ namespace {
 constexpr Py_ssize_t kMostTensors = 16;  // of a container: a tokenizer's words are no state
 constexpr int kDeepestTensor = 2;
 
-/// Its value is listed, or holds modules. The interpreter interns the names of attributes, but for
-/// those of an object that comes out of a pickle.
-bool is_listed(PyObject* name) {
-  static const std::array<PyObject*, 3> kNames{interned("_parameters"), interned("_buffers"),
-                                               modules_name()};
-  return std::any_of(kNames.begin(), kNames.end(), [name](PyObject* known) {
-    return name == known || PyUnicode_Compare(name, known) == 0;
-  });
-}
-
 bool may_hold_tensors(PyObject* value) {
   return is_tensor(value) || PyTuple_Check(value) || PyList_CheckExact(value) ||
          PyDict_CheckExact(value);

@@ -207,7 +207,12 @@ RowLook::Seen RowLook::find() const {
     limit.emplace(*peak);
   }
   const size_t unlimited = sizes.size();
-  if (device.is_cpu()) sizes.emplace_back(least, rows);
+  if (device.is_cpu()) {
+    sizes.emplace_back(least, rows);
+    // Under a tight budget: what takes no more room than a micro-batch, or than two samples.
+    if (rows > 1) sizes.emplace_back(rows, rows / 2);
+    if (least > 2) sizes.emplace_back(2, 1);
+  }
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (i == unlimited) limit.reset();
     const int64_t failed = memory::failed_allocations();

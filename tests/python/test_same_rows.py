@@ -389,3 +389,24 @@ def test_a_forward_that_writes_its_inputs_is_looked_at_too(way: str, mixes: bool
     one()
     assert worst_error(result_of(model, wanted.loss), wanted) <= 1e-12
     assert torch.equal(other, X * 1.5)
+
+
+@pytest.mark.parametrize("name", ["norm on the host", "capacity", "steps", "opaque mean"])
+def test_where_a_budget_leaves_no_room_for_more_rows_halves_are_compared(name):
+    """Of a micro-batch's own rows: that takes no more memory than the micro-batch did."""
+    torch.manual_seed(0)
+    model = coupled_model(COUPLED[name])
+    wanted = native(model, spread, X, Y)
+    sizes = set()
+    for room in range(5 << 10, 9 << 10, 512):
+        own = copy.deepcopy(model)
+        loss = ib.losses.coupled(spread)
+        batch = ib.VirtualBatch(own, loss, memory_budget=ib.memory.stats().live + room)
+        try:
+            report = batch.backward(X, Y)
+        except ib.CouplingError:
+            sizes.add(0)
+            continue
+        sizes.add(max(report.micro_batch_sizes))
+        assert worst_error(result_of(own, report.loss), wanted) <= 1e-10
+    assert sizes == {0, len(X)}
