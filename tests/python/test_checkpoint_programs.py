@@ -228,6 +228,9 @@ class EarlyExit(nn.Module):
         self.head = nn.Linear(width, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.one(sample) for sample in x.split(1)])
+
+    def one(self, x: torch.Tensor) -> torch.Tensor:
         depth = int(x[0, 0, 0].item())
         for layer in self.layers[:depth]:
             x = layer(x).tanh()

@@ -49,14 +49,16 @@ inline void expect_none(const std::vector<Excess>& values) {
 }
 
 /// Takes the look at the same rows out: more samples than a micro-batch has (all, where there is
-/// room), then two or three parts of the smallest micro-batch's size.
+/// room), then two or three parts of the smallest micro-batch's size, or up to 16 single samples.
 inline void forget_look(std::vector<int64_t>& ran, const std::vector<int64_t>& sizes) {
   // The last one: before it one forward on other rows may tell how outputs follow them.
   auto look = ran.end();
   while (look != ran.begin() && *--look <= sizes.front()) {
   }
   if (look == ran.end() || *look <= sizes.front()) return;
-  const int64_t parts = *look - sizes.back() > 1 ? 3 : 2;
+  const int64_t parts = sizes.front() == 1         ? std::min<int64_t>(*look, 16)
+                        : *look - sizes.back() > 1 ? 3
+                                                   : 2;
   ran.erase(look, look + std::min<std::ptrdiff_t>(parts + 1, ran.end() - look));
 }
 
