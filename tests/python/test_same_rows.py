@@ -398,7 +398,7 @@ def test_where_a_budget_leaves_no_room_for_more_rows_halves_are_compared(name):
     model = coupled_model(COUPLED[name])
     wanted = native(model, spread, X, Y)
     sizes = set()
-    for room in range(5 << 10, 9 << 10, 512):
+    for room in range(5 << 10, 9 << 10, 64):
         own = copy.deepcopy(model)
         loss = ib.losses.coupled(spread)
         batch = ib.VirtualBatch(own, loss, memory_budget=ib.memory.stats().live + room)
