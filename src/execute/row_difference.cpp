@@ -110,15 +110,17 @@ class Leaves {
 std::string tell(const Batch& outputs, size_t leaf, const Leaves& leaves, double apart, Rows rows,
                  int64_t all) {
   std::ostringstream text;
-  text << "outputs" << outputs.structure()->leaf_name(leaf);
+  const std::string name = outputs.structure()->leaf_name(leaf);  // "[1]", where there are several
+  text << "outputs" << name;
   if (leaves.compares()) {
-    text << " has shape " << outputs.leaves()[leaf].tensor.sizes() << " for " << all
-         << " samples, one dimension more for them than a micro-batch can fill";
+    text << (name.empty() ? " have" : " has") << " shape " << outputs.leaves()[leaf].tensor.sizes()
+         << " for " << all << " samples, one dimension more for them than a micro-batch can fill";
     return text.str();
   }
   text << " of " << (rows.size() == 1 ? "sample " : "samples ") << rows.begin;
   if (rows.size() > 1) text << " to " << rows.end - 1;
-  text << " differs between a batch of " << all << " and one of " << rows.size();
+  text << (name.empty() ? " differ" : " differs") << " between a batch of " << all << " and one of "
+       << rows.size();
   if (std::isfinite(apart)) text << " (by " << apart << " relative)";
   return text.str();
 }
