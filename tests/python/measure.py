@@ -120,6 +120,12 @@ def excess(
     }
 
 
+def assert_within(found: Named, wanted: Named, least: float = EXACT, **options: float) -> None:
+    """Nothing lies outside of contract 1; `least` is for types coarser than float64."""
+    outside = excess(found, wanted, least=least, **options)
+    assert not outside, f"error and what is allowed: {outside}"
+
+
 def numbered(tensors: Iterable[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
     """Tensors without names, by their place."""
     return {str(place): tensor for place, tensor in enumerate(tensors)}

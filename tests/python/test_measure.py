@@ -1,7 +1,9 @@
 """The measure of all tests: whatever is wrong is infinitely far, wherever it stands."""
 
+import ast
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,3 +170,19 @@ def test_results_of_a_step_are_held_to_it():
     assert changed(buffers={}) == INF
     assert changed(loss=wanted.loss * NAN) == INF
     assert worst(numbered([nan]), numbered([nan])) == 0
+
+
+def test_no_test_compares_at_torchs_own_tolerances() -> None:
+    """They allow 1e-7 and more, absolute: small gradients then pass whatever they are."""
+    without = []
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            given = {keyword.arg for keyword in node.keywords}
+            if name in ("assert_close", "allclose") and not (
+                {"rtol", "atol"} <= given or None in given
+            ):
+                without.append(f"{path.name}:{node.lineno}")
+    assert not without, f"say how far apart, or use measure.assert_within: {without}"

@@ -6,6 +6,7 @@ import copy
 import infinitybatch as ib
 import pytest
 import torch
+from measure import assert_within, numbered
 from torch import nn
 from torch.nn import functional
 
@@ -75,6 +76,9 @@ MAKERS = {
 }
 
 
+SINGLE = 2e-6  # float32, few samples
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("name", MAKERS)
 def test_gradients_of_every_sort(name):
@@ -85,8 +89,8 @@ def test_gradients_of_every_sort(name):
     targets = torch.randint(3, (7,))
     ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=3).backward(inputs, targets)
     functional.cross_entropy(native(inputs), targets).backward()
-    for ours, theirs in zip(nn.Module.parameters(model), nn.Module.parameters(native), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    gradients = [numbered(p.grad for p in nn.Module.parameters(m)) for m in (model, native)]
+    assert_within(*gradients, least=SINGLE)
 
 
 def test_what_changes_between_steps_is_found():
@@ -105,8 +109,8 @@ def test_what_changes_between_steps_is_found():
         native = copy.deepcopy(model)
         native.zero_grad()
         functional.cross_entropy(native(inputs), targets).backward()
-        for ours, theirs in zip(model.parameters(), native.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad)
+        gradients = [numbered(p.grad for p in m.parameters()) for m in (model, native)]
+        assert_within(*gradients, least=SINGLE)
 
 
 def test_what_an_instance_overrides_is_heard():
