@@ -135,14 +135,6 @@ def test_a_workspace_that_appears_late_is_no_factor():
     assert_same(gradients(model), wanted)
 
 
-def test_blocks_of_512_bytes_do_not_hide_a_slope():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
-    inputs, targets = (torch.randn(20_000, 2, dtype=torch.float64) for _ in range(2))
-    batch = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=allocated() + 600_000)
-    reports = steps_of(batch, model, inputs, targets)
-    assert max(reports[-1].micro_batch_sizes) >= 1000
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 40])
 def test_nothing_passes_the_budget_in_silence(n):
     model = nn.Sequential(nn.Linear(2000, 2000), nn.Tanh(), nn.Linear(2000, 10))
