@@ -2,7 +2,7 @@
 # repeated. Settings: PYTHON, TORCH, TORCH_ROOT, PIP_ARGS, PIP_* (see scripts/setup.sh) and JOBS.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-long bench figures gpu check tidy format asan clean distclean
+.PHONY: help setup build train test test-long bench figures gpu check tidy format asan tsan clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ format: setup ## reformat C++ and Python in place
 
 asan: setup ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@bash scripts/asan.sh
+
+tsan: setup ## C++ tests with several threads under ThreadSanitizer
+	@bash scripts/tsan.sh
 
 clean: ## remove build and dist, keep .venv and data
 	rm -rf build dist

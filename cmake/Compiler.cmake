@@ -9,6 +9,7 @@ endif()
 option(INFINITYBATCH_UNITY
        "Compile each folder's sources as one: a quick full build; OFF for quick small changes" ${_unity})
 option(INFINITYBATCH_SANITIZE "Compile with AddressSanitizer and UndefinedBehaviorSanitizer" OFF)
+option(INFINITYBATCH_SANITIZE_THREADS "Compile with ThreadSanitizer" OFF)
 option(INFINITYBATCH_WERROR "Treat warnings in our own code as errors" OFF)
 option(INFINITYBATCH_CCACHE "Use ccache where it is installed" ON)
 
@@ -42,6 +43,11 @@ if(INFINITYBATCH_SANITIZE)
   target_compile_options(infinitybatch_compile INTERFACE ${_sanitizers} -fno-omit-frame-pointer -g1
                                                          -fno-sanitize-recover=undefined)
   target_link_options(infinitybatch_compile INTERFACE ${_sanitizers})
+endif()
+if(INFINITYBATCH_SANITIZE_THREADS)
+  target_compile_options(infinitybatch_compile INTERFACE -fsanitize=thread -fno-omit-frame-pointer
+                                                         -g1 -O1)
+  target_link_options(infinitybatch_compile INTERFACE -fsanitize=thread)
 endif()
 
 # infinitybatch_unity(<target>): with INFINITYBATCH_UNITY each folder of the target's sources is one

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The C++ tests with several threads under ThreadSanitizer: steps, wrapped models and copies of what
+# is offloaded, each beside others. Arguments go to the test programs (--gtest_filter=...).
+#
+# Not covered, and why:
+#   - torch's own code: the wheel is not instrumented, so what it does to memory is left out
+#     (ignore_noninstrumented_modules);
+#   - kernels on several threads: the barriers of OpenMP's runtime are not seen either, so tests run
+#     with one;
+#   - Python tests: the interpreter would have to be started with the sanitizer preloaded.
+
+set -euo pipefail
+# shellcheck source=scripts/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+say "make tsan: builds the library and the tests with several threads instrumented, then runs them"
+build_tree tsan infinitybatch_threads_tests infinitybatch_park_tests
+export OMP_NUM_THREADS=1
+export TSAN_OPTIONS="ignore_noninstrumented_modules=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"
+# Addresses chosen at random may lie where the sanitizer has its shadow memory.
+run=()
+if setarch "$(uname -m)" -R true 2>/dev/null; then run=(setarch "$(uname -m)" -R); fi
+status=0
+# What is left out asserts times, and a program with the sanitizer is ten times slower.
+for tests in threads park; do
+  say "infinitybatch_${tests}_tests"
+  "${run[@]}" "$BUILD/tsan/bin/infinitybatch_${tests}_tests" --gtest_brief=1 \
+    --gtest_filter=-Background.WhatComputationHidesIsTold "$@" || status=1
+done
+[ "$status" -eq 0 ] || fail "ThreadSanitizer found a race, or a test failed"
+note "no race"
