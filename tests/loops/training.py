@@ -67,6 +67,15 @@ def generators() -> dict[str, torch.Tensor]:
     return {"torch": torch.get_rng_state(), **states}
 
 
+def uncounted(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of NumPy's, which takes nothing of a tight budget."""
+    tensor = tensor.detach()
+    try:
+        return torch.from_numpy(tensor.resolve_conj().numpy().copy())
+    except TypeError:  # sparse, or of a type that NumPy does not know
+        return tensor.clone()
+
+
 def note(
     seen: Seen, turn: int, module: nn.Module, inputs: tuple[Any, ...], loss: torch.Tensor
 ) -> None:
@@ -86,8 +95,7 @@ def note(
     }
     for kind, tensors in now.items():
         for name, tensor in tensors.items():
-            copied = None if tensor is None else tensor.detach().clone()
-            seen[kind][f"turn {turn}: {name}"] = copied
+            seen[kind][f"turn {turn}: {name}"] = None if tensor is None else uncounted(tensor)
 
 
 def of_turn(value: Any, turn: int) -> Any:

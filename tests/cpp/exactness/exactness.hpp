@@ -6,6 +6,7 @@
 #include <infinitybatch/infinitybatch.hpp>
 
 #include <algorithm>
+#include <cstdlib>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -202,6 +203,11 @@ struct TableRows {
   size_t every = 1;
   size_t first = 0;
 };
+
+/// One in so many rows in an ordinary run; every one in a long run.
+inline size_t one_in(size_t ordinary) {
+  return std::getenv("INFINITYBATCH_LONG_TESTS") != nullptr ? 1 : ordinary;
+}
 
 /// Enters every row into gtest's list; call it once a strategy, before tests run.
 template <typename Strategy>

@@ -4,7 +4,6 @@
 
 #include <infinitybatch/step/wrap.hpp>
 
-#include <cstdlib>
 
 // Strategies in which a loss sees the outputs of the whole batch and the model runs in two passes.
 namespace infinitybatch::testing {
@@ -94,10 +93,5 @@ struct Wrapping {
     return report;
   }
 };
-
-/// One in so many rows in an ordinary run; every one in a long run.
-inline size_t one_in(size_t ordinary) {
-  return std::getenv("INFINITYBATCH_LONG_TESTS") != nullptr ? 1 : ordinary;
-}
 
 }  // namespace infinitybatch::testing
