@@ -30,7 +30,7 @@ say "Tests on a simulated accelerator"
 files=tests/sim/sample.txt
 [ -z "${INFINITYBATCH_LONG_TESTS:-}" ] || files=tests/sim/files.txt
 # shellcheck disable=SC2046
-"$VENV_PYTHON" -m pytest tests/sim $(cat "$files") --device sim || status=1
+"$VENV_PYTHON" -m pytest tests/sim $(cat "$files") --device sim -n auto --dist loadfile || status=1
 say "Tests that no other may run beside, one after the other"
 "$VENV_PYTHON" -m pytest tests -m alone || status=1
 exit "$status"

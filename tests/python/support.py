@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import infinitybatch as ib
+import pytest
 import torch
 from measure import excess, gradients, worst
 from torch import nn
@@ -35,8 +36,9 @@ class Log(list[Any]):
 
 
 def until_quiet(test: Callable[..., None]) -> Callable[..., None]:
-    """For what clocks and threads decide: other work on the machine spoils an attempt, so it is
-    made again, for a minute. What would be wrong on a quiet machine fails every one of them."""
+    """For what clocks and threads decide: no other test runs beside it, and as other work on the
+    machine spoils an attempt, it is made again, for a minute. What would be wrong on a quiet machine
+    fails every one of them."""
 
     @functools.wraps(test)
     def attempts(*args: Any, **kwargs: Any) -> None:
@@ -48,7 +50,7 @@ def until_quiet(test: Callable[..., None]) -> Callable[..., None]:
                 if time.monotonic() > end:
                     raise
 
-    return attempts
+    return pytest.mark.alone(attempts)
 
 
 def live_bytes() -> int:

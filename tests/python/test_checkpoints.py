@@ -440,7 +440,12 @@ def test_masks_of_replayed_segments_are_those_of_the_recording() -> None:
 @pytest.mark.parametrize(
     ("make_model", "shape", "above"),
     [
-        (lambda: Chain(1000, 8), (2, 128, 8), 2.5),
+        pytest.param(
+            lambda: Chain(1000, 8),
+            (2, 128, 8),
+            2.5,
+            marks=pytest.mark.skipif(not LONG, reason="in make test-long"),
+        ),
         (lambda: Recurrent(32), (2, 1000, 4), 0.5),
     ],
     ids=["1,000 layers", "1,000 time steps"],

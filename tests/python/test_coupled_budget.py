@@ -11,8 +11,6 @@ from fault_support import State
 from support import Calls
 from torch import nn
 
-pytestmark = pytest.mark.alone  # some use two threads
-
 
 class Towers(nn.Module):
     def __init__(self, body, width):

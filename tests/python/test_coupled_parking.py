@@ -8,8 +8,6 @@ from support import Calls, gradient_error, native_gradients, until_quiet
 from torch import nn
 from wrap_support import Square
 
-pytestmark = pytest.mark.alone
-
 HOST = {"host_budget": "1GiB", "park_on_disk": False}
 WHERE = {"host": HOST, "host and disk": {"host_budget": "3KiB"}, "disk": {}}
 SAMPLES, WIDTH = 26, 40

@@ -313,7 +313,6 @@ def test_however_copies_run_the_peak_is_predicted():
         assert rows == 32
 
 
-@pytest.mark.alone
 @until_quiet
 def test_a_slow_link_does_not():
     report, plan, _, error = planned(3e7, steps=6)  # on a noisy machine sizes are timed for longer

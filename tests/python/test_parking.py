@@ -13,8 +13,6 @@ from fault_support import assert_a_kill_leaves_nothing
 from support import gradient_error, live_bytes, native_gradients, until_quiet
 from torch import nn
 
-pytestmark = pytest.mark.alone
-
 TOLERANCE = 1e-11  # of a network of several BatchNorm layers; see test_batch_norm.py
 SIMULATED_HOST = {"host_budget": "1GiB", "park_on_disk": False}
 

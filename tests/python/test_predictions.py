@@ -15,9 +15,6 @@ from support import Calls
 from torch import nn
 from wrap_support import Square, contrastive
 
-# Copies in the background take their memory when they run.
-pytestmark = pytest.mark.alone
-
 LONG = pytest.mark.skipif("INFINITYBATCH_LONG_TESTS" not in os.environ, reason="in make test-long")
 ROWS, WIDTH = 48, 96
 #: Steps without a prediction: at the start, while sizes are tried, and a few after. Streamed

@@ -29,8 +29,6 @@ from wrap_support import call_meanwhile, close
 
 __all__ = ["look_at_new_objects_only"]  # a fixture
 
-pytestmark = pytest.mark.alone
-
 WHERE = (HOST, {"host_budget": "3KiB"}, {})
 
 

@@ -15,8 +15,6 @@ from test_wrap_whole_batch import buffers, live, small
 from torch import nn
 from wrap_support import X, call_meanwhile, close, contrastive, grads
 
-pytestmark = pytest.mark.alone
-
 HOST = {"host_budget": "1GiB", "park_on_disk": False}
 WHERE = {"host": HOST, "host and disk": {"host_budget": "20KiB"}, "disk": {}}
 
