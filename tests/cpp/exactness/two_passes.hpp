@@ -4,7 +4,6 @@
 
 #include <infinitybatch/step/wrap.hpp>
 
-
 // Strategies in which a loss sees the outputs of the whole batch and the model runs in two passes.
 namespace infinitybatch::testing {
 
