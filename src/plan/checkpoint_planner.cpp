@@ -26,6 +26,8 @@ constexpr int kHalvings = 8;
 constexpr size_t kPrograms = 8;
 // After running out of memory: what the estimate is taken to have been short by, at least.
 constexpr double kShort = 1.25;
+// Larger segments are looked for where there is so much more room, as a share of what there was.
+constexpr int64_t kMoreRoom = 16;
 
 /// A choice of cuts, as indices into the places.
 struct Choice {
@@ -153,13 +155,16 @@ class CheckpointPlanner::Search {
 
 void CheckpointPlanner::begin(const Situation& situation) {
   chosen_ = false;
-  if (situation != situation_) {
-    start_over();
-    correction_ = 1.0;
-    smallest_ = false;
-    in_turn_ = false;
+  searched_ = false;
+  Situation before = std::exchange(situation_, situation);
+  before.available = situation.available;
+  const bool more_room = situation.available - room_ > room_ / kMoreRoom;
+  if (before != situation || more_room) start_afresh();
+  guides_ = guides;
+  if (situation.fixed) return;
+  for (Known& known : known_) {
+    known.stale = known.stale || (known.estimate > situation.available && !known.smallest);
   }
-  situation_ = situation;
 }
 
 CheckpointPlanner::Known CheckpointPlanner::Known::of(const tape::Tape& tape) {
@@ -194,7 +199,12 @@ std::vector<uint32_t> CheckpointPlanner::choose(const tape::Tape& tape,
     known->guessed = guessed;
   }
   guessed = known->guessed;
-  if (std::exchange(known->stale, false)) search(tape, ops, *known);
+  if (std::exchange(known->stale, false)) {
+    search(tape, ops, *known);
+    searched_ = true;
+    room_ = situation_.available;
+    went_.reset();
+  }
   smallest_ = known->smallest;
   // With a coupled loss the next micro-batch begins where this one ends: its frontier is fetched in
   // turn.
@@ -317,6 +327,15 @@ void CheckpointPlanner::search(const Search& search, Known& known) const {
 void CheckpointPlanner::start_over() {
   changed();
   known_.clear();
+  went_.reset();
+  room_ = situation_.available;
+}
+
+void CheckpointPlanner::start_afresh() {
+  start_over();
+  correction_ = 1.0;
+  smallest_ = false;
+  in_turn_ = false;
 }
 
 void CheckpointPlanner::begin_again() {
@@ -327,10 +346,7 @@ void CheckpointPlanner::begin_again() {
 
 void CheckpointPlanner::begin_forgetting() {
   forget = true;
-  start_over();
-  correction_ = 1.0;
-  smallest_ = false;
-  in_turn_ = false;
+  start_afresh();
 }
 
 bool CheckpointPlanner::ran_out_of_memory() {
@@ -350,14 +366,27 @@ bool CheckpointPlanner::ran_out_of_memory() {
   return true;
 }
 
+int64_t CheckpointPlanner::estimate() const {
+  return !searched_ && went_ && went_->guides == guides_ ? went_->bytes : estimate_;
+}
+
 void CheckpointPlanner::measured(int64_t bytes) {
+  if (!searched_) went_ = Went{guides_, bytes};
   if (estimate_ <= sums_) return;
   const double ratio = static_cast<double>(bytes - sums_) / static_cast<double>(estimate_ - sums_);
-  // Below 1 the estimate was careful. Another choice would have another error, so it stays.
+  // Below 1 the estimate was careful. Another choice would have another error, so it stays, as one
+  // does that had the room all the same.
   if (ratio <= 1.0) return;
   correction_ *= ratio;
-  if (situation_.fixed) return;
-  for (Known& known : known_) known.stale = true;
+  const auto corrected = [&](int64_t estimate, int64_t sums) {
+    return sums + static_cast<int64_t>(std::ceil(static_cast<double>(estimate - sums) * ratio));
+  };
+  for (Known& known : known_) {
+    known.stale = known.stale || (bytes > situation_.available && !situation_.fixed);
+    known.estimate =
+        std::min(corrected(known.estimate, known.sums), std::max(bytes, situation_.available));
+    known.overlapped = corrected(known.overlapped, known.sums);
+  }
 }
 
 }  // namespace infinitybatch

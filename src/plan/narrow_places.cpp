@@ -234,14 +234,18 @@ void NarrowPlaces::play(bool summed, const std::vector<uint32_t>& always) {
   at_work_.assign(places * (reach_ + 1), 0);
   std::vector<int64_t> there(count + 2, 0);  // what each op adds to what is alive behind it
   std::vector<int64_t> kept(count + 1, 0);   // and to what backward needs
+  std::vector<int64_t> given(count + 2, 0);  // and to what a segment that ends in front of it gives
   for (size_t b = 0; b + 1 < places; ++b) {
     const uint32_t begin = positions_[b];
     const auto behind = std::upper_bound(always.begin(), always.end(), begin);
     const uint32_t first = behind == always.begin() ? 0 : *std::prev(behind);
     std::fill(there.begin() + begin, there.end(), 0);
     std::fill(kept.begin() + begin, kept.end(), 0);
+    std::fill(given.begin() + begin, given.end(), 0);
     for (auto life = lives_.rbegin(); life != lives_.rend() && life->from >= begin; ++life) {
       there[life->from] += life->bytes;
+      given[life->from + 1] += life->bytes;
+      given[life->to + 1] -= life->bytes;
       if (life->saved != kNever) {
         kept[life->saved] += life->bytes;
       } else if (life->to < count) {
@@ -252,16 +256,22 @@ void NarrowPlaces::play(bool summed, const std::vector<uint32_t>& always) {
     int64_t saved = 0;
     int64_t forward = 0;
     int64_t backward = 0;
+    int64_t earlier = 0;  // backward of all ops but the last
+    int64_t gives = 0;
     size_t e = b + 1;
     for (uint32_t op = begin; op < count && e - b <= reach_; ++op) {
       alive += own_[op] + there[op];
       saved += own_[op] + kept[op];
       forward = std::max(forward, alive + workspace_[op]);
+      earlier = backward;
       backward = std::max(backward, saved + flights_[op] + gradients_[summed ? first : op]);
+      gives += given[op + 1];
       if (op + 1 != positions_[e]) continue;
       const int64_t handed = op + 1 < count ? crossing_[op] : 0;
-      at_work_[b * (reach_ + 1) + (e - b)] =
-          std::max(forward + handed + gradients_[summed ? first : op + 1], backward);
+      // What the segment gives, and its gradient, stand until its backward is over.
+      const int64_t roots = op + 1 < count ? 2 * gives : 0;
+      at_work_[b * (reach_ + 1) + (e - b)] = std::max(
+          {forward + handed + gradients_[summed ? first : op + 1], backward, earlier + roots});
       if (e++ == b + 1) smallest_step_ = std::max(smallest_step_, saved);
     }
   }

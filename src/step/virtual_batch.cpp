@@ -150,9 +150,9 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       StepReport report = attempt(job, budget, hand_out);
       programs_.left(program_of(job));
       report.peak_bytes = peak.peak();
-      // Of the plan alone, which says nothing of a rehearsal that took more.
+      // Of the plan alone, which says nothing of a rehearsal or an attempt that took more.
       const auto& predicted = report.predicted_peak_bytes;
-      if (rehearsed_ && report.peak_bytes > predicted && own_peak_ <= predicted) {
+      if ((rehearsed_ || restarts > 0) && report.peak_bytes > predicted && own_peak_ <= predicted) {
         report.predicted_peak_bytes.reset();
       }
       if (job.store != nullptr) tell_parking(job, report);

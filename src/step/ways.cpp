@@ -145,10 +145,10 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
     if (hand_out) follow(plan_, end, end + 1, /*counts=*/false);
   }
   if (!job.alone) checked_.insert(program_kind_of(job));
-  planner.measured(most - baseline);
   plan_.baseline_bytes = baseline;
   plan_.budget_bytes = budget;
   if (!coupled) plan_.predicted_peak_bytes = baseline + planner.estimate();
+  planner.measured(most - baseline);
   plan_.reason =
       options_.checkpoint_segments
           ? "checkpoint_segments=" + std::to_string(*options_.checkpoint_segments) + " was given"

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <optional>
 #include <vector>
 
@@ -39,6 +40,8 @@ class CheckpointPlanner : public Checkpoints {
     std::optional<int64_t> fixed;  ///< segments wished for, of each stretch; nothing: as they fit
     bool operator==(const Situation&) const = default;
   };
+  /// Of an attempt. What was chosen and learned stays while it fits: what is live before a step
+  /// (a list of losses) differs by some bytes from step to step.
   void begin(const Situation& situation);
 
   std::vector<uint32_t> choose(const tape::Tape& tape,
@@ -53,8 +56,9 @@ class CheckpointPlanner : public Checkpoints {
   /// What micro-batches took above what was live before the step.
   void measured(int64_t bytes);
 
-  /// The most of the attempt's choices, above what is live before the step.
-  int64_t estimate() const noexcept { return estimate_; }
+  /// The most of the attempt's choices, above what is live before the step: what the last attempt
+  /// took that did the same, or else what they are taken to need.
+  int64_t estimate() const;
   int64_t segments() const noexcept { return segments_; }
   /// Whether there is room for a frontier that comes back while the segment behind it is at work.
   bool overlaps() const noexcept { return overlaps_; }
@@ -92,9 +96,21 @@ class CheckpointPlanner : public Checkpoints {
     return parked() && !situation_.coupled && !situation_.together && !forget && !in_turn_;
   }
   void start_over();
+  void start_afresh();
+
+  using Guides = std::map<int64_t, tape::FrontierGuide>;
+  /// An attempt that went by cuts that stood before.
+  struct Went {
+    Guides guides;  ///< when it began
+    int64_t bytes = 0;
+  };
 
   std::deque<Known> known_;
   Situation situation_;
+  int64_t room_ = 0;       // available, when the choices were made
+  Guides guides_;          // when the attempt began
+  bool searched_ = false;  // in the attempt at work
+  std::optional<Went> went_;
   double correction_ = 1.0;  // needed ÷ estimated, beside the sums of gradients
   bool overlaps_ = false;
   bool in_turn_ = false;   // overlapping has run out of memory
