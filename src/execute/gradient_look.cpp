@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <sstream>
+#include <utility>
 
 namespace infinitybatch {
 namespace {
@@ -22,60 +23,125 @@ at::Tensor dense(const at::Tensor& tensor) {
   return plain.is_complex() ? at::view_as_real(plain.resolve_conj()) : plain;
 }
 
-/// Of all together: gradients that cancel in a whole parameter are rounding and nothing else.
-double norm(const Gradients& gradients) {
-  const at::NoGradGuard no_grad;
-  double sum = 0;
-  for (const at::Tensor& each : gradients) {
-    if (each.defined()) sum += std::pow(dense(each).to(at::kDouble).norm().item<double>(), 2);
+/// All gradients in few numbers, so that no second set of them has to be kept: under a tight budget
+/// there is no room for one. Numbers are added up, each with a sign and at a place that are
+/// formulas of where it stands (a count sketch): the norm of a difference of two is that of the
+/// gradients' difference within some percent, and nothing is lost of what is alike in both.
+class Sketch {
+ public:
+  /// Takes the gradients apart.
+  /// \param places how many numbers; 0: as few as tell enough, and take little time
+  Sketch(Gradients gradients, int64_t places) : places_(places) {
+    const at::NoGradGuard no_grad;
+    if (places_ == 0) {
+      int64_t count = 0;
+      for (const at::Tensor& each : gradients) count += each.defined() ? each.numel() : 0;
+      places_ = std::clamp<int64_t>(count / 256, 1 << 8, 1 << 20);
+    }
+    double squares = 0;
+    for (at::Tensor& each : gradients) {
+      const at::Tensor gradient = std::exchange(each, at::Tensor());
+      ++tensor_;
+      chunk_ = 0;
+      if (!gradient.defined()) continue;
+      rounding = std::max(rounding, rounding_of(gradient));
+      const at::Tensor numbers = dense(gradient);
+      squares += std::pow(numbers.to(at::kDouble).norm().item<double>(), 2);
+      add(numbers);
+    }
+    // Of all together: gradients that cancel in a whole parameter are rounding and nothing else.
+    size = std::sqrt(squares);
+    signs_ = at::Tensor();
   }
-  return std::sqrt(sum);
-}
 
-Gradients combined(const Gradients& first, const Gradients& second, double factor) {
-  const at::NoGradGuard no_grad;
-  Gradients result(first.size());
-  for (size_t i = 0; i < first.size(); ++i) {
-    if (first[i].defined()) result[i] = dense(first[i]).to(at::kDouble);
-    if (!second[i].defined()) continue;
-    const at::Tensor other = dense(second[i]).to(at::kDouble).mul(factor);
-    result[i] = result[i].defined() ? result[i].add(other) : other;
+  /// From the sum of the others.
+  double distance(const std::vector<const Sketch*>& others) const {
+    if (!sums_.defined()) return 0;
+    at::Tensor apart = sums_.clone();
+    for (const Sketch* other : others) {
+      if (other->sums_.defined()) apart.sub_(other->sums_.to(apart.device()));
+    }
+    return apart.norm().item<double>();
   }
-  return result;
-}
 
-double rounding(const Gradients& gradients) {
-  double most = 0;
-  for (const at::Tensor& each : gradients) {
-    if (each.defined()) most = std::max(most, rounding_of(each));
+  int64_t places() const noexcept { return places_; }
+
+  double size = 0;
+  double rounding = 0;
+
+ private:
+  /// In logical order, in parts that only the shape decides on: other kernels give other strides.
+  void add(const at::Tensor& numbers) {
+    if (numbers.numel() <= places_) return add_chunk(numbers.reshape({-1}));
+    const int64_t each = numbers.numel() / numbers.size(0);
+    if (each > places_) {
+      for (const at::Tensor& part : numbers.unbind(0)) add(part);
+    } else {
+      for (const at::Tensor& part : numbers.split(places_ / each)) add_chunk(part.reshape({-1}));
+    }
   }
-  return most;
-}
+
+  void add_chunk(const at::Tensor& numbers) {
+    if (!signs_.defined()) {
+      const auto options = numbers.options().dtype(at::kDouble);
+      sums_ = at::zeros({places_}, options);
+      const at::Tensor places = at::arange(1, places_ + 1, options);
+      signs_ = places.mul(places).mul(0.7548776662).add(places.mul(0.5698402910)).sin().sign();
+    }
+    const uint64_t mixed = mix((tensor_ << 40U) + chunk_++);
+    const int64_t count = numbers.numel();
+    const auto begin = static_cast<int64_t>(mixed % static_cast<uint64_t>(places_));
+    const double sign = (mixed >> 32U) % 2 == 0 ? 1 : -1;
+    const at::Tensor signed_numbers = numbers.to(sums_.options()) * signs_.narrow(0, 0, count);
+    const int64_t first = std::min(count, places_ - begin);
+    sums_.narrow(0, begin, first).add_(signed_numbers.narrow(0, 0, first), sign);
+    if (first == count) return;
+    sums_.narrow(0, 0, count - first).add_(signed_numbers.narrow(0, first, count - first), sign);
+  }
+
+  /// SplitMix64.
+  static uint64_t mix(uint64_t number) {
+    number += 0x9e3779b97f4a7c15;
+    number = (number ^ (number >> 30U)) * 0xbf58476d1ce4e5b9;
+    number = (number ^ (number >> 27U)) * 0x94d049bb133111eb;
+    return number ^ (number >> 31U);
+  }
+
+  int64_t places_;
+  at::Tensor sums_;
+  at::Tensor signs_;
+  uint64_t tensor_ = 0;
+  uint64_t chunk_ = 0;
+};
 
 }  // namespace
 
 std::optional<std::string> GradientLook::find(const Batch& inputs, int64_t rows,
                                               const std::vector<int64_t>& dims) const {
   const int64_t half = rows / 2;
-  const auto of = [&](const Batch& from, Rows part) {
-    return run(infinitybatch::rows(from, part.begin, part.end), part, dims);
+  int64_t places = 0;
+  const auto of = [&](const Batch& from, Rows part) -> std::optional<Sketch> {
+    auto gradients = run(infinitybatch::rows(from, part.begin, part.end), part, dims);
+    if (!gradients) return std::nullopt;
+    Sketch sketch(std::move(*gradients), places);
+    places = sketch.places();
+    return sketch;
   };
   const auto whole = of(inputs, {0, rows});
   if (!whole) return std::nullopt;
   const auto first = of(inputs, {0, half});
   const auto second = first ? of(inputs, {half, rows}) : std::nullopt;
   if (!second) return std::nullopt;
-  const double size = norm(*whole);
-  const double apart = norm(combined(combined(*first, *second, 1), *whole, -1));
-  if (!std::isfinite(apart) || !std::isfinite(size)) return std::nullopt;
-  if (apart <= rounding(*whole) * size) return std::nullopt;
+  const double apart = whole->distance({&*first, &*second});
+  if (!std::isfinite(apart) || !std::isfinite(whole->size)) return std::nullopt;
+  if (apart <= whole->rounding * whole->size) return std::nullopt;
   const auto moved = of(moved_by_rounding(inputs), {0, rows});
   if (!moved) return std::nullopt;
   constexpr double kNoisy = 64;  // times what rounding of the inputs moves
-  if (apart <= kNoisy * norm(combined(*moved, *whole, -1))) return std::nullopt;
+  if (apart <= kNoisy * moved->distance({&*whole})) return std::nullopt;
   std::ostringstream text;
   text << "the gradient of samples 0 to " << rows - 1 << " is not the sum of those of its halves";
-  if (size > 0) text << " (by " << apart / size << " relative)";
+  if (whole->size > 0) text << " (by " << apart / whole->size << " relative)";
   text << ", though their outputs are: an autograd.Function or a hook of the model's";
   return text.str();
 }

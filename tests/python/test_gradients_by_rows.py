@@ -136,3 +136,46 @@ def test_beside_dropout_too(way: str) -> None:
     ).double()
     with pytest.raises(ib.CouplingError):
         step(way, model, micro_batch_size=3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_there_is_room_for_it_wherever_there_is_for_the_step(way: str) -> None:
+    """One set of gradients beside the sums is enough, however many parameters there are."""
+    torch.manual_seed(0)
+    between = PLACES["a function"](COMBINED["norm"])
+    model = Calls(
+        lambda self, x: self.head(between(torch.tanh(self.body(x))))[:, :5],
+        body=nn.Linear(6, 600),
+        head=nn.Linear(600, 400),
+    ).double()
+    parameters = sum(p.nbytes for p in model.parameters())
+    budget = ib.memory.stats().live + int(2.6 * parameters)
+    with pytest.raises(ib.CouplingError, match="backward combines samples"):
+        step(way, model, memory_budget=budget, micro_batch_size=2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_any_shape_are_summed_up_alike(way: str) -> None:
+    """Transposed weights, three dimensions, many short rows and few long ones: no difference."""
+    torch.manual_seed(0)
+    between = PLACES["a function"](ALONE["reversed"])
+
+    class Shapes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.long = nn.Parameter(torch.randn(6, 5000).div(50))
+            self.deep = nn.Parameter(torch.randn(40, 5, 125).div(9))
+            self.short = nn.Parameter(torch.randn(3000, 5).div(50))
+            self.table = nn.Embedding(3000, 5)
+            self.sparse = nn.Embedding(700, 5, sparse=True)
+            self.number = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(x @ self.long)
+            h = between(torch.tanh(h.view(-1, 40, 125)))
+            h = torch.einsum("nij,ikj->nik", h, self.deep).flatten(1)
+            words = (x[:, 0].abs() * 100).long()
+            h = h.repeat(1, 15) @ self.short
+            return (h + self.table(words) + self.sparse(words)) * self.number
+
+    step(way, Shapes().double(), micro_batch_size=4)
