@@ -1,4 +1,4 @@
-"""Training loops as people write them, each natively and in ten ways of ours."""
+"""Training loops as people write them, each natively and in eleven ways of ours."""
 
 import pathlib
 import sys

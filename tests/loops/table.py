@@ -14,7 +14,7 @@ SIMILAR = 2.0
 
 HEAD = """# Verdicts
 
-What each training loop of this folder gives in ten ways, beside native training with the whole batch. `python tests/loops/run.py --write [loop ...]` writes this table, `tests/loops/test_loops.py` compares it.
+What each training loop of this folder gives in eleven ways, beside native training with the whole batch. `python tests/loops/run.py --write [loop ...]` writes this table, `tests/loops/test_loops.py` compares it.
 
 - `exact`: gradients, parameters, buffers, losses, plain Python state and generators are native's after each of three turns.
 - the name of an error: it is raised. `untyped` where it is none of infinitybatch's: the loop's own code fails on a part of the batch.
@@ -22,7 +22,7 @@ What each training loop of this folder gives in ten ways, beside native training
 
 For `silent` and `untyped` the last column names a row of docs/limits.md by its first words.
 
-Ways: `stream` is VirtualBatch with the loss as it is, `coupled` with `ib.losses.coupled(loss)`, `wrap` is `ib.wrap`; 3 and 1 are micro-batches of so many of nine samples, `static` is four with `static_graph=True`, `budget` has room for all samples at once.
+Ways: `stream` is VirtualBatch with the loss as it is, `coupled` with `ib.losses.coupled(loss)`, `wrap` is `ib.wrap`; 3 and 1 are micro-batches of so many of nine samples, `static` is four with `static_graph=True`, `budget` has room for all samples at once. `tight` is four budgets of one to three times what native's step takes, and the worst that came of them: `exact` if any step was, `refused` if none was taken.
 """
 
 Verdicts = dict[str, str]

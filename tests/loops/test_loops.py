@@ -1,5 +1,6 @@
 """Training loops give what the table of verdicts says of them, in every way."""
 
+import os
 import pathlib
 import sys
 
@@ -17,6 +18,9 @@ from loops.training import train, verdict, verdicts  # noqa: E402
 from loops.ways import NATIVE, WAYS  # noqa: E402
 
 LISTED = table.read()
+TIGHT = [way.name for way in WAYS if way.rooms]
+#: A third of the loops; all of them in make test-long.
+LONG = os.environ.get("INFINITYBATCH_LONG_TESTS") == "1"
 
 
 @pytest.fixture(autouse=True)
@@ -27,13 +31,15 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", every_loop())
+@pytest.mark.parametrize("name", list(every_loop())[:: 1 if LONG else 3])
 def test_a_loop_is_as_listed(name: str) -> None:
     found = verdicts(every_loop()[name])
     changed = [
         f"{way}: {verdict}, but listed as {LISTED[name][way]}"
         for way, verdict in found.items()
         if not table.same(LISTED[name][way], verdict)
+        # Kernels of another machine take other bytes: under tight budgets the table is a bound.
+        and not (way in TIGHT and not table.needs_limit(verdict))
     ]
     assert not changed, (
         f"{name}: {'; '.join(changed)}. See it by itself: `python tests/loops/run.py {name}`. If it "

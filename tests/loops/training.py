@@ -6,6 +6,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import infinitybatch as ib
@@ -18,6 +19,8 @@ from .loop import Loop, Training, Turn
 from .ways import NATIVE, WAYS, Way
 
 TURNS = 3
+#: In place of a budget: bytes above what is live before the first step.
+ROOM = "room"
 #: Roundings of three turns; a model in single precision has as many bits less.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 
@@ -115,6 +118,9 @@ def one_or_all(values: tuple[Any, ...]) -> Any:
 def backward_of(training: Training, way: Way, options: dict[str, Any]) -> Any:
     """Forward, loss and backward over inputs, as this way does them."""
     model, targets = training.model, one_or_all(training.targets)
+    if ROOM in options:
+        budget = ib.memory.stats().live + options[ROOM]
+        options = {k: v for k, v in options.items() if k != ROOM} | {"memory_budget": budget}
     if way.kind == "stream":
         loss = ib.losses.coupled(training.loss) if way.coupled else training.loss
         called = Twice(model) if training.twice else model
@@ -178,7 +184,31 @@ def tolerance(wanted: Seen) -> float:
     return max(TOLERANCE.get(kind.to_real(), TOLERANCE[torch.float64]) for kind in types)
 
 
+def room_of_native(loop: Loop) -> int:
+    """What native's first step takes beside what is live before it."""
+    with double_precision():
+        torch.manual_seed(1)
+        training = loop.make()
+        backward = backward_of(training, NATIVE, {})
+        inputs = tuple(of_turn(value, 0) for value in training.inputs)
+        before = ib.memory.stats().live
+        with ib.memory.peak() as scope:
+            backward(inputs)
+        return scope.peak - before
+
+
 def verdict(loop: Loop, way: Way, wanted: Seen) -> str:
+    """Of several budgets the worst; where none has room for a step, or it is refused in each,
+    "refused", for which error says how much there is."""
+    if way.rooms:
+        native = room_of_native(loop)
+        found = [
+            verdict(loop, replace(way, rooms=(), options={ROOM: int(room * native)}), wanted)
+            for room in way.rooms
+        ]
+        silent = [each for each in found if each.startswith("silent")]
+        untyped = [each for each in found if each.startswith("untyped")]
+        return next(iter([*silent, *untyped, *({"exact"} & set(found))]), "refused")
     try:
         found = train(loop, way)
     except ib.Error as error:
