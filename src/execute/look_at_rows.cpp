@@ -44,6 +44,17 @@ Batch side_by_side(const std::vector<Batch>& pieces) {
   return {std::move(leaves), pieces.front().structure()};
 }
 
+/// Rows of inputs that require grad have a graph, which leads to the whole's: forward of a
+/// micro-batch finds leaves.
+Batch as_leaves(const Batch& inputs) {
+  std::vector<Leaf> leaves = inputs.leaves();
+  for (Leaf& leaf : leaves) {
+    if (!leaf.tensor.defined() || !leaf.tensor.requires_grad() || leaf.tensor.is_leaf()) continue;
+    leaf.tensor = leaf.tensor.detach().set_requires_grad(true);
+  }
+  return {std::move(leaves), inputs.structure()};
+}
+
 }  // namespace
 
 void Executor::note_read() {
@@ -65,7 +76,7 @@ std::optional<TrialOutputs> Executor::try_forward(const Batch& inputs, int64_t r
   std::optional<TrialOutputs> tried;
   const auto run = [&](bool light) {
     aside(/*trial=*/true, [&] {
-      inputs_ = wrote_inputs_ ? copied(inputs) : inputs;
+      inputs_ = as_leaves(wrote_inputs_ ? copied(inputs) : inputs);
       const std::vector<at::Device> devices = devices_of(job_);
       coupled::FixedOps fixed(devices, rows, watch_);
       const auto call = [&] {
@@ -96,7 +107,7 @@ std::optional<std::vector<at::Tensor>> Executor::try_gradients(const Batch& inpu
                                                                const std::vector<bool>& compared) {
   std::optional<std::vector<at::Tensor>> gradients;
   aside(/*trial=*/true, [&] {
-    inputs_ = wrote_inputs_ ? copied(inputs) : inputs;
+    inputs_ = as_leaves(wrote_inputs_ ? copied(inputs) : inputs);
     coupled::FixedOps fixed(devices_of(job_), rows.size(), watch_);
     const at::AutoGradMode recording(/*enabled=*/true);
     forward({0, rows.size()});
@@ -150,7 +161,14 @@ void Executor::compare_rows() {
       return try_gradients(inputs, part, dims, compared);
     };
   }
-  RowLook::Seen seen = look.find();
+  RowLook::Seen seen;
+  try {
+    seen = look.find();
+  } catch (const NoRoomToLook&) {
+    // With ops of the whole batch one sample may be cut for memory, so that forward of it never
+    // runs as a whole. Two of them side by side may well not fit there.
+    if (job_.checkpoints == nullptr || job_.alone) throw;
+  }
   rows_differ_ = seen.differs.has_value();
   if (rows_differ_) throw infinitybatch::rows_differ(seen, job_.batch_size());
   *job_.rows_seen = {rows, std::move(seen.dims)};

@@ -213,8 +213,13 @@ RowLook::Seen RowLook::find() const {
     if (rows > 1) sizes.emplace_back(rows, rows / 2);
     if (least > 2) sizes.emplace_back(2, 1);
   }
+  const std::optional<int64_t> given = memory::stats(at::kCPU).limit;  // by the user
+  int64_t needed = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
-    if (i == unlimited) limit.reset();
+    if (i == unlimited) {
+      limit.reset();
+      if (given) limit.emplace(*given);  // to tell what it refuses
+    }
     const int64_t failed = memory::failed_allocations();
     try {
       return compare(*this, sizes[i].first, sizes[i].second);
@@ -222,9 +227,16 @@ RowLook::Seen RowLook::find() const {
       // There is no room for as many, unless the user says so.
       const bool refused = !device.is_cpu() || memory::failed_allocations() != failed;
       if (!is_out_of_memory(std::current_exception()) || !refused) throw;
+      if (limit) needed = limit->refused();
     }
   }
+  if (device.is_cpu() && given && needed > *given) throw NoRoomToLook(needed, *given, rows);
   return {};
 }
+
+NoRoomToLook::NoRoomToLook(int64_t needed, int64_t limit, int64_t rows)
+    : BudgetExceeded(needed, limit, std::nullopt,
+                     "Comparing forward on " + std::to_string(std::max<int64_t>(2, rows)) +
+                         " samples with forward on fewer, which tells whether it combines them,") {}
 
 }  // namespace infinitybatch

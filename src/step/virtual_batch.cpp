@@ -190,6 +190,8 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       if (options_.checkpoint_segments) job.checkpoints = &checkpoints_[signature_of(job)];
       // Nothing has run out of memory: not a restart that the report should count.
       --restarts;
+    } catch (const NoRoomToLook&) {
+      throw;
     } catch (const BudgetExceeded& error) {
       if (!give_up_graphs(job) && !plan_smaller(job)) refuse_budget(job, error);
     } catch (const ParkingError&) {

@@ -201,6 +201,8 @@ Batch BudgetedForward::run() {
       answer_other_segments(changed.segments());
     } catch (const CouplingError&) {
       answer_coupling();
+    } catch (const NoRoomToLook&) {
+      if (!drop_graphs(*wrapped_)) throw;
     } catch (const BudgetExceeded& error) {
       if (drop_graphs(*wrapped_) || begin_parking() || give_up_graphs()) continue;
       if (coupling_) std::rethrow_exception(coupling_);

@@ -75,26 +75,6 @@ KNOWN = [
         (2159,),
     ),
     Known(
-        "outputs [N, N] in micro-batches of one row, where match_native_rng draws time first",
-        lambda c, o: (
-            _wrong(o)
-            and c.output == "all pairs"
-            and c.way.size == 1
-            and "match_native_rng" in c.way.options
-            and any(s.name == "Dropout of tokens, time first" for s in c.statements)
-        ),
-        (2319,),
-    ),
-    Known(
-        "static_graph in micro-batches of one row refuses outputs [1, C, 1, 1]",
-        lambda c, o: (
-            "samples could lie along any of several" in o.text
-            and c.way.size == 1
-            and "static_graph" in c.way.options
-        ),
-        (2326,),
-    ),
-    Known(
         "a separable loss that reads one number of each micro-batch (a mean over its samples)",
         lambda c, o: _wrong(o) and c.output == "mean of the batch" and c.way.api == "stream",
         (20954,),
@@ -125,12 +105,12 @@ KNOWN = [
     Known(
         "mixing of values that a norm has made zero on average, so that gradients alone show it",
         lambda c, o: _wrong(o) and _norm_in_front_of_a_mean(c),
-        (1243, 3449),
+        (3449,),
     ),
     Known(
         "mixing that begins with some values only, which the first batch of a kind does not have",
         lambda c, o: _wrong(o) and any(s.name in SOME_VALUES for s in c.statements),
-        (2039,),
+        (884,),
     ),
 ]
 

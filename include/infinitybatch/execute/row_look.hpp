@@ -29,6 +29,13 @@ struct RowsSeen {
   std::vector<int64_t> dims;  ///< along which samples lie in each leaf of outputs; -1: not known
 };
 
+/// Under the budget not even two samples could be looked at, so that nobody knows whether forward
+/// combines samples. A smaller plan would not help.
+class NoRoomToLook : public BudgetExceeded {
+ public:
+  NoRoomToLook(int64_t needed, int64_t limit, int64_t rows);
+};
+
 /// The same rows, split otherwise, must give the same rows of outputs: forward on more rows than a
 /// micro-batch has is compared with forward on some of these alone. Finds whatever depends on the
 /// other samples, on how many there are, or on where a sample stands among them, by whatever means
@@ -58,8 +65,9 @@ struct RowLook {
     bool backward = false;               ///< gradients differ, and outputs do not
   };
   /// Whether rows differ: nothing where all rows are the same, or nobody can tell: forward
-  /// refuses other numbers of rows, there is no room for more of them, it draws numbers that cannot
-  /// be fixed.
+  /// refuses other numbers of rows, it draws numbers that cannot be fixed, or the device has no room
+  /// for more of them.
+  /// \throws NoRoomToLook where a memory limit leaves room for no comparison at all
   Seen find() const;
 };
 
