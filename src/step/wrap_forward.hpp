@@ -94,6 +94,9 @@ class ForwardPass {
   /// Whether the same rows, split otherwise, give the same rows of outputs; see RowLook.
   /// \throws CouplingError
   void look_at_rows();
+  /// Runs forward on two samples where buffers were written in micro-batches of one, which leave
+  /// equal counts of samples in them: `buffer_rule_` compares.
+  void recount();
   /// Whether an output that is one number is the sum or mean over samples that the user says: once
   /// for each kind of batch. \throws BatchError
   void check_reduce(const JoinedOutputs& joined);

@@ -3,12 +3,15 @@
 #include "wrap_forward.hpp"
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/coupled/fixed_ops.hpp>
+#include <infinitybatch/coupled/row_errors.hpp>
 #include <infinitybatch/execute/copied_batch.hpp>
 
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 namespace infinitybatch {
@@ -29,6 +32,21 @@ std::optional<std::vector<at::Tensor>> ForwardPass::try_gradients(
   return gradients;
 }
 
+void ForwardPass::recount() {
+  if (row_counts_.front() != 1 || wrote_inputs_ || !buffer_rule_.written()) return;
+  const Rows rows{0, 2};
+  try {
+    aside(rows, /*trial=*/false, [&] {
+      call_model(call_->micro_batch(rows), nullptr);
+      buffer_rule_.end_other_rows();
+    });
+  } catch (...) {
+    const std::exception_ptr error = std::current_exception();
+    if (!is_out_of_memory(error) && !coupled::may_be_of_rows(error)) throw;
+    // Nobody can tell.
+  }
+}
+
 void ForwardPass::look_at_rows() {
   if (call_->cuts) return call_->cuts->look_at_rows();
   if (!exact_ || row_counts_.empty() || watch_.talked()) return;
@@ -36,6 +54,7 @@ void ForwardPass::look_at_rows() {
   const int64_t rows = *std::min_element(row_counts_.begin(), row_counts_.end());
   RowsSeen& known = call_->rows_seen;
   if (rows >= rows_.size || (known.rows != 0 && known.rows <= rows)) return;
+  recount();
   RowLook look;
   look.batch_size = rows_.size;
   look.rows = rows;

@@ -54,11 +54,6 @@ REJECTION = ("poisson", "rrelu")
 
 KNOWN = [
     Known(
-        "buffers that count samples are not noticed by wrap in micro-batches of one row",
-        lambda c, o: o.signature == "wrong buffer" and "samples_in_state" in c.tags and _one_row(c),
-        (1293,),
-    ),
-    Known(
         "buffers that count samples are not noticed in segments, nor where the tape is opaque",
         lambda c, o: (
             o.signature == "wrong buffer"

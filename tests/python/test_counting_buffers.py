@@ -65,8 +65,7 @@ def run(model: nn.Module, way: str, size: int, n: int = 6, **options: object) ->
         ib.VirtualBatch(model, loss, micro_batch_size=size, **options).backward(inputs, targets)
 
 
-# `wrap` does not look at micro-batches of one sample.
-PLACES = [(way, size) for way in WAYS for size in (3, 2, 1) if (way, size) != ("wrap", 1)]
+PLACES = [(way, size) for way in WAYS for size in (3, 2, 1)]
 
 
 @pytest.mark.parametrize(("way", "size"), PLACES)

@@ -65,8 +65,8 @@ struct RowLook {
     bool backward = false;               ///< gradients differ, and outputs do not
   };
   /// Whether rows differ: nothing where all rows are the same, or nobody can tell: forward
-  /// refuses other numbers of rows, it draws numbers that cannot be fixed, or the device has no room
-  /// for more of them.
+  /// refuses other numbers of rows, it draws numbers that cannot be fixed, or the device has no
+  /// room for more of them.
   /// \throws NoRoomToLook where a memory limit leaves room for no comparison at all
   Seen find() const;
 };
