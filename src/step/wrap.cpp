@@ -18,6 +18,7 @@
 
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <exception>
 #include <optional>
 #include <utility>
@@ -97,17 +98,23 @@ Batch run(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs,
   }
   const Rerunnable rerunnable(inputs);
   park_graphs();
+  std::exception_ptr coupling;
   try {
     return attempt(stream);
   } catch (const CouplingError&) {
     if (!coupled) throw;  // a buffer that depends on the samples
+    coupling = std::current_exception();
   }
   rerunnable.check();
   job.parks_graphs = false;
   park();
-  Batch outputs = attempt(cut);
-  sees_all = true;
-  return outputs;
+  try {
+    Batch outputs = attempt(cut);
+    sees_all = true;
+    return outputs;
+  } catch (const NothingToCut&) {
+    std::rethrow_exception(coupling);  // compiled code shows no op
+  }
 }
 
 bool is_ours(const std::exception_ptr& error) {
@@ -120,24 +127,58 @@ bool is_ours(const std::exception_ptr& error) {
   }
 }
 
+/// What was measured with what forward leaves joined, or without, holds for that alone.
+void forget_plans(Wrapped& wrapped) {
+  for (Planner& planner : wrapped.planners) planner = Planner();
+  for (GraphChoices& choices : wrapped.graph_choices) choices = GraphChoices();
+  wrapped.without_gradients = Planner();
+  for (uint64_t& begun : wrapped.begun) ++begun;  // a backward to come tells the old ones nothing
+}
+
+/// Where there was no room to join it, somebody else may have held the memory for a while: it is
+/// tried again as sizes are (`Planner::may_try_again`).
+void try_joining_again(Wrapped& wrapped) {
+  constexpr int64_t kFirst = 16;
+  constexpr int64_t kMostDoublings = 20;
+  if (wrapped.joins_left || wrapped.join_shortages == 0) return;
+  const int64_t doublings = std::min<int64_t>(wrapped.join_shortages - 1, kMostDoublings);
+  if (++wrapped.calls_unjoined <= kFirst << doublings) return;
+  const Planning planning(wrapped);
+  if (!planning.allowed()) return;
+  wrapped.joins_left = true;
+  forget_plans(wrapped);
+}
+
+bool ran_short(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const BudgetExceeded&) {
+    return true;
+  } catch (...) {
+    return is_out_of_memory(error);
+  }
+}
+
 /// What forward leaves beside its outputs is joined where that costs nobody an exact step: else it
 /// stays as the last micro-batch leaves it, and is told of.
 Batch run_joining(const std::shared_ptr<Wrapped>& wrapped, const Job& job, const Batch& inputs,
                   int64_t total) {
   const Rerunnable rerunnable(inputs);
   wrapped->joining = false;
+  try_joining_again(*wrapped);
+  bool short_of_memory = false;
   try {
     return run(wrapped, job, inputs, total);
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
     keep_foreign_exception(error);
     if (!wrapped->joining.exchange(false) || !is_ours(error) || !rerunnable.holds()) throw;
+    short_of_memory = ran_short(error);
   }
   wrapped->joins_left = false;
-  // What was measured beside it holds no more.
-  for (Planner& planner : wrapped->planners) planner = Planner();
-  for (GraphChoices& choices : wrapped->graph_choices) choices = GraphChoices();
-  wrapped->without_gradients = Planner();
+  wrapped->join_shortages = short_of_memory ? wrapped->join_shortages + 1 : 0;
+  wrapped->calls_unjoined = 0;
+  forget_plans(*wrapped);
   try {
     return run(wrapped, job, inputs, total);
   } catch (...) {

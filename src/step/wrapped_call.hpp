@@ -58,7 +58,11 @@ struct Wrapped {
   std::atomic<bool> left_unread = false;
   std::atomic<bool> joining = false;    ///< tensors that forward left, in this call
   std::atomic<bool> joins_left = true;  ///< what forward leaves, until it has been seen not to work
-  std::atomic<bool> use_tapes = true;   ///< false once a replay gave other outputs
+  /// How often memory has run out where it was joined, and calls since then without it; 0 and 0
+  /// where it did not work for another reason.
+  std::atomic<int64_t> join_shortages = 0;
+  std::atomic<int64_t> calls_unjoined = 0;
+  std::atomic<bool> use_tapes = true;  ///< false once a replay gave other outputs
   /// Whether ops of the model see the whole batch, in eval and in training mode.
   std::array<std::atomic<bool>, 2> cut{};
   std::atomic<bool>& sees_whole_batch() { return cut[model.is_training() ? 1 : 0]; }

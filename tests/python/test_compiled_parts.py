@@ -2,6 +2,7 @@
 compiler then traces with sizes that are symbols, while forward is recorded."""
 
 import copy
+import shutil
 
 import infinitybatch as ib
 import pytest
@@ -134,3 +135,16 @@ def test_batch_norm_without_statistics_in_a_compiled_region_is_refused(backend, 
         else:
             ib.VirtualBatch(compiled, nn.MSELoss(), micro_batch_size=4).backward(x, x[:, :4])
     assert model.net.weight.grad is None
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a compiler")
+@pytest.mark.parametrize("options", [{}, {"memory_budget": "64MiB"}])
+def test_where_inductor_shows_no_op_at_all_too(options):
+    """Forward over the whole batch sees the op; a recording of compiled code does not."""
+    model = Calls(
+        lambda self, x: nn.functional.batch_norm(self.net(x), None, None, training=True) ** 3,
+        net=nn.Linear(6, 4).double(),
+    )
+    wrapped = ib.wrap(torch.compile(model), micro_batch_size=4, **options)
+    with pytest.raises(ib.CouplingError, match="batch_norm.* couples .*batch_coupling="):
+        contrastive(wrapped(torch.randn(12, 6).double())).backward()
