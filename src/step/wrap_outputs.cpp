@@ -136,11 +136,12 @@ std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& opt
                      "return one value for each sample");
   }
   if (dims.size() > 1 && joining.several_sizes()) refuse_compared(parts.front(), leaf);
+  // Of another number of rows.
+  if (!given && std::find(dims.begin(), dims.end(), known_dim) != dims.end()) return known_dim;
   if (!from_samples && !given && !joining.several_sizes() && joining.alike()) {
     throw BatchError(name + " of shape " + shape(first) + kOneSize +
                      ", or output_batch_dim if it has one for each");
   }
-  if (!given && std::find(dims.begin(), dims.end(), known_dim) != dims.end()) return known_dim;
   return choose(dims, first, row_counts.front(), given, name);
 }
 

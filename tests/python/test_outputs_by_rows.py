@@ -45,7 +45,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("way", ["coupled", "wrap"])
+@pytest.mark.parametrize("way", ["coupled", "wrap", "wrap, static graph"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_dimensions_of_size_one(name: str, way: str, size: int) -> None:
     forward, modules, shape, of_one = SHAPES[name]
@@ -61,12 +61,35 @@ def test_dimensions_of_size_one(name: str, way: str, size: int) -> None:
 
     for _ in range(2):
         model.zero_grad(), twin.zero_grad()
-        if way == "wrap":
-            loss(ib.wrap(model, micro_batch_size=size)(x)).backward()
+        if way.startswith("wrap"):
+            static = way.endswith("graph")
+            wrapped = ib.wrap(model, micro_batch_size=size, static_graph=static)
+            loss(wrapped(x)).backward()
         else:
             ib.VirtualBatch(model, ib.losses.coupled(loss), micro_batch_size=size).backward(x)
         loss(twin(x)).backward()
         close(grads(model), grads(twin))
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("once", [False, True])
+def test_what_is_no_sample_s_but_has_a_row_for_each(once: bool, static: bool) -> None:
+    """Two samples beside each other tell whether a constant has as many rows as there are."""
+    model, twin = twins(
+        lambda self, x: (self.net(x), torch.ones(1 if once else len(x), 4, 1, 1)),
+        net=nn.Linear(3, 4),
+    )
+    x = torch.randn(N, 3).double()
+    wrapped = ib.wrap(model, micro_batch_size=1, static_graph=static)
+    if once:
+        with pytest.raises(ib.BatchError, match="could be the same for any samples"):
+            wrapped(x)
+        return
+    for of in (wrapped, twin):
+        z, weights = of(x)
+        assert weights.shape == (N, 4, 1, 1)
+        (z.pow(2) * weights.flatten(1)).sum().backward()
+    close(grads(model), grads(twin))
 
 
 @pytest.mark.parametrize("retained", [0, 2])
