@@ -84,7 +84,9 @@ Executor::Executor(const Job& job)
   } else {
     two_pass_.emplace(job, sinks_);
   }
-  if (job.rows_seen != nullptr && job.rows_seen->rows == 0) watch_peak(high_water_, job.device);
+  if (job.rows_seen != nullptr && job.rows_seen->due(job.batch_size())) {
+    watch_peak(high_water_, job.device);
+  }
   // Casts made before this step lead to the parameters' own accumulators, past the sinks.
   at::autocast::clear_cache();
 }
@@ -289,7 +291,8 @@ void Executor::forward(Rows rows) {
 }
 
 void Executor::note_own_backward() {
-  if (own_backward_ || job_.rows_seen == nullptr || job_.rows_seen->rows != 0) return;
+  if (own_backward_ || job_.rows_seen == nullptr) return;
+  if (!job_.rows_seen->due(job_.batch_size())) return;
   own_backward_ = own_backward_of(outputs_);
 }
 

@@ -59,6 +59,8 @@ Batch as_leaves(const Batch& inputs) {
 
 void Executor::note_read() {
   if (job_.rows_seen == nullptr || !read_.empty() || !share_.requires_grad()) return;
+  // Micro-batches that are smaller than any so far are few.
+  if (!job_.rows_seen->due(job_.batch_size(), smallest_)) return;
   std::map<const torch::autograd::Node*, std::vector<size_t>> leaves;
   read_.resize(outputs_.leaves().size(), false);
   for (size_t i = 0; i < read_.size(); ++i) {
@@ -124,11 +126,13 @@ void Executor::compare_rows() {
   if (coupled::FixedOps::at_work()) return;  // this step is part of a forward that is looked at
   const int64_t rows = smallest_;
   if (rows == 0 || rows >= job_.batch_size()) return;
-  if (job_.rows_seen->rows != 0 && job_.rows_seen->rows <= rows) return;
+  if (!job_.rows_seen->due(job_.batch_size(), rows)) return job_.rows_seen->pass();
+  looked_ = true;
   RowLook look;
   look.batch_size = job_.batch_size();
   look.rows = rows;
   look.singles = rows == 1 && first_.size() == 1;
+  look.again = job_.rows_seen->looked > 0 && rows >= job_.rows_seen->rows;
   look.device = job_.device;
   if (high_water_) look.peak = room_for_a_look(high_water_->peak());
   if (job_.outside == nullptr) {
@@ -161,6 +165,7 @@ void Executor::compare_rows() {
       return try_gradients(inputs, part, dims, compared);
     };
   }
+  const memory::HighWater::Pause apart(high_water_ ? &*high_water_ : nullptr);
   RowLook::Seen seen;
   try {
     seen = look.find();
@@ -170,8 +175,10 @@ void Executor::compare_rows() {
     if (job_.checkpoints == nullptr || job_.alone) throw;
   }
   rows_differ_ = seen.differs.has_value();
-  if (rows_differ_) throw infinitybatch::rows_differ(seen, job_.batch_size());
-  *job_.rows_seen = {rows, std::move(seen.dims)};
+  if (rows_differ_) {
+    throw infinitybatch::rows_differ(seen, job_.batch_size(), *job_.rows_seen);
+  }
+  job_.rows_seen->note(job_.batch_size(), rows, std::move(seen.dims));
 }
 
 void Executor::look_at_rows() {

@@ -85,6 +85,26 @@ void exchange_bits(Number* numbers, int64_t count, uint32_t place, int zero, boo
   }
 }
 
+/// Doing it again undoes it.
+/// \param coarse the last bit that a type of half the size keeps
+template <typename Number>
+void turn_last_bits(Number* numbers, int64_t count, uint32_t place, bool coarse) {
+  using Word = typename Bits<Number>::Word;
+  constexpr int kMantissa = Bits<Number>::kMantissa;
+  constexpr int kKept = std::min(kMantissa, Bits<c10::BFloat16>::kMantissa);
+  constexpr Word kMagnitude = static_cast<Word>(~(Word{1} << (sizeof(Word) * 8 - 1)));
+  constexpr Word kExponent = static_cast<Word>(kMagnitude & ~((Word{1} << kMantissa) - 1));
+  const Word bit = static_cast<Word>(Word{1} << (coarse ? kMantissa - kKept : 0));
+  for (int64_t i = 0; i < count; ++i) {
+    const Word word = std::bit_cast<Word>(numbers[i]);
+    const Word size = static_cast<Word>(word & kMagnitude & ~bit);
+    if (size == 0 || (size & kExponent) == kExponent ||
+        (mixed(place + static_cast<uint32_t>(i)) & 16U) == 0)
+      continue;
+    numbers[i] = std::bit_cast<Number>(static_cast<Word>(word ^ bit));
+  }
+}
+
 /// Scales by a power of two, in integers: whatever the mode of the processor, no bit is lost.
 template <typename Number>
 void shift_exponents(Number* numbers, int64_t count, int by) {
@@ -238,6 +258,50 @@ void MovedValues::move(const Values& values, const at::Tensor& flat, bool there)
   }
 }
 
+void MovedValues::nudge(const Values& values, uint32_t which) const {
+  const auto number = static_cast<uint32_t>(&values - values_.data());
+  const at::Tensor& flat = values.flat;
+  const bool coarse = at::autocast::is_autocast_enabled(flat.device().type());
+  for (int64_t begin = 0; begin < flat.numel(); begin += kPiece) {
+    at::Tensor piece = flat.narrow(0, begin, std::min(kPiece, flat.numel() - begin));
+    const at::Tensor here = piece.is_cpu() ? piece : piece.cpu();
+    with_type(here.scalar_type(), [&](auto kind) {
+      auto* numbers = static_cast<decltype(kind)*>(here.mutable_data_ptr());
+      const uint32_t place = mixed(number + 0x51ED270BU * which) + static_cast<uint32_t>(begin);
+      turn_last_bits(numbers, here.numel(), place, coarse);
+    });
+    if (!piece.is_cpu()) piece.copy_(here);
+  }
+}
+
+void MovedValues::renew_copy(const Values& values) const {
+  if (!values.known) return;
+  const at::Tensor& before = memory_[values.place].before;
+  if (before.defined()) at::Tensor(before).copy_(memory_[values.place].memory);
+}
+
+MovedValues::Nudge::Nudge(MovedValues& values, uint32_t which) : values_(values), which_(which) {
+  const Unwatched unseen;
+  const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
+  for (; nudged_ < values_.values_.size(); ++nudged_) {
+    values_.nudge(values_.values_[nudged_], which_);
+  }
+  at::autocast::clear_cache();
+}
+
+MovedValues::Nudge::~Nudge() {
+  const Unwatched unseen;
+  const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
+  try {
+    for (; nudged_ > 0; --nudged_) {
+      values_.nudge(values_.values_[nudged_ - 1], which_);
+      values_.renew_copy(values_.values_[nudged_ - 1]);
+    }
+  } catch (...) {  // the device is lost, and all that lies there
+  }
+  at::autocast::clear_cache();
+}
+
 void MovedValues::on() {
   if (on_) return;
   const Unwatched unseen;
@@ -257,10 +321,7 @@ void MovedValues::off() {
   for (; moved_ > 0; --moved_) {
     const Values& values = values_[moved_ - 1];
     move(values, values.flat, /*there=*/false);
-    // A copy that was made meanwhile, in front of a write that is undone.
-    if (!values.known) continue;
-    const at::Tensor& before = memory_[values.place].before;
-    if (before.defined()) at::Tensor(before).copy_(memory_[values.place].memory);
+    renew_copy(values);
   }
   at::autocast::clear_cache();
 }

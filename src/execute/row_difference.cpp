@@ -13,7 +13,6 @@
 namespace infinitybatch {
 namespace {
 
-constexpr double kNoisy = 64;  // times what rounding of the inputs moves
 constexpr double kApart = std::numeric_limits<double>::infinity();
 
 bool comparable(const at::Tensor& tensor) {
@@ -141,6 +140,26 @@ Batch moved_by_rounding(const Batch& inputs) {
   return {std::move(leaves), inputs.structure()};
 }
 
+Batch nudged(const Batch& inputs, uint32_t which) {
+  const at::NoGradGuard no_grad;
+  std::vector<Leaf> leaves = inputs.leaves();
+  for (Leaf& leaf : leaves) {
+    const at::Tensor& tensor = leaf.tensor;
+    if (!tensor.defined() || !tensor.is_floating_point() || tensor.layout() != at::kStrided) {
+      continue;
+    }
+    const at::ScalarType type = tensor.scalar_type();
+    const double eps = type == at::kDouble     ? 2.2e-16
+                       : type == at::kBFloat16 ? 7.8e-3
+                       : type == at::kHalf     ? 9.8e-4
+                                               : 1.2e-7;
+    const at::Tensor wide = tensor.detach().to(at::kDouble);
+    const at::Tensor place = at::arange(tensor.numel(), wide.options()).view(tensor.sizes());
+    leaf.tensor = wide.addcmul(wide, place.mul(1.3 + 0.37 * which).sin(), 2 * eps).to(type);
+  }
+  return {std::move(leaves), inputs.structure()};
+}
+
 std::vector<int64_t> dims_of_rows(const RowsOfOutputs& whole, const RowsOfOutputs& part) {
   const at::NoGradGuard no_grad;
   const auto& here = part.outputs.leaves();
@@ -183,7 +202,8 @@ std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOf
         noise->moved.leaves()[i].tensor.defined()) {
       const at::Tensor& still = noise->outputs.leaves()[i].tensor;
       const double moved = relative_distance(still, noise->moved.leaves()[i].tensor);
-      if (*apart <= kNoisy * moved) continue;
+      const bool counts = moved >= noise->least * rounding_of(still);
+      if (counts && *apart <= noise->times * moved) continue;
     }
     return RowDifference{i, tell(whole.outputs, i, leaves, *apart, part.rows, whole.rows.size())};
   }

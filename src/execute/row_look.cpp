@@ -1,5 +1,6 @@
 #include <infinitybatch/execute/row_look.hpp>
 
+#include <infinitybatch/core/foreign_exception.hpp>
 #include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/coupled/row_errors.hpp>
 #include <infinitybatch/execute/row_difference.hpp>
@@ -16,6 +17,11 @@
 namespace infinitybatch {
 namespace {
 
+// What rounding moves, while it is small; and where it turns a choice, which shows far above it.
+constexpr struct {
+  double times, least;
+} kSmooth{64, 0}, kTurned{4, 10};
+
 /// Forward does at other values of the parameters what it does not at its own: a check of a user's
 /// fails, or numbers overflow.
 struct OnlyAtItsOwnValues {};
@@ -29,6 +35,7 @@ bool fails(const RowLook& look, const Batch& inputs, int64_t rows) {
   try {
     look.run(inputs, rows);
   } catch (...) {
+    keep_foreign_exception(std::current_exception());
     if (!refuses_rows(std::current_exception())) throw;
     return true;
   }
@@ -42,6 +49,7 @@ std::optional<TrialOutputs> attempt(const RowLook& look, const Batch& inputs, in
     return look.run(inputs, rows);
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
+    keep_foreign_exception(error);
     if (!refuses_rows(error)) throw;
     const bool moved = look.moved != nullptr && look.moved->is_on();
     if (moved) look.moved->off();
@@ -106,6 +114,29 @@ std::optional<std::string> gradients_differ(const RowLook& look, const Batch& in
   }
 }
 
+/// Whether numbers that are off by their last bits, inputs and parameters, move outputs as far: a
+/// choice between two that are as good (a router's, a codebook's, a maximum) turns by rounding
+/// alone, and kernels of other batch sizes round otherwise. What one nudge leaves alone another one
+/// turns.
+/// \param explains whether outputs that moved so far are apart by chance
+bool turns_by_rounding(const RowLook& look, const Batch& inputs, int64_t rows,
+                       const std::function<bool(const Batch& moved)>& explains) {
+  constexpr uint32_t kNudges = 8;
+  for (uint32_t which = 1; which <= kNudges; ++which) {
+    std::optional<MovedValues::Nudge> parameters;
+    if (look.moved != nullptr) parameters.emplace(*look.moved, which);
+    std::optional<TrialOutputs> moved;
+    try {
+      moved = look.run(nudged(inputs, which), rows);
+    } catch (...) {
+      keep_foreign_exception(std::current_exception());
+      if (!refuses_rows(std::current_exception())) throw;
+    }
+    if (moved && explains(moved->outputs)) return true;
+  }
+  return false;
+}
+
 /// Forward on `more` rows, and on fewer of them at several places.
 RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, int64_t fewer) {
   const std::optional<TrialOutputs> of_whole = attempt(look, inputs, more);
@@ -132,9 +163,16 @@ RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, in
     const std::optional<TrialOutputs> noisy =
         attempt(look, moved_by_rounding(all ? inputs : some), all ? more : here.size());
     if (!noisy) return {};
-    const Noise noise{all ? of_whole->outputs : of_part->outputs, noisy->outputs};
-    const auto differs = difference(whole, part, look.compared, &noise);
-    if (differs) return {differs->what, {}};
+    const Batch& still = all ? of_whole->outputs : of_part->outputs;
+    const auto beyond = [&](const Batch& moved, const auto& kind) {
+      const Noise noise{still, moved, kind.times, kind.least};
+      return difference(whole, part, look.compared, &noise);
+    };
+    const auto differs = beyond(noisy->outputs, kSmooth);
+    if (!differs) continue;
+    const auto explains = [&](const Batch& moved) { return !beyond(moved, kTurned); };
+    if (turns_by_rounding(look, all ? inputs : some, all ? more : here.size(), explains)) continue;
+    return {differs->what, {}};
   }
   if (auto differs = gradients_differ(look, inputs, fewer, seen.dims)) {
     return {std::move(differs), {}, /*backward=*/true};
@@ -164,6 +202,15 @@ RowLook::Seen compare(const RowLook& look, int64_t more, int64_t fewer) {
   return compare(look, inputs, more, fewer);
 }
 
+/// When what was not seen before has come.
+std::string since(const RowsSeen& before) {
+  if (before.looked == 0) return "";
+  return " (step " + std::to_string(before.steps + 1) +
+         " with such batches; nothing differed in step " + std::to_string(before.looked) +
+         ", so gradients may be those of micro-batches since step " +
+         std::to_string(before.looked + 1) + ")";
+}
+
 }  // namespace
 
 void watch_peak(std::optional<memory::HighWater>& peak, at::Device device) {
@@ -181,13 +228,20 @@ int64_t room_for_a_look(int64_t peak) {
   return now.limit ? *now.limit : std::max(peak, now.live + kSome);
 }
 
-CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size) {
+void RowsSeen::note(int64_t batch_size, int64_t least, std::vector<int64_t> found) {
+  if (dims.empty() || least < rows) dims = std::move(found);
+  samples = rows == 0 ? batch_size : std::min(samples, batch_size);
+  rows = rows == 0 ? least : std::min(rows, least);
+  looked = ++steps;
+}
+
+CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size, const RowsSeen& before) {
   const char* what = seen.backward ? "backward combines samples"
                                    : "forward combines samples, or depends on how many there are";
   return CouplingError(
       seen.backward ? "backward" : "forward",
-      *seen.differs + ": " + what + ", so micro-batches cannot give the gradient of all " +
-          std::to_string(batch_size) +
+      *seen.differs + since(before) + ": " + what +
+          ", so micro-batches cannot give the gradient of all " + std::to_string(batch_size) +
           ". Mark inputs whose samples lie along another dimension (ib.batch_dim(x, 1)); compute "
           "what needs all samples by across_batch; make the budget large enough for one "
           "micro-batch, or accept another gradient with batch_coupling=\"per_micro_batch\"");
@@ -230,7 +284,7 @@ RowLook::Seen RowLook::find() const {
       if (limit) needed = limit->refused();
     }
   }
-  if (device.is_cpu() && given && needed > *given) throw NoRoomToLook(needed, *given, rows);
+  if (!again && device.is_cpu() && given && needed > *given) throw NoRoomToLook(needed, *given, rows);
   return {};
 }
 

@@ -130,7 +130,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
   }
 
   int changes = 0;  // of the number of segments
-  rehearsed_ = false;
+  beside_plan_ = false;
   collective_.reset();
   const FewRows::Step few_rows(few_rows_);
   for (int64_t restarts = 0;; ++restarts) {
@@ -150,9 +150,11 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       StepReport report = attempt(job, budget, hand_out);
       programs_.left(program_of(job));
       report.peak_bytes = peak.peak();
-      // Of the plan alone, which says nothing of a rehearsal or an attempt that took more.
+      // Of the plan alone, which says nothing of a rehearsal, a look at rows or an attempt that took
+      // more.
       const auto& predicted = report.predicted_peak_bytes;
-      if ((rehearsed_ || restarts > 0) && report.peak_bytes > predicted && own_peak_ <= predicted) {
+      const bool beside = beside_plan_ || restarts > 0;
+      if (beside && report.peak_bytes > predicted && own_peak_ <= predicted) {
         report.predicted_peak_bytes.reset();
       }
       if (job.store != nullptr) tell_parking(job, report);
@@ -282,7 +284,9 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
       random.restore();
       check_inputs();
     }
-    own_peak_ = own.peak();
+    const std::optional<int64_t> without_look = executor->peak_without_look();
+    if (without_look) beside_plan_ = true;
+    own_peak_ = without_look.value_or(own.peak());
     report.loss = executor->loss();
     report.outputs = executor->take_outputs();
     report.strategy = plan_.strategy;

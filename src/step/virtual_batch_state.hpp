@@ -148,8 +148,8 @@ class VirtualBatch::State {
   bool coupled_beyond_cuts_ = false;       // of the last attempt: no cut helps
   std::optional<std::string> collective_;  // by which an attempt's loss talked to other ranks
   bool planning_ = false;                  // the planner knows of the attempt at work
-  bool rehearsed_ = false;                 // in the step at work
-  int64_t own_peak_ = 0;                   // of the last attempt, without its rehearsal
+  bool beside_plan_ = false;               // the step at work ran what is no part of its plan
+  int64_t own_peak_ = 0;                   // of the last attempt, without that
   std::exception_ptr streamed_;            // why one sample does not fit as a whole
   /// By kind of batch and program: why only one micro-batch of all samples is exact.
   mutable std::map<std::string, Coupling> couplings_;

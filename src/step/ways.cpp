@@ -207,7 +207,7 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
       planning_ = true;
       int64_t row = 0;
       while (const std::optional<Piece> piece = planner_.next()) {
-        rehearsed_ = true;
+        beside_plan_ = true;
         planner_.observe(*piece, run_planned(*executor, *piece, row, job.device));
         if (quiet.waits) {
           graph_choices_.add(request(job, budget), piece->plan, executor->take_times());

@@ -525,6 +525,11 @@ Batch BudgetedForward::attempt() {
     }
     call->report->predicted_peak_bytes = piece_.plan.predicted_peak_bytes;
     call->report->peak_bytes = high_water_.peak();
+    // Of the plan alone, which says nothing of a look at rows that took more.
+    const auto& predicted = piece_.plan.predicted_peak_bytes;
+    if (pass.looked() && high_water_.peak() > predicted && high_water->peak() <= predicted) {
+      call->report->predicted_peak_bytes.reset();
+    }
     call->report->restarts = restarts_;
     call->high_water = std::move(high_water);
     call->counted = std::move(counted_);

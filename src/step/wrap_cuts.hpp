@@ -54,6 +54,7 @@ class WrapCuts final : public OutsideLoss {
   std::vector<Batch> take_outputs();
   /// See `Executor::look_at_rows`.
   void look_at_rows() { executor_->look_at_rows(); }
+  bool looked() const noexcept { return executor_->looked(); }
   /// Buffers get what the whole batch's forward leaves there.
   /// \throws CouplingError naming a buffer on which micro-batches do not agree
   void finish_forward();

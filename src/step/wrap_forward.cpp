@@ -102,7 +102,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
   known_ = call_->examined = call_->wrapped->is_examined(rows_, job_);
   experiment_.emplace(&call_->examined, call_->devices, rows_.size);
   call_->rows_seen = call_->wrapped->rows_seen_of(rows_, job_);
-  if (exact_ && call_->rows_seen.rows == 0) watch_peak(high_water_, job_.device);
+  if (exact_ && call_->rows_seen.due(rows_.size)) watch_peak(high_water_, job_.device);
   if (recording_) values_ = std::make_shared<BufferValues>(job.buffers);
   // Casts made before lead into graphs of others.
   at::autocast::clear_cache();
@@ -333,7 +333,7 @@ Batch ForwardPass::call_model(const Batch& micro, GraphMemory* memory) {
   const CarriedState::Scope stateful(exact_ ? state_at_work_ : nullptr, part_, rows_.size);
   const auto forward = [&] { return run_model(micro); };
   Batch outputs = memory != nullptr ? memory->watch(forward) : forward();
-  if (exact_ && recording_ && !own_backward_ && call_->rows_seen.rows == 0) {
+  if (exact_ && recording_ && !own_backward_ && call_->rows_seen.due(rows_.size)) {
     own_backward_ = own_backward_of(outputs);
   }
   watch_.rethrow();

@@ -72,6 +72,8 @@ class ForwardPass {
   /// Buffers, rewritten weights and random state as the pass found them.
   void roll_back();
 
+  /// Whether this forward has compared rows.
+  bool looked() const noexcept;
   /// What tells the planner how much the call needs: looks at other rows are no part of that.
   void measured_by(const memory::HighWater& mark) noexcept { planners_mark_ = &mark; }
 
@@ -145,6 +147,7 @@ class ForwardPass {
   std::optional<MixingExperiment> experiment_;
   std::optional<bool> own_backward_;  // whether going back runs code of the user's
   std::optional<memory::HighWater> high_water_;
+  bool looked_ = false;  // at rows
   const memory::HighWater* planners_mark_ = nullptr;
   bool part_ = false;  // the micro-batch at work is not all of the samples
   FewestRows few_;

@@ -47,18 +47,26 @@ void ForwardPass::recount() {
   }
 }
 
+bool ForwardPass::looked() const noexcept {
+  return looked_ || (call_->cuts && call_->cuts->looked());
+}
+
 void ForwardPass::look_at_rows() {
   if (call_->cuts) return call_->cuts->look_at_rows();
   if (!exact_ || row_counts_.empty() || watch_.talked()) return;
   if (coupled::FixedOps::at_work()) return;  // this call is part of a forward that is looked at
   const int64_t rows = *std::min_element(row_counts_.begin(), row_counts_.end());
   RowsSeen& known = call_->rows_seen;
-  if (rows >= rows_.size || (known.rows != 0 && known.rows <= rows)) return;
-  recount();
+  if (rows >= rows_.size) return;
+  if (!known.due(rows_.size, rows)) return known.pass();
+  looked_ = true;
+  const bool again = known.looked > 0 && rows >= known.rows;
+  if (!again) recount();
   RowLook look;
   look.batch_size = rows_.size;
   look.rows = rows;
   look.singles = rows == 1 && row_counts_.front() == 1;
+  look.again = again;
   look.device = job_.device;
   if (high_water_) look.peak = room_for_a_look(high_water_->peak());
   look.load = [this](Rows part) { return call_->micro_batch(part); };
@@ -72,8 +80,8 @@ void ForwardPass::look_at_rows() {
     };
   }
   RowLook::Seen seen = look.find();
-  if (seen.differs) throw rows_differ(seen, rows_.size);
-  known = {rows, std::move(seen.dims)};
+  if (seen.differs) throw rows_differ(seen, rows_.size, known);
+  known.note(rows_.size, rows, std::move(seen.dims));
 }
 
 }  // namespace infinitybatch

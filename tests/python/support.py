@@ -74,9 +74,15 @@ def criterion_value(criterion: Any, outputs: Any, targets: Any) -> torch.Tensor:
     return criterion(*as_tuple(outputs), *as_tuple(targets))
 
 
-# The first step with a kind of batch that is split runs forward on more rows than a micro-batch has,
-# and on as many as a micro-batch has at three places among them.
+# A step that looks runs forward on more rows than a micro-batch has, and on as many as a micro-batch
+# has at three places among them.
 LOOKS = 4
+
+
+def looks(step: int) -> int:
+    """How many forwards look at rows in this step with a kind of batch that is split (the first one
+    is 0): steps 1, 2, 4, 8, ... look."""
+    return 0 if step & (step + 1) else LOOKS
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from measure import gradients, worst
-from support import LOOKS, Calls, Result, Tally, native, ours, result_of, worst_error
+from support import Calls, Result, Tally, looks, native, ours, result_of, worst_error
 from torch import nn
 
 TOLERANCE = 1e-12
@@ -259,7 +259,7 @@ def test_later_steps_and_how_often_user_code_runs() -> None:
         calls.count = 0
         batch.backward(inputs, targets)
         # At first once until the layer is met, and once more to check the recording.
-        assert calls.count == (5 + LOOKS if step == 0 else 3)
+        assert calls.count == (3 if step else 5) + looks(step)
         assert worst(gradients(model), wanted.gradients) <= TOLERANCE, step
 
 

@@ -10,7 +10,7 @@ import infinitybatch as ib
 import pytest
 import torch
 import torch.nn.functional as F
-from support import Calls, Log, classification, native, result_of, worst_error
+from support import LOOKS, Calls, Log, classification, looks, native, result_of, worst_error
 from torch import nn
 
 N = 24
@@ -22,13 +22,18 @@ def spread(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs, targets) + outputs.std(0).sum()
 
 
-def step(way: str, model: nn.Module, inputs: Any = X, targets: Any = Y, **options: Any) -> None:
-    """One first step: a separable loss, a coupled one, or a wrapped model under the latter."""
+def steps(way: str, model: nn.Module, **options: Any) -> Callable[[Any, Any], Any]:
+    """Steps with a separable loss, a coupled one, or a wrapped model under the latter."""
     if way == "wrap":
-        spread(ib.wrap(model, **options)(inputs), targets).backward()
-        return
+        wrapped = ib.wrap(model, **options)
+        return lambda inputs, targets: spread(wrapped(inputs), targets).backward()
     loss = nn.CrossEntropyLoss() if way == "streaming" else ib.losses.coupled(spread)
-    ib.VirtualBatch(model, loss, **options).backward(inputs, targets)
+    return ib.VirtualBatch(model, loss, **options).backward
+
+
+def step(way: str, model: nn.Module, inputs: Any = X, targets: Any = Y, **options: Any) -> None:
+    """One first step."""
+    steps(way, model, **options)(inputs, targets)
 
 
 WAYS = ("streaming", "coupled", "wrap")
@@ -274,7 +279,7 @@ def test_no_false_alarms(name: str, way: str, size: int, dtype: torch.dtype) -> 
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_it_looks_once_and_leaves_nothing() -> None:
+def test_it_looks_after_steps_1_2_4_8_16_and_leaves_nothing() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -292,10 +297,12 @@ def test_it_looks_once_and_leaves_nothing() -> None:
     batch.backward(X, Y)
     state = torch.get_rng_state()
     assert seen == [4] * (N // 4) + [N, 4, 4, 4]
-    seen.clear()
-    model.zero_grad()
-    batch.backward(X, Y)
-    assert seen == [4] * (N // 4)
+    for number in range(2, 21):
+        seen.clear()
+        model.zero_grad()
+        batch.backward(X, Y)
+        assert len(seen) == N // 4 + looks(number - 1)
+        assert seen[: N // 4] == [4] * (N // 4) and seen[N // 4 :].count(4) in (0, LOOKS - 1)
     torch.manual_seed(3)
     other = ib.VirtualBatch(
         model, nn.CrossEntropyLoss(), micro_batch_size=4, batch_coupling="per_micro_batch"
@@ -410,3 +417,69 @@ def test_where_a_budget_leaves_no_room_for_more_rows_halves_are_compared(name):
         sizes.add(max(report.micro_batch_sizes))
         assert worst_error(result_of(own, report.loss), wanted) <= 1e-10
     assert sizes == {0, len(X)}
+
+
+def warm_up(self: Any, x: torch.Tensor) -> torch.Tensor:
+    z = self.net(x)
+    return z - self.settings["share"] * z.mean(0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, 4])
+def test_samples_that_later_steps_combine_are_refused(way: str, size: int) -> None:
+    """From step 6 on; the look after step 8 sees it, tells since when, and leaves nothing."""
+    torch.manual_seed(0)
+    model = Calls(warm_up, net=nn.Linear(6, 5), seen=torch.zeros(())).double()
+    model.settings = {"share": 0.0}
+    one = steps(way, model, micro_batch_size=size)
+    for number in range(1, 8):
+        if number == 6:
+            model.settings["share"] = 0.5
+        model.zero_grad()
+        one(X, Y)
+    before = {name: each.grad.clone() for name, each in model.named_parameters()}
+    with pytest.raises(ib.CouplingError, match="step 8 .* differed in step 4, .* since step 5"):
+        one(X, Y)
+    assert all(torch.equal(each.grad, before[name]) for name, each in model.named_parameters())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_smaller_batch_than_any_so_far_is_looked_at(way: str) -> None:
+    """A size that no step before had: seven samples are four and three."""
+    torch.manual_seed(0)
+    model = Calls(lambda self, x: self.net(x) * (2 if len(x) == 7 else 1), net=nn.Linear(6, 5))
+    model.double()
+    one = steps(way, model, micro_batch_size=4)
+    for _ in range(4):
+        one(X, Y)
+    with pytest.raises(ib.CouplingError, match="step 5 with such batches"):
+        one(X[:7], Y[:7])
+
+
+def as_near_as_can_be(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """A choice between two that are as good; larger batches round otherwise."""
+    seen = x[:, 0] * (1 - 2.3e-16 * (len(x) > 4))
+    return torch.where((seen >= self.edge)[:, None], self.net(x), self.other(x))
+
+
+def by_last_bits(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """The same by a parameter alone, for tokens do not move."""
+    h = self.net(x)
+    seen = h.detach() * (1 - 2.3e-16 * (len(x) > 4))
+    return torch.where((seen * 1e17).sin() > 0, h, -h)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("of", ["inputs", "parameters"])
+def test_a_choice_that_rounding_turns_is_no_matter_of_other_samples(way: str, of: str) -> None:
+    torch.manual_seed(0)
+    if of == "inputs":
+        x = X.double()
+        model: nn.Module = Calls(
+            as_near_as_can_be, net=nn.Linear(6, 5), other=nn.Linear(6, 5), edge=x[10, 0].clone()
+        )
+    else:
+        x = torch.arange(N) % 7
+        model = Calls(by_last_bits, net=nn.Embedding(7, 5))
+    step(way, model.double(), x, micro_batch_size=4)
+    assert any(p.grad is not None for p in model.parameters())

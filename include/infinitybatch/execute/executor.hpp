@@ -49,6 +49,11 @@ class Executor {
   /// with `Job::outside` call it once the outputs are there. What it finds is thrown by the
   /// hand-out or `finish_forward`, where nothing else says more.
   void look_at_rows();
+  bool looked() const noexcept { return looked_; }
+  /// The peak of this step, if it has looked at rows on the CPU, but for the look.
+  std::optional<int64_t> peak_without_look() const {
+    return looked_ && high_water_ ? std::optional(high_water_->peak()) : std::nullopt;
+  }
 
   /// Whether a recording of another number of rows would tell more, until `examine`.
   bool wants_other_rows() const { return experiment_.may_count().has_value(); }
@@ -208,6 +213,7 @@ class Executor {
   int64_t smallest_ = 0;              // rows of the step's own micro-batches
   std::vector<bool> read_;            // outputs, by a separable loss; empty: not known
   std::optional<bool> own_backward_;  // whether going back runs code of the user's
+  bool looked_ = false;               // at rows
   bool rows_differ_ = false;
   std::exception_ptr differ_;                    // then: how
   std::optional<memory::HighWater> high_water_;  // of this step, where rows will be looked at

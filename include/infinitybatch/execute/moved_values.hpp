@@ -31,6 +31,8 @@ class MovedValues {
   MovedValues(const MovedValues&) = delete;
   MovedValues& operator=(const MovedValues&) = delete;
 
+  class Nudge;
+
   void on();
   void off();
   bool is_on() const noexcept { return on_; }
@@ -48,11 +50,31 @@ class MovedValues {
   };
   void add(const at::Tensor& tensor, bool parameter);
   void move(const Values& values, const at::Tensor& flat, bool there) const;
+  /// Undone by the same again.
+  void nudge(const Values& values, uint32_t which) const;
+  /// A copy that was made meanwhile, in front of a write that is undone.
+  void renew_copy(const Values& values) const;
 
   const coupled::WatchedMemory& memory_;
   std::vector<Values> values_;
   size_t moved_ = 0;  // of `values_`
   bool on_ = false;
+};
+
+/// While it lives, the last bit of some numbers is another, as if they had been rounded otherwise:
+/// under autocast the last that its types keep. `on` and `off` may not be called meanwhile.
+class MovedValues::Nudge {
+ public:
+  /// \param which another number, other places
+  Nudge(MovedValues& values, uint32_t which);
+  ~Nudge();
+  Nudge(const Nudge&) = delete;
+  Nudge& operator=(const Nudge&) = delete;
+
+ private:
+  MovedValues& values_;
+  uint32_t which_;
+  size_t nudged_ = 0;
 };
 
 }  // namespace infinitybatch

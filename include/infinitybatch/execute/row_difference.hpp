@@ -24,6 +24,8 @@ struct RowDifference {
 struct Noise {
   Batch outputs;  ///< of some inputs
   Batch moved;    ///< of the same, moved by rounding
+  double times;   ///< differences of so many times that do not count,
+  double least;   ///< if it is so many roundings
 };
 
 /// Where `part`, some of the rows of `whole`, has other rows of outputs. Leaves without a place for
@@ -31,12 +33,15 @@ struct Noise {
 ///
 /// Two numbers are the same where they are within `rounding_of` them.
 /// \param compared which leaves matter; empty: all
-/// \param noise    differences up to 64 times what rounding moves do not count. May be null
+/// \param noise    may be null
 std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOfOutputs& part,
                                         const std::vector<bool>& compared, const Noise* noise);
 
 /// Inputs moved by rounding: what outputs move then is no matter of other samples.
 Batch moved_by_rounding(const Batch& inputs);
+/// The same unevenly, each number by its type's rounding at most.
+/// \param which another number, other ones
+Batch nudged(const Batch& inputs, uint32_t which);
 
 /// The first of the leaves that have a place for each sample along several dimensions, as where
 /// samples are compared with each other: their values may be anything.

@@ -23,10 +23,28 @@ struct TrialOutputs {
   bool strayed = false;  ///< numbers were drawn that nobody has fixed: shapes alone tell anything
 };
 
-/// What is known of a kind of batch.
+/// What is known of a kind of batch. Steps that are split are counted, and rows are looked at in
+/// steps 1, 2, 4, 8, 16, ...: warm-ups end, settings change, and a first batch may be too regular
+/// to show anything. So are batches and micro-batches that are smaller than any so far.
 struct RowsSeen {
   int64_t rows = 0;  ///< of the smallest micro-batch that was compared with a larger one; 0: none
   std::vector<int64_t> dims;  ///< along which samples lie in each leaf of outputs; -1: not known
+  int64_t steps = 0;          ///< so far
+  int64_t looked = 0;         ///< the last of them that looked
+  int64_t samples = 0;        ///< of the smallest batch that was looked at
+
+  /// Whether the step at work, with so many samples, looks whatever its micro-batches are.
+  bool due(int64_t batch_size) const noexcept {
+    return rows == 0 || batch_size < samples || (steps & (steps + 1)) == 0;
+  }
+  /// Whether it looks, with micro-batches of no fewer than `least` rows.
+  bool due(int64_t batch_size, int64_t least) const noexcept {
+    return due(batch_size) || least < rows;
+  }
+  /// The step at work has ended without a look.
+  void pass() noexcept { ++steps; }
+  /// It has looked, and found nothing.
+  void note(int64_t batch_size, int64_t least, std::vector<int64_t> found);
 };
 
 /// Under the budget not even two samples could be looked at, so that nobody knows whether forward
@@ -44,6 +62,7 @@ struct RowLook {
   int64_t batch_size = 0;
   int64_t rows = 0;      ///< of the smallest micro-batch
   bool singles = false;  ///< whether the first ones are of one sample
+  bool again = false;    ///< so few were compared before: where there is no room now, they stay so
   at::Device device = at::kCPU;
   /// The most bytes that may be live meanwhile, on the CPU, where a limit is enforced; the look
   /// then takes as many rows as fit.
@@ -78,7 +97,8 @@ void watch_peak(std::optional<memory::HighWater>& peak, at::Device device);
 /// 256 KiB more than is live now, so that small models are looked at as a whole.
 int64_t room_for_a_look(int64_t peak);
 
-/// \param seen where `RowLook::find` found a difference
-CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size);
+/// \param seen   where `RowLook::find` found a difference
+/// \param before what was known before this step
+CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size, const RowsSeen& before);
 
 }  // namespace infinitybatch
