@@ -126,7 +126,12 @@ void Executor::compare_rows() {
   if (coupled::FixedOps::at_work()) return;  // this step is part of a forward that is looked at
   const int64_t rows = smallest_;
   if (rows == 0 || rows >= job_.batch_size()) return;
-  if (!job_.rows_seen->due(job_.batch_size(), rows)) return job_.rows_seen->pass();
+  // Rows of the user's own making are asked for again in first steps alone: they may be drawn.
+  const bool whole = job_.outside != nullptr || keeps_rows(*job_.inputs);
+  const bool due = whole || job_.rows_seen->rows == 0
+                       ? job_.rows_seen->due(job_.batch_size(), rows)
+                       : rows < job_.rows_seen->rows;
+  if (!due) return job_.rows_seen->pass();
   looked_ = true;
   RowLook look;
   look.batch_size = job_.batch_size();
@@ -140,8 +145,7 @@ void Executor::compare_rows() {
                     : two_pass_             ? two_pass_->outputs().read()
                                             : whole_outputs_->read();
   }
-  // Rows of the user's own making: few, and no more of them at a time than a micro-batch has.
-  const bool whole = job_.outside != nullptr || keeps_rows(*job_.inputs);
+  // Few, and no more of them at a time than a micro-batch has.
   look.few = !whole;
   look.load = [this, rows, whole](Rows part) {
     if (whole) {
