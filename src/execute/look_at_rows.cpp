@@ -128,9 +128,8 @@ void Executor::compare_rows() {
   if (rows == 0 || rows >= job_.batch_size()) return;
   // Rows of the user's own making are asked for again in first steps alone: they may be drawn.
   const bool whole = job_.outside != nullptr || keeps_rows(*job_.inputs);
-  const bool due = whole || job_.rows_seen->rows == 0
-                       ? job_.rows_seen->due(job_.batch_size(), rows)
-                       : rows < job_.rows_seen->rows;
+  const bool due = whole || job_.rows_seen->rows == 0 ? job_.rows_seen->due(job_.batch_size(), rows)
+                                                      : rows < job_.rows_seen->rows;
   if (!due) return job_.rows_seen->pass();
   looked_ = true;
   RowLook look;

@@ -284,7 +284,8 @@ RowLook::Seen RowLook::find() const {
       if (limit) needed = limit->refused();
     }
   }
-  if (!again && device.is_cpu() && given && needed > *given) throw NoRoomToLook(needed, *given, rows);
+  if (!again && device.is_cpu() && given && needed > *given)
+    throw NoRoomToLook(needed, *given, rows);
   return {};
 }
 

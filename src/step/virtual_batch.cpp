@@ -150,8 +150,8 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       StepReport report = attempt(job, budget, hand_out);
       programs_.left(program_of(job));
       report.peak_bytes = peak.peak();
-      // Of the plan alone, which says nothing of a rehearsal, a look at rows or an attempt that took
-      // more.
+      // Of the plan alone, which says nothing of a rehearsal, a look at rows or an attempt that
+      // took more.
       const auto& predicted = report.predicted_peak_bytes;
       const bool beside = beside_plan_ || restarts > 0;
       if (beside && report.peak_bytes > predicted && own_peak_ <= predicted) {
