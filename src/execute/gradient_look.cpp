@@ -36,7 +36,8 @@ class Sketch {
     if (places_ == 0) {
       int64_t count = 0;
       for (const at::Tensor& each : gradients) count += each.defined() ? each.numel() : 0;
-      places_ = std::clamp<int64_t>(count / 256, 1 << 8, 1 << 20);
+      const int64_t least = std::clamp<int64_t>(count, 1, 1 << 8);  // no more than there are
+      places_ = std::clamp<int64_t>(count / 256, least, 1 << 20);
     }
     double squares = 0;
     for (at::Tensor& each : gradients) {

@@ -181,10 +181,11 @@ RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, in
 }
 
 /// The same with parameters at other values, if they can be had.
-RowLook::Seen compare(const RowLook& look, int64_t more, int64_t fewer) {
+RowLook::Seen compare(const RowLook& look, Rows here, int64_t fewer) {
+  const int64_t more = here.size();
   Batch inputs;
   try {
-    inputs = look.load({0, more});
+    inputs = look.load(here);
   } catch (const BatchError&) {
     return {};  // pieces of a source that do not fit together: of other lengths
   }
@@ -200,6 +201,23 @@ RowLook::Seen compare(const RowLook& look, int64_t more, int64_t fewer) {
     look.moved->off();
   }
   return compare(look, inputs, more, fewer);
+}
+
+/// The same wherever `more` rows lie in the batch: samples behind the first ones may be what forward
+/// combines. At four places, for all of a large batch would be as dear as the step.
+RowLook::Seen compare_everywhere(const RowLook& look, int64_t more, int64_t fewer) {
+  constexpr int64_t kMost = 4;
+  RowLook::Seen seen = compare(look, {0, more}, fewer);
+  if (look.few || more >= look.batch_size) return seen;
+  const int64_t places = std::min(kMost, (look.batch_size + more - 1) / more);
+  for (int64_t i = 1; i < places && !seen.differs; ++i) {
+    const int64_t begin = i * (look.batch_size - more) / (places - 1);
+    RowLook::Seen here = compare(look, {begin, begin + more}, fewer);
+    if (!here.differs) continue;
+    *here.differs = "behind the first " + std::to_string(begin) + " samples, " + *here.differs;
+    return here;
+  }
+  return seen;
 }
 
 /// When what was not seen before has come.
@@ -276,7 +294,7 @@ RowLook::Seen RowLook::find() const {
     }
     const int64_t failed = memory::failed_allocations();
     try {
-      return compare(*this, sizes[i].first, sizes[i].second);
+      return compare_everywhere(*this, sizes[i].first, sizes[i].second);
     } catch (...) {
       // There is no room for as many, unless the user says so.
       const bool refused = !device.is_cpu() || memory::failed_allocations() != failed;
