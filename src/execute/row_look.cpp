@@ -203,8 +203,8 @@ RowLook::Seen compare(const RowLook& look, Rows here, int64_t fewer) {
   return compare(look, inputs, more, fewer);
 }
 
-/// The same wherever `more` rows lie in the batch: samples behind the first ones may be what forward
-/// combines. At four places, for all of a large batch would be as dear as the step.
+/// The same wherever `more` rows lie in the batch: samples behind the first ones may be what
+/// forward combines. At four places, for all of a large batch would be as dear as the step.
 RowLook::Seen compare_everywhere(const RowLook& look, int64_t more, int64_t fewer) {
   constexpr int64_t kMost = 4;
   RowLook::Seen seen = compare(look, {0, more}, fewer);
@@ -266,7 +266,8 @@ CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size, const R
 }
 
 RowLook::Seen RowLook::find() const {
-  std::vector<std::pair<int64_t, int64_t>> sizes;  // of the whole, of its part
+  std::vector<std::pair<int64_t, int64_t>> sizes;                      // of the whole, of its part
+  const std::optional<int64_t> given = memory::stats(at::kCPU).limit;  // by the user
   std::optional<memory::Limit> limit;
   const int64_t least = std::min(batch_size, rows == 1 ? int64_t{3} : rows + 1);
   if (!device.is_cpu()) {
@@ -285,7 +286,6 @@ RowLook::Seen RowLook::find() const {
     if (rows > 1) sizes.emplace_back(rows, rows / 2);
     if (least > 2) sizes.emplace_back(2, 1);
   }
-  const std::optional<int64_t> given = memory::stats(at::kCPU).limit;  // by the user
   int64_t needed = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (i == unlimited) {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from coupled_support import InfoNCE
 from fault_support import State
-from support import Calls
+from support import Calls, looks
 from torch import nn
 
 
@@ -54,21 +54,26 @@ MODELS = {"mlp": mlp, "conv": conv, "encoder": encoder}
 
 
 def settle(model, inputs, budget, steps=60):
-    """Steps until the plan stays; the last report and the plan."""
+    """Steps until the plan stays; the report of one that does not look at rows (1, 2, 4, 8, ... do,
+    and tell no peak where that takes more) and the plan."""
     batch = ib.VirtualBatch(model, ib.losses.coupled(InfoNCE().float()), memory_budget=budget)
-    for _ in range(steps):
+    for step in range(steps):
         model.zero_grad(set_to_none=True)
         report = batch.backward(inputs)
         assert report.peak_bytes <= budget
         if report.predicted_peak_bytes is not None and report.restarts == 0:
             break
     reports = []
-    for _ in range(2):
+    while len(reports) < 2:
+        step += 1
         model.zero_grad(set_to_none=True)
-        reports.append(batch.backward(inputs))
-        assert reports[-1].peak_bytes <= budget
-        assert reports[-1].restarts == 0
-        assert reports[-1].predicted_peak_bytes is not None
+        report = batch.backward(inputs)
+        assert report.peak_bytes <= budget
+        assert report.restarts == 0
+        if looks(step):
+            continue
+        reports.append(report)
+        assert report.predicted_peak_bytes is not None
     model.zero_grad(set_to_none=True)  # .grad is part of what a plan starts from
     return reports[-1], batch.plan(inputs)
 
