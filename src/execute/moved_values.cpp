@@ -67,11 +67,11 @@ void exchange_bits(Number* numbers, int64_t count, uint32_t place, int zero, boo
   const Word exponent =
       static_cast<Word>(static_cast<Word>(std::max(1, zero + Bits<Number>::kBias)) << kMantissa);
   for (int64_t i = 0; i < count; ++i) {
-    const uint32_t random = mixed(place + static_cast<uint32_t>(i));
-    const Word small =
-        static_cast<Word>((Word{random & 11U} | Word{4}) << (kMantissa - 6));  // a 16th always
+    const Word random = static_cast<Word>(mixed(place + static_cast<uint32_t>(i)));
+    const Word small = static_cast<Word>(static_cast<Word>((random & 11U) | 4U)
+                                         << (kMantissa - 6));  // a 16th always
     const Word for_zero =
-        static_cast<Word>(exponent | (Word{(random >> 4) & 3U} << (kMantissa - 2)));
+        static_cast<Word>(exponent | (static_cast<Word>((random >> 4) & 3U) << (kMantissa - 2)));
     const Word signed_zero = sign && (random & 64U) != 0 ? kSign : Word{0};
     Word word = std::bit_cast<Word>(numbers[i]);
     const Word stays = static_cast<Word>(word & ~kSmall & ~kSign);

@@ -57,23 +57,20 @@ def settle(model, inputs, budget, steps=60):
     """Steps until the plan stays; the report of one that does not look at rows (1, 2, 4, 8, ... do,
     and tell no peak where that takes more) and the plan."""
     batch = ib.VirtualBatch(model, ib.losses.coupled(InfoNCE().float()), memory_budget=budget)
+    settled = False
+    reports = []
     for step in range(steps):
         model.zero_grad(set_to_none=True)
         report = batch.backward(inputs)
         assert report.peak_bytes <= budget
-        if report.predicted_peak_bytes is not None and report.restarts == 0:
+        assert not settled or report.restarts == 0
+        if settled and not looks(step):
+            reports.append(report)
+            assert report.predicted_peak_bytes is not None
+        if len(reports) == 2:
             break
-    reports = []
-    while len(reports) < 2:
-        step += 1
-        model.zero_grad(set_to_none=True)
-        report = batch.backward(inputs)
-        assert report.peak_bytes <= budget
-        assert report.restarts == 0
-        if looks(step):
-            continue
-        reports.append(report)
-        assert report.predicted_peak_bytes is not None
+        settled = settled or (report.predicted_peak_bytes is not None and report.restarts == 0)
+    assert len(reports) == 2
     model.zero_grad(set_to_none=True)  # .grad is part of what a plan starts from
     return reports[-1], batch.plan(inputs)
 
