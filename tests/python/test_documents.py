@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+INTERNALS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/internals").glob("*.md"))
 
 
 def printed_examples() -> dict[str, str]:
@@ -60,6 +61,7 @@ MADE_LATER = ("build", ".venv", "data", "dist")  # by the commands, not in the r
         "docs/costs.md",
         "docs/exactness.md",
         "docs/limits.md",
+        *INTERNALS,
     ],
 )
 def test_every_path_that_a_document_names_exists(document):
@@ -80,12 +82,14 @@ def test_every_path_that_a_document_names_exists(document):
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/costs.md", "docs/exactness.md", "docs/limits.md"]
+    "document",
+    ["README.md", "ARCHITECTURE.md", "docs/costs.md", "docs/exactness.md", "docs/limits.md"]
+    + INTERNALS,
 )
 def test_every_link_leads_somewhere(document):
     file = ROOT / document
     links = re.findall(r"\]\(([^)#]+)\)|(?:src|srcset)=\"([^\"]+)\"", file.read_text())
-    assert links or document == "docs/costs.md"
+    assert links or document == "docs/costs.md" or document in INTERNALS
     for link in ("".join(pair) for pair in links):
         assert link.startswith("https://") or (file.parent / link).exists(), link
 
@@ -141,10 +145,95 @@ def test_what_differs_without_a_word_says_by_how_much():
             assert (ROOT / name).exists(), name
 
 
-def test_architecture_names_every_folder_of_the_library():
+def paragraphs(text: str) -> list[str]:
+    """Without figures; rows of tables and items of lists stand for themselves."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.split(r"\n\s*\n|\n(?=[-|])", prose)
+
+
+def test_architecture_is_short_enough_to_be_held():
+    assert len((ROOT / "ARCHITECTURE.md").read_text().split()) <= 2500
+
+
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", *INTERNALS])
+def test_no_paragraph_is_a_wall(document):
+    for paragraph in paragraphs((ROOT / document).read_text()):
+        words = len(paragraph.split())
+        assert words <= 120, f"{words} words: {paragraph[:80]} …"
+
+
+def test_each_mechanism_has_a_page_that_architecture_links_to():
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    for folder in sorted(os.listdir(ROOT / "src")):
-        assert f"`src/{folder}/`" in text, folder
+    assert len(INTERNALS) > 10
+    for document in INTERNALS:
+        page = (ROOT / document).read_text()
+        assert f"]({document})" in text, f"{document}: no link"
+        assert 150 <= len(page.split()) <= 600, document
+        assert "```" in page, f"{document}: no figure"
+        assert re.search(r"^Tests: `tests/", page, re.MULTILINE), f"{document}: no tests"
+
+
+def table(heading: str) -> list[list[str]]:
+    """Rows of the map's table that begins with this column."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    (found,) = re.findall(rf"^\| {heading} \|.*?\n\|[-|]+\|\n((?:\|.*\|\n)+)", text, re.MULTILINE)
+    return [row.strip("| ").split(" | ") for row in found.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def words_of_the_code() -> set[str]:
+    files = sources("src", "include", "python")
+    return {word for file in files for word in re.findall(r"\w+", file.read_text())}
+
+
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", *INTERNALS])
+def test_names_of_the_code_are_names_of_the_code(document, words_of_the_code):
+    text = re.sub(r"^```.*?^```$", "", (ROOT / document).read_text(), flags=re.M | re.S)
+    for name in re.findall(r"`([A-Za-z_]\w*(?:::\w+|\.\w+)*)(?:\(.*?\))?`", text):
+        if (ROOT / name).exists():
+            continue
+        missing = set(re.findall(r"\w+", name)) - words_of_the_code
+        assert not missing, f"{name}: no such name"
+
+
+def library() -> list[str]:
+    """Folders of the map, from the top down."""
+    return [re.fullmatch(r"`src/(\w+)/`", row[0]).group(1) for row in table("folder")]
+
+
+def sources(*folders: str) -> list[Path]:
+    kinds = {".cpp", ".hpp", ".py", ".pyi"}
+    return [
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in kinds
+    ]
+
+
+def test_the_map_has_every_folder_of_the_library():
+    assert sorted(library()) == sorted(os.listdir(ROOT / "src"))
+
+
+def test_folders_use_what_the_map_says():
+    """What a folder includes is what stands in its row, and lies below it."""
+    folders = library()
+    for at, (_, _, uses, _) in enumerate(table("folder")):
+        files = sources(f"src/{folders[at]}", f"include/infinitybatch/{folders[at]}")
+        includes = re.findall(
+            r"#include <infinitybatch/(\w+)/", "".join(file.read_text() for file in files)
+        )
+        below = set(folders[at + 1 :])
+        said = below if uses == "all below" else set(uses.split(", ")) - {"LibTorch"}
+        assert said <= below, f"src/{folders[at]}: arrows point down"
+        assert set(includes) - {folders[at]} == said, f"src/{folders[at]}: the map says {uses}"
+
+
+def test_line_counts_of_the_map_are_within_a_tenth():
+    rows = [(f"src/{name}", row[3]) for name, row in zip(library(), table("folder"), strict=True)]
+    rows += [(row[0].strip("`"), row[2]) for row in table("beside it")]
+    for folder, said in rows:
+        both = [folder, folder.replace("src/", "include/infinitybatch/", 1)]
+        files = sources(*(both if folder.startswith("src/") else both[:1]))
+        lines = sum(len(file.read_text().splitlines()) for file in files)
+        assert abs(int(said.replace(",", "")) - lines) <= lines / 10, f"{folder} has {lines} lines"
 
 
 def test_changelog_knows_the_version_being_built():
