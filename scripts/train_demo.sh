@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What `make train` shows: the same training of the same batch in the same memory, first as plain
 # PyTorch does it, which cannot work, then by infinitybatch. The network has BatchNorm, whose
-# statistics are those of the whole batch: what waits for them is parked on disk.
+# statistics are those of the whole batch: what waits for them is offloaded to disk.
 #   train_demo.sh BINARY
 
 set -euo pipefail
@@ -46,8 +46,8 @@ trap 'rm -f "$metrics"' EXIT
 number_of() { sed -n "s/.*\"event\":\"summary\".*\"$1\":\([0-9.e+-]*\).*/\1/p" "$metrics"; }
 accuracy="$(number_of held_out_accuracy)"
 peak="$(number_of peak_over_budget)"
-parked="$(awk -v b="$(number_of parked_bytes)" -v s="$(number_of steps)" 'BEGIN {printf "%.0f", b / s / 2 ^ 20}')"
-say "3. Result: held-out accuracy $(awk -v a="$accuracy" 'BEGIN {printf "%.1f", 100 * a}') %, peak $(awk -v p="$peak" 'BEGIN {printf "%.3f", p}') of the $budget budget, $parked MiB parked a step"
+offloaded="$(awk -v b="$(number_of offloaded_bytes)" -v s="$(number_of steps)" 'BEGIN {printf "%.0f", b / s / 2 ^ 20}')"
+say "3. Result: held-out accuracy $(awk -v a="$accuracy" 'BEGIN {printf "%.1f", 100 * a}') %, peak $(awk -v p="$peak" 'BEGIN {printf "%.3f", p}') of the $budget budget, $offloaded MiB offloaded a step"
 if ! awk -v a="$accuracy" -v p="$peak" -v wanted="$wanted_percent" \
   'BEGIN {exit !(100 * a >= wanted && p <= 1)}'; then
   echo "error: an accuracy of at least $wanted_percent % and a peak of at most 1 were expected" >&2

@@ -14,7 +14,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 say "make tsan: builds the library and the tests with several threads instrumented, then runs them"
-build_tree tsan infinitybatch_threads_tests infinitybatch_park_tests
+build_tree tsan infinitybatch_threads_tests infinitybatch_offload_tests
 export OMP_NUM_THREADS=1
 export TSAN_OPTIONS="ignore_noninstrumented_modules=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"
 # Addresses chosen at random may lie where the sanitizer has its shadow memory.
@@ -22,7 +22,7 @@ run=()
 if setarch "$(uname -m)" -R true 2>/dev/null; then run=(setarch "$(uname -m)" -R); fi
 status=0
 # What is left out asserts times, and a program with the sanitizer is ten times slower.
-for tests in threads park; do
+for tests in threads offload; do
   say "infinitybatch_${tests}_tests"
   "${run[@]}" "$BUILD/tsan/bin/infinitybatch_${tests}_tests" --gtest_brief=1 \
     --gtest_filter=-Background.WhatComputationHidesIsTold "$@" || status=1

@@ -61,9 +61,9 @@ Failure describe_current_exception() {
     return {ExitCode::out_of_memory, one_line(error.what_without_backtrace())};
   } catch (const BudgetExceeded& error) {
     return {ExitCode::out_of_memory, with_flags(one_line(error.what_without_backtrace()))};
-  } catch (const ParkingError& error) {
+  } catch (const OffloadError& error) {
     return {ExitCode::out_of_memory,
-            one_line(error.what_without_backtrace()) + "; see --park-directory and --host-budget"};
+            one_line(error.what_without_backtrace()) + "; see --offload-directory and --host-budget"};
   } catch (const c10::OutOfMemoryError& error) {
     return {ExitCode::out_of_memory,
             "out of memory: " + cause_of(error) +

@@ -143,26 +143,26 @@ void add_micro_batch(CLI::App& app, Settings& settings) {
 }
 
 /// Where what waits for the rest of the batch goes (BatchNorm, samples that do not fit).
-void add_parking(CLI::App& app, Settings& settings) {
-  app.add_option("--park", settings.park,
+void add_offload(CLI::App& app, Settings& settings) {
+  app.add_option("--offload", settings.offload,
                  "move what waits for the rest of the batch off the device: needed (where nothing "
                  "fits otherwise), always or never")
-      ->check(one_of(parking_names()))
+      ->check(one_of(offload_names()))
       ->type_name("WHEN")
       ->capture_default_str()
-      ->group("Parking");
+      ->group("Offload");
   app.add_option("--host-budget", settings.host_budget,
                  "host memory for it, beside the memory budget; the rest goes to disk [half of "
                  "what is free; on the CPU none]")
       ->check(not_empty("24MiB, 0.8 or auto"))
       ->type_name("BYTES")
-      ->group("Parking");
-  app.add_option("--park-directory", settings.training.step.parking.directory,
+      ->group("Offload");
+  app.add_option("--offload-directory", settings.training.step.offload.directory,
                  "folder of the file on disk, which has no name and is gone with the process "
                  "[$TMPDIR, or /var/tmp]")
       ->check(not_empty("a folder"))
       ->type_name("PATH")
-      ->group("Parking");
+      ->group("Offload");
 }
 
 void add_training(CLI::App& app, Settings& settings) {
@@ -204,7 +204,7 @@ void add_shared(CLI::App& app, Settings& settings) {
   add_data(app, settings);
   add_model(app, settings);
   add_batch(app, settings);
-  add_parking(app, settings);
+  add_offload(app, settings);
   add_common(app, settings);
   add_json(app, settings);
 }

@@ -47,32 +47,32 @@ int64_t parse_budget(const char* flag, const std::string& text, c10::Device devi
   }
 }
 
-void finish_parking(Settings& settings) {
-  Parking& parking = settings.training.step.parking;
-  const auto& names = parking_names();
-  const auto found = std::find(names.begin(), names.end(), settings.park);
-  parking.when = static_cast<Parking::When>(found - names.begin());
+void finish_offload(Settings& settings) {
+  Offload& offload = settings.training.step.offload;
+  const auto& names = offload_names();
+  const auto found = std::find(names.begin(), names.end(), settings.offload);
+  offload.when = static_cast<Offload::When>(found - names.begin());
   const char* given = !settings.host_budget.empty() ? "--host-budget"
-                      : !parking.directory.empty()  ? "--park-directory"
+                      : !offload.directory.empty()  ? "--offload-directory"
                                                     : nullptr;
   if (settings.training.step.strategy == "native" &&
-      (given != nullptr || parking.when == Parking::When::always)) {
-    throw UsageError(std::string(given != nullptr ? given : "--park always") +
+      (given != nullptr || offload.when == Offload::When::always)) {
+    throw UsageError(std::string(given != nullptr ? given : "--offload always") +
                      " means nothing with --strategy native, where nothing waits for the rest of "
                      "the batch; leave one of them out");
   }
-  if (parking.when == Parking::When::never && given != nullptr) {
+  if (offload.when == Offload::When::never && given != nullptr) {
     throw UsageError(std::string(given) +
-                     " means nothing with --park never; leave one of them out");
+                     " means nothing with --offload never; leave one of them out");
   }
   if (!settings.host_budget.empty()) {
-    parking.host_budget = parse_budget("--host-budget", settings.host_budget, c10::kCPU);
+    offload.host_budget = parse_budget("--host-budget", settings.host_budget, c10::kCPU);
   }
-  if (!parking.directory.empty()) {
+  if (!offload.directory.empty()) {
     std::error_code ignored;
-    const bool is_folder = std::filesystem::is_directory(parking.directory, ignored);
-    if (!is_folder || ::access(parking.directory.c_str(), W_OK | X_OK) != 0) {
-      throw UsageError("--park-directory " + parking.directory +
+    const bool is_folder = std::filesystem::is_directory(offload.directory, ignored);
+    if (!is_folder || ::access(offload.directory.c_str(), W_OK | X_OK) != 0) {
+      throw UsageError("--offload-directory " + offload.directory +
                        (is_folder ? " cannot be written to" : " is no folder") +
                        "; name one on a disk with room, or leave it out");
     }
@@ -97,7 +97,7 @@ void finish(Settings& settings) {
     step.memory_budget =
         parse_budget("--memory-budget", settings.memory_budget, settings.training.device);
   }
-  finish_parking(settings);
+  finish_offload(settings);
   if (step.strategy == "native" && step.micro_batch_size) {
     throw UsageError(
         "--micro-batch-size means nothing with --strategy native, which computes the "
@@ -142,7 +142,7 @@ std::string describe(const CLI::App& app, const CLI::ParseError& error,
 
 }  // namespace
 
-const std::vector<std::string>& parking_names() {
+const std::vector<std::string>& offload_names() {
   static const std::vector<std::string> names = {"needed", "always", "never"};
   return names;
 }

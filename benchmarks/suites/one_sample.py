@@ -23,7 +23,7 @@ EXPLANATION = (
 )
 SECONDS = 60  # of rounds for each workload
 NATIVE, CHECKPOINT = "native", "torch.utils.checkpoint, each block"
-SEGMENTS, PARKED = "infinitybatch, checkpoint_segments", "infinitybatch, the same, parked on disk"
+SEGMENTS, OFFLOADED = "infinitybatch, checkpoint_segments", "infinitybatch, the same, offloaded to disk"
 MOST_SEGMENTS = 64
 
 
@@ -83,7 +83,7 @@ def measure(workload: Workload, settings: Settings, findings: Findings) -> None:
         NATIVE: Native(*args),
         CHECKPOINT: wrapped,
         f"{SEGMENTS}={segments}": ours,
-        PARKED: Ours(*args, micro_batch_size=1, checkpoint_segments=segments, park="always"),
+        OFFLOADED: Ours(*args, micro_batch_size=1, checkpoint_segments=segments, offload="always"),
     }
     check_agreement(contestants)
     samples = interleave(contestants, settings.rounds, warm_up=3, at_most=SECONDS)
@@ -114,7 +114,7 @@ def measure(workload: Workload, settings: Settings, findings: Findings) -> None:
                 "samples": taken,
             }
         )
-        if name in (NATIVE, CHECKPOINT, PARKED):
+        if name in (NATIVE, CHECKPOINT, OFFLOADED):
             continue
         promise = f"{workload.name}, {name}: faster than checkpoint at no more than its peak"
         kept = peaks[name] <= peak and over_peer.median < 1.0

@@ -16,7 +16,7 @@ __all__ = [
     "Error",
     "InvalidArgument",
     "InvalidType",
-    "ParkingError",
+    "OffloadError",
     "StateError",
     "UncompiledNotice",
     "Unsupported",
@@ -82,10 +82,10 @@ class BudgetExceeded(Error, torch.OutOfMemoryError):
         self.smallest_feasible = smallest_feasible
 
 
-class ParkingError(Error):
+class OffloadError(Error):
     """Host memory and disk cannot hold what has to wait there, or the disk failed."""
 
-    #: Bytes that had to be parked.
+    #: Bytes that had to be offloaded.
     needed: int
     #: Bytes that there was room for, as far as that is known.
     available: int

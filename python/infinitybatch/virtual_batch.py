@@ -70,7 +70,7 @@ class VirtualBatch:
             layers that see the whole batch (BatchNorm), is cut into about as many segments (2 or
             more), which are played again one after the other, last first. A plan for a
             `memory_budget` does so by itself where one sample does not fit.
-        park: where recordings are cut (BatchNorm and its like, or one sample that does not fit) what
+        offload: where recordings are cut (BatchNorm and its like, or one sample that does not fit) what
             waits at the cuts leaves the device "needed" (where no plan fits otherwise), "always" or
             "never" (one sample that does not fit computes it again instead, in time that grows with
             the square of its depth; of a whole batch: BudgetExceeded). So do outputs that wait for a
@@ -78,12 +78,12 @@ class VirtualBatch:
             that are kept for it; "always" is for all of these. A plan then keeps all graphs of a
             coupled loss away from the device, or none, whichever takes less time. Copies run while
             others compute where the budget has room for two frontiers more, else in turn.
-        host_budget: what parked tensors may take of the host's memory, as `memory_budget`; beyond it
+        host_budget: what offloaded tensors may take of the host's memory, as `memory_budget`; beyond it
             they go to disk. By default half of what is available, and on the CPU, where the host is
             the device, nothing.
-        park_on_disk: whether parked tensors may go to disk: into a file without a name, which is
+        offload_on_disk: whether offloaded tensors may go to disk: into a file without a name, which is
             gone with the process however that ends.
-        park_directory: where that file lies; $TMPDIR, else /var/tmp, by default.
+        offload_directory: where that file lies; $TMPDIR, else /var/tmp, by default.
         host_bandwidth: on the CPU, to find out what a link to a device would cost: copies to and
             from the host's arena take at least their bytes divided by this, in bytes per second.
         match_native_rng: whether dropout, rand, randn and their like give the numbers that the whole
@@ -117,10 +117,10 @@ class VirtualBatch:
         use_tapes: bool = True,
         static_graph: bool = False,
         checkpoint_segments: int | None = None,
-        park: Literal["needed", "always", "never"] = "needed",
+        offload: Literal["needed", "always", "never"] = "needed",
         host_budget: int | float | str | None = None,
-        park_on_disk: bool = True,
-        park_directory: str = "",
+        offload_on_disk: bool = True,
+        offload_directory: str = "",
         host_bandwidth: float = 0.0,
         match_native_rng: bool = False,
         batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
@@ -129,7 +129,7 @@ class VirtualBatch:
         grad_scaler: Any = None,
     ) -> None:
         _options.one_of("batch_coupling", batch_coupling, "exact", "per_micro_batch")
-        _options.one_of("park", park, "needed", "always", "never")
+        _options.one_of("offload", offload, "needed", "always", "never")
         if on_micro_batch is not None and not callable(on_micro_batch):
             raise InvalidType(
                 f"on_micro_batch must be callable with a MicroBatch, not "
@@ -155,10 +155,10 @@ class VirtualBatch:
             "use_tapes": use_tapes,
             "static_graph": static_graph,
             "checkpoint_segments": checkpoint_segments,
-            "park": park,
+            "offload": offload,
             "host_budget": host_budget,
-            "park_on_disk": park_on_disk,
-            "park_directory": park_directory,
+            "offload_on_disk": offload_on_disk,
+            "offload_directory": offload_directory,
             "host_bandwidth": host_bandwidth,
             "match_native_rng": match_native_rng,
             "batch_coupling": batch_coupling,
@@ -180,10 +180,10 @@ class VirtualBatch:
             "checkpoint_segments": _options.optional_whole_number(
                 "checkpoint_segments", checkpoint_segments, "segments"
             ),
-            "park": park,
+            "offload": offload,
             "host_budget": host_budget,
-            "park_on_disk": _options.truth("park_on_disk", park_on_disk),
-            "park_directory": _options.path("park_directory", park_directory),
+            "offload_on_disk": _options.truth("offload_on_disk", offload_on_disk),
+            "offload_directory": _options.path("offload_directory", offload_directory),
             "host_bandwidth": _options.bandwidth("host_bandwidth", host_bandwidth),
             "match_native_rng": _options.truth("match_native_rng", match_native_rng),
             "exact_coupling": batch_coupling == "exact",

@@ -23,10 +23,10 @@ def wrap(
     batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
     match_native_rng: bool = False,
     static_graph: bool = False,
-    park: Literal["needed", "always", "never"] = "needed",
+    offload: Literal["needed", "always", "never"] = "needed",
     host_budget: int | float | str | None = None,
-    park_on_disk: bool = True,
-    park_directory: str = "",
+    offload_on_disk: bool = True,
+    offload_directory: str = "",
     host_bandwidth: float = 0.0,
     reduce: Literal["sum", "mean"] | None = None,
     output_batch_dim: int | None = None,
@@ -50,7 +50,7 @@ def wrap(
     BatchNorm in training mode and other ops of the whole batch see all samples, and running
     statistics are written once in each call. Forward goes from one such layer to the next with all
     micro-batches; what each of them was given waits until backward, which goes the same way back,
-    and may be parked on host or disk meanwhile.
+    and may be offloaded to host or disk meanwhile.
     The first call runs the forward of its first micro-batch up to four times to make sure that this
     is exact.
 
@@ -62,9 +62,9 @@ def wrap(
     on the CPU, during forward and during backward. `last_report` of the module returned says what
     the last call did.
 
-    Several threads may call the module where nothing but a size was given, and no `park="always"`;
+    Several threads may call the module where nothing but a size was given, and no `offload="always"`;
     one at a time runs backward through the outputs, and any other raises StateError, for gradients
-    end where the parameters are. With a budget, and parked, forward is for one thread at a time
+    end where the parameters are. With a budget, and offloaded, forward is for one thread at a time
     too. Transforms of torch.func and forward-mode AD see nothing of micro-batches: Unsupported.
 
     Whatever is no tensor has to mean the same for all samples: a list with one entry for each of
@@ -95,19 +95,19 @@ def wrap(
             is used again, in later calls too: your code, hooks on modules and Python's random
             numbers run no more. A forward that is another program raises Unsupported, as far as it
             runs at all. Batches of one micro-batch run natively, where nothing but a size was given.
-        park: what waits for BatchNorm and its like, and for backward, leaves the device "needed"
+        offload: what waits for BatchNorm and its like, and for backward, leaves the device "needed"
             (where no size fits the budget otherwise), "always" or "never" (BudgetExceeded). Of other
             models the graphs of `retained_micro_batches` do; with "always" a plan for a
             `memory_budget` keeps all graphs away from the device, in place of second forwards, as
             long as there is room for them. Copies run while others compute where nothing but a size
-            was given, or where the budget has room; else in turn. Parked, one thread at a time may
+            was given, or where the budget has room; else in turn. Offloaded, one thread at a time may
             use the module.
-        host_budget: what parked tensors of all calls may take of the host's memory, as
+        host_budget: what offloaded tensors of all calls may take of the host's memory, as
             `memory_budget`; beyond it they go to disk. By default half of what is available, and on
             the CPU, where the host is the device, nothing.
-        park_on_disk: whether parked tensors may go to disk: into a file without a name, which is
+        offload_on_disk: whether offloaded tensors may go to disk: into a file without a name, which is
             gone with the process however that ends.
-        park_directory: where that file lies; $TMPDIR, else /var/tmp, by default.
+        offload_directory: where that file lies; $TMPDIR, else /var/tmp, by default.
         host_bandwidth: on the CPU, to find out what a link to a device would cost: copies to and
             from the host's arena take at least their bytes divided by this, in bytes per second.
         reduce: what an output that is one number for each micro-batch is: a "sum" or a "mean" over
@@ -140,8 +140,8 @@ def wrap(
 
         From forward: BatchError, CouplingError, Unsupported as VirtualBatch.backward, BudgetExceeded
         where no size stays inside the budget, and whatever the model raises; buffers and random
-        state are as before then. From both: ParkingError where host and disk have no room for what
-        is parked. From backward: StateError where parameters or inputs were changed in place since
+        state are as before then. From both: OffloadError where host and disk have no room for what
+        is offloaded. From backward: StateError where parameters or inputs were changed in place since
         forward; Unsupported for create_graph=True, or where forward cannot be repeated;
         BudgetExceeded where the loss has left too little, or has itself passed the budget while no
         graph was kept: gradients are as before then.
@@ -153,7 +153,7 @@ def wrap(
     if not isinstance(model, nn.Module):
         raise InvalidType(f"model must be a torch.nn.Module, not {type(model).__name__}")
     _options.one_of("batch_coupling", batch_coupling, "exact", "per_micro_batch")
-    _options.one_of("park", park, "needed", "always", "never")
+    _options.one_of("offload", offload, "needed", "always", "never")
     _options.one_of("reduce", reduce, "sum", "mean", None)
     return make(
         model,
@@ -168,10 +168,10 @@ def wrap(
             "exact_coupling": batch_coupling == "exact",
             "match_native_rng": _options.truth("match_native_rng", match_native_rng),
             "static_graph": _options.truth("static_graph", static_graph),
-            "park": park,
+            "offload": offload,
             "host_budget": host_budget,
-            "park_on_disk": _options.truth("park_on_disk", park_on_disk),
-            "park_directory": _options.path("park_directory", park_directory),
+            "offload_on_disk": _options.truth("offload_on_disk", offload_on_disk),
+            "offload_directory": _options.path("offload_directory", offload_directory),
             "host_bandwidth": _options.bandwidth("host_bandwidth", host_bandwidth),
             "reduce": reduce,
             "output_batch_dim": _options.dimension("output_batch_dim", output_batch_dim),

@@ -63,8 +63,8 @@ void translate(std::exception_ptr pointer) {
   } catch (const BudgetExceeded& error) {
     raise("BudgetExceeded", error, error.needed(), error.limit(),
           error.smallest_feasible() ? py::cast(*error.smallest_feasible()) : py::none());
-  } catch (const ParkingError& error) {
-    raise("ParkingError", error, error.needed(), error.available());
+  } catch (const OffloadError& error) {
+    raise("OffloadError", error, error.needed(), error.available());
   } catch (const CouplingError& error) {
     raise("CouplingError", error, error.op());
   } catch (const BatchError& error) {

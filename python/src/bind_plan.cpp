@@ -1,5 +1,5 @@
 #include "bind.hpp"
-#include "bind_parked.hpp"
+#include "bind_offload.hpp"
 
 #include <infinitybatch/execute/assumed_times.hpp>
 #include <infinitybatch/execute/execution_log.hpp>
@@ -64,31 +64,31 @@ The executor runs the instructions, the predicted peak is read off the same ones
       .def_readonly("predicted_peak_bytes", &Plan::predicted_peak_bytes, "Or None.")
       .def_readonly("predicted_seconds", &Plan::predicted_seconds, "Or None.")
       .def_readonly("retained", &Plan::retained, "Micro-batches that keep their graph.")
-      .def_property_readonly("parked_graphs", &Plan::parked_graphs,
+      .def_property_readonly("offloaded_graphs", &Plan::offloaded_graphs,
                              "Of these, whose graph is kept away from the device.")
-      .def_readonly("parks", &Plan::parks, "Whether what waits at cuts leaves the device.")
+      .def_readonly("offloads", &Plan::offloads, "Whether what waits at cuts leaves the device.")
       .def_readonly("overlaps", &Plan::overlaps,
                     "Whether it is copied while other micro-batches, or segments, compute.")
-      .def_readonly("parked_bytes", &Plan::parked_bytes,
+      .def_readonly("offloaded_bytes", &Plan::offloaded_bytes,
                     "Bytes that left the device in the last step, each time counted.")
       .def_property_readonly(
-          "parked_seconds_hidden", [](const Plan& self) { return self.parked_seconds.hidden; },
+          "offload_seconds_hidden", [](const Plan& self) { return self.offload_seconds.hidden; },
           "Of copies behind compute, in the last step.")
       .def_property_readonly(
-          "parked_seconds_waited", [](const Plan& self) { return self.parked_seconds.waited; },
+          "offload_seconds_waited", [](const Plan& self) { return self.offload_seconds.waited; },
           "Waiting for copies, in the last step.")
       .def_property_readonly(
-          "predicted_parked_seconds_hidden",
+          "predicted_offload_seconds_hidden",
           [](const Plan& self) -> std::optional<double> {
-            if (!self.predicted_parked_seconds) return std::nullopt;
-            return self.predicted_parked_seconds->hidden;
+            if (!self.predicted_offload_seconds) return std::nullopt;
+            return self.predicted_offload_seconds->hidden;
           },
           "Of the next step, or None.")
       .def_property_readonly(
-          "predicted_parked_seconds_waited",
+          "predicted_offload_seconds_waited",
           [](const Plan& self) -> std::optional<double> {
-            if (!self.predicted_parked_seconds) return std::nullopt;
-            return self.predicted_parked_seconds->waited;
+            if (!self.predicted_offload_seconds) return std::nullopt;
+            return self.predicted_offload_seconds->waited;
           },
           "Of the next step, or None.")
       .def_readonly("candidates", &Plan::candidates, "Every size that was looked at.")

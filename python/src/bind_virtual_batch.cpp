@@ -1,9 +1,9 @@
 #include "bind.hpp"
-#include "bind_parked.hpp"
+#include "bind_offload.hpp"
 #include "budget_argument.hpp"
 #include "garbage_collected.hpp"
 #include "hidden_rows.hpp"
-#include "parking_argument.hpp"
+#include "offload_argument.hpp"
 #include "python_model.hpp"
 #include "python_source.hpp"
 #include "signals.hpp"
@@ -42,9 +42,9 @@ class PyVirtualBatch {
                  std::optional<int64_t> micro_batch_size, int64_t retained_micro_batches,
                  bool exact_coupling, bool keep_outputs, const py::object& on_micro_batch,
                  const py::object& loss_scale, bool use_tapes, bool static_graph,
-                 std::optional<int64_t> checkpoint_segments, const std::string& park,
-                 const py::object& host_budget, bool park_on_disk,
-                 const std::string& park_directory, double host_bandwidth, bool match_native_rng) {
+                 std::optional<int64_t> checkpoint_segments, const std::string& offload,
+                 const py::object& host_budget, bool offload_on_disk,
+                 const std::string& offload_directory, double host_bandwidth, bool match_native_rng) {
     Options options;
     if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
     options.micro_batch_size = micro_batch_size;
@@ -52,7 +52,7 @@ class PyVirtualBatch {
     options.use_tapes = use_tapes;
     options.static_graph = static_graph;
     options.checkpoint_segments = checkpoint_segments;
-    options.parking = to_parking(park, host_budget, park_on_disk, park_directory, host_bandwidth);
+    options.offload = to_offload(offload, host_budget, offload_on_disk, offload_directory, host_bandwidth);
     options.match_native_rng = match_native_rng;
     options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
     options.keep_outputs = keep_outputs;
@@ -203,7 +203,7 @@ std::string describe_step(const StepReport& report) {
 
 void bind_step_report(py::module_& module) {
   py::class_<StepReport> type(module, "StepReport", "What one step did.");
-  bind_parked(type);
+  bind_offload(type);
   type.def_readonly("loss", &StepReport::loss,
                     "The whole batch's loss: detached, 0-dimensional, on the model's device.")
       .def_property_readonly(
@@ -243,9 +243,9 @@ void bind_virtual_batch(py::module_& module) {
            py::arg("micro_batch_size"), py::arg("retained_micro_batches"),
            py::arg("exact_coupling"), py::arg("keep_outputs"), py::arg("on_micro_batch"),
            py::arg("loss_scale"), py::arg("use_tapes") = true, py::arg("static_graph") = false,
-           py::arg("checkpoint_segments") = py::none(), py::arg("park") = "needed",
-           py::arg("host_budget") = py::none(), py::arg("park_on_disk") = true,
-           py::arg("park_directory") = "", py::arg("host_bandwidth") = 0.0,
+           py::arg("checkpoint_segments") = py::none(), py::arg("offload") = "needed",
+           py::arg("host_budget") = py::none(), py::arg("offload_on_disk") = true,
+           py::arg("offload_directory") = "", py::arg("host_bandwidth") = 0.0,
            py::arg("match_native_rng") = false)
       .def("backward", &PyVirtualBatch::backward, py::arg("inputs"), py::arg("targets"))
       .def("verify", &PyVirtualBatch::verify, py::arg("inputs"), py::arg("targets"),

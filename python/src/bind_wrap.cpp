@@ -1,10 +1,10 @@
 #include "bind.hpp"
-#include "bind_parked.hpp"
+#include "bind_offload.hpp"
 #include "budget_argument.hpp"
 #include "garbage_collected.hpp"
 #include "hidden_rows.hpp"
 #include "left_places.hpp"
-#include "parking_argument.hpp"
+#include "offload_argument.hpp"
 #include "python_batch.hpp"
 #include "python_model.hpp"
 #include "signals.hpp"
@@ -50,15 +50,15 @@ class PyWrap {
   PyWrap(const py::object& model, const py::object& forward, const py::object& budget,
          std::optional<int64_t> micro_batch_size, bool exact_coupling,
          const std::optional<std::string>& reduce, std::optional<int64_t> output_batch_dim,
-         const py::object& agree, const std::string& park, const py::object& host_budget,
-         bool park_on_disk, const std::string& park_directory, double host_bandwidth,
+         const py::object& agree, const std::string& offload, const py::object& host_budget,
+         bool offload_on_disk, const std::string& offload_directory, double host_bandwidth,
          bool match_native_rng, bool static_graph, int64_t retained_micro_batches) {
     WrapOptions options;
     if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
     options.micro_batch_size = micro_batch_size;
     options.retained_micro_batches = retained_micro_batches;
     options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
-    options.parking = to_parking(park, host_budget, park_on_disk, park_directory, host_bandwidth);
+    options.offload = to_offload(offload, host_budget, offload_on_disk, offload_directory, host_bandwidth);
     options.match_native_rng = match_native_rng;
     options.static_graph = static_graph;
     options.reduce = to_reduce(reduce);
@@ -139,7 +139,7 @@ class PyWrap {
 
 void bind_wrap_report(py::module_& module) {
   py::class_<WrapReport> type(module, "WrapReport", "What the last call of a wrapped module did.");
-  bind_parked(type);
+  bind_offload(type);
   bind_graph_bytes(type, "call");
   type.def_readonly("micro_batch_sizes", &WrapReport::micro_batch_sizes, "In the order they ran.")
       .def_readonly("retained", &WrapReport::retained,
@@ -149,8 +149,8 @@ void bind_wrap_report(py::module_& module) {
                     "\"cut\" (ops of the model see the whole batch), \"forward\" (no gradient "
                     "wanted) or \"native\".")
       .def_readonly("strategy_reason", &WrapReport::strategy_reason,
-                    "Why forwards run twice; under a plan with park=\"always\" else why graphs are "
-                    "parked or not; empty where there is nothing to say.")
+                    "Why forwards run twice; under a plan with offload=\"always\" else why graphs are "
+                    "offloaded or not; empty where there is nothing to say.")
       .def_readonly("left_on_module", &WrapReport::left_on_module,
                     "Attributes in which each micro-batch left another tensor that is no output "
                     "and could not be joined: whoever reads one finds the last micro-batch's "
@@ -186,8 +186,8 @@ void bind_wrap(py::module_& module) {
                     const std::string&, double, bool, bool, int64_t>(),
            py::kw_only(), py::arg("model"), py::arg("forward"), py::arg("memory_budget"),
            py::arg("micro_batch_size"), py::arg("exact_coupling"), py::arg("reduce"),
-           py::arg("output_batch_dim"), py::arg("agree"), py::arg("park"), py::arg("host_budget"),
-           py::arg("park_on_disk"), py::arg("park_directory"), py::arg("host_bandwidth"),
+           py::arg("output_batch_dim"), py::arg("agree"), py::arg("offload"), py::arg("host_budget"),
+           py::arg("offload_on_disk"), py::arg("offload_directory"), py::arg("host_bandwidth"),
            py::arg("match_native_rng"), py::arg("static_graph"), py::arg("retained_micro_batches"))
       .def("forward", &PyWrap::forward, py::arg("arguments"), py::arg("keywords"))
       .def("last_report", &PyWrap::last_report);

@@ -13,7 +13,7 @@
 #include <infinitybatch/execute/execution_log.hpp>
 #include <infinitybatch/execute/outside_loss.hpp>
 #include <infinitybatch/memory/limit.hpp>
-#include <infinitybatch/park/store.hpp>
+#include <infinitybatch/offload/store.hpp>
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Functions.h>
@@ -101,13 +101,13 @@ void Executor::run(const Instruction& instruction, Rows rows) {
 void Executor::perform_and_time(const Instruction& instruction, Rows rows) {
   if (job_.store == nullptr) return perform(instruction, rows);
   using Clock = std::chrono::steady_clock;
-  const park::StoreStatistics before = job_.store->statistics();
+  const offload::StoreStatistics before = job_.store->statistics();
   const Clock::time_point begin = Clock::now();
   copied_bytes_ = 0;
   perform(instruction, rows);
   if (job_.waits && !job_.device.is_cpu()) at::accelerator::synchronizeDevice(job_.device.index());
   const double taken = std::chrono::duration<double>(Clock::now() - begin).count();
-  const park::StoreStatistics after = job_.store->statistics();
+  const offload::StoreStatistics after = job_.store->statistics();
   if (instruction.operation == Operation::record ||
       instruction.operation == Operation::whole_loss) {
     copied_bytes_ = after.moved_out - before.moved_out + after.moved_back - before.moved_back;
@@ -164,9 +164,9 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
     case Operation::leave_back:
       copied_bytes_ = leave(rows, segment);
       return;
-    case Operation::park:
-    case Operation::park_back:
-      copied_bytes_ = park(rows, segment, instruction.operation == Operation::park_back);
+    case Operation::offload:
+    case Operation::offload_back:
+      copied_bytes_ = offload(rows, segment, instruction.operation == Operation::offload_back);
       return;
     case Operation::backward:
       return backward(rows, segment);
@@ -202,12 +202,12 @@ int64_t Executor::leave(Rows rows, int64_t segment) {
   return bytes + (outputs != nullptr ? outputs->leave(rows) : 0);
 }
 
-int64_t Executor::park(Rows rows, int64_t segment, bool back) {
-  if (two_pass_) return two_pass_->park(rows);
+int64_t Executor::offload(Rows rows, int64_t segment, bool back) {
+  if (two_pass_) return two_pass_->offload(rows);
   // A micro-batch whose segments follow each other is gone with the last of them.
   WholeOutputs* outputs = job_.alone ? nullptr : outputs_at(rows, segment);
-  const int64_t bytes = cut_pass_ ? cut_pass_->park(rows, segment, back) : 0;
-  return bytes + (outputs != nullptr ? outputs->park(rows) : 0);
+  const int64_t bytes = cut_pass_ ? cut_pass_->offload(rows, segment, back) : 0;
+  return bytes + (outputs != nullptr ? outputs->offload(rows) : 0);
 }
 
 Batch Executor::load_inputs(Rows rows) {
@@ -391,8 +391,8 @@ void Executor::record_for_cuts(Rows rows) {
     given = Batch();
     // Until a coupled loss is known the other micro-batches need the room.
     if (whole_outputs_ && job_.store != nullptr) {
-      cut_pass_->park(rows);
-      whole_outputs_->park(rows);
+      cut_pass_->offload(rows);
+      whole_outputs_->offload(rows);
     }
     // Buffers that were restored under a graph could belong to what it has saved.
     if (buffers_.written()) cut_pass_->drop_graph(rows);

@@ -122,7 +122,7 @@ bool GraphMemory::held(const Memory& memory, const c10::StorageImpl& storage) {
   return false;
 }
 
-int64_t GraphMemory::leave(park::Store& store, const Storages& staying, bool in_background) {
+int64_t GraphMemory::leave(offload::Store& store, const Storages& staying, bool in_background) {
   std::vector<c10::Storage> storages;
   std::vector<Memory*> leaving;
   for (Memory& memory : memories_) {
@@ -132,26 +132,26 @@ int64_t GraphMemory::leave(park::Store& store, const Storages& staying, bool in_
     storages.emplace_back(std::move(storage));
     leaving.push_back(&memory);
   }
-  park::Parked parked = in_background ? store.start_put(storages) : store.put(storages);
+  offload::Offloaded offloaded = in_background ? store.start_put(storages) : store.put(storages);
   for (Memory* memory : leaving) memory->gone = true;
-  const int64_t bytes = parked.bytes().moves;
-  parked_.push_back(std::move(parked));
+  const int64_t bytes = offloaded.bytes().moves;
+  offloaded_.push_back(std::move(offloaded));
   return bytes;
 }
 
-int64_t GraphMemory::park(park::Store& store, const Storages& staying) {
-  for (park::Parked& parked : parked_) parked.finish_put();
+int64_t GraphMemory::offload(offload::Store& store, const Storages& staying) {
+  for (offload::Offloaded& offloaded : offloaded_) offloaded.finish_put();
   return leave(store, staying, /*in_background=*/false);
 }
 
 int64_t GraphMemory::fetch(bool ahead) {
   int64_t bytes = 0;
-  for (park::Parked& parked : parked_) {
-    if (parked.away() && !parked.returning()) bytes += parked.bytes().moves;
+  for (offload::Offloaded& offloaded : offloaded_) {
+    if (offloaded.away() && !offloaded.returning()) bytes += offloaded.bytes().moves;
     if (ahead) {
-      parked.prefetch();
+      offloaded.prefetch();
     } else {
-      parked.bring_back();
+      offloaded.bring_back();
     }
   }
   return bytes;
@@ -159,9 +159,9 @@ int64_t GraphMemory::fetch(bool ahead) {
 
 GraphBytes GraphMemory::bytes() const {
   GraphBytes bytes;
-  for (const park::Parked& parked : parked_) {
-    bytes.parked += parked.bytes().moves;
-    bytes.stayed += parked.bytes().stays();
+  for (const offload::Offloaded& offloaded : offloaded_) {
+    bytes.offloaded += offloaded.bytes().moves;
+    bytes.stayed += offloaded.bytes().stays();
   }
   for (const Memory& memory : memories_) {
     if (!memory.made || memory.gone) continue;
@@ -181,18 +181,18 @@ GraphMemory::Storages memory_of(const Batch& tensors) {
   return memory;
 }
 
-int64_t park_graph(GraphMemory& memory, park::Store& store, Batch& graph, Batch& seen) {
+int64_t offload_graph(GraphMemory& memory, offload::Store& store, Batch& graph, Batch& seen) {
   for (Leaf& leaf : graph.leaves()) {
     if (leaf.tensor.defined() && !leaf.tensor.requires_grad()) leaf.tensor.reset();
   }
-  const int64_t unseen = memory.park(store, memory_of(seen));
+  const int64_t unseen = memory.offload(store, memory_of(seen));
   const at::NoGradGuard no_grad;
   for (Leaf& leaf : seen.leaves()) {
     at::Tensor& tensor = leaf.tensor;
     if (!tensor.defined() || !tensor.has_storage() || tensor.use_count() > 1) continue;
     if (tensor.storage().use_count() > 1) tensor = tensor.clone();
   }
-  return unseen + memory.park(store, memory_of(seen));
+  return unseen + memory.offload(store, memory_of(seen));
 }
 
 }  // namespace infinitybatch

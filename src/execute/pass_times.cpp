@@ -69,15 +69,15 @@ class CopyClock {
         break;
       case leave:
         away_[who] =
-            copy(bytes({left_by(leave, park, instruction.segment)}) * times_.seconds_per_byte_out_);
+            copy(bytes({left_by(leave, offload, instruction.segment)}) * times_.seconds_per_byte_out_);
         break;
       case leave_back:
-        away_[who] = copy(bytes({left_by(leave_back, park_back, instruction.segment)}) *
+        away_[who] = copy(bytes({left_by(leave_back, offload_back, instruction.segment)}) *
                           times_.seconds_per_byte_out_);
         break;
-      case park:
-      case park_back: {
-        const Operation begun = operation == park ? leave : leave_back;
+      case offload:
+      case offload_back: {
+        const Operation begun = operation == offload ? leave : leave_back;
         const bool all =
             away_.contains(who) && left_by(begun, operation, instruction.segment) == operation;
         wait_for(away_, who);
@@ -121,15 +121,15 @@ class CopyClock {
   Operation told_by(const Instruction& instruction) const {
     using enum Operation;
     const auto first = static_cast<int64_t>(plan_.micro_batch_sizes.size()) - plan_.retained;
-    const bool kept = !plan_.parks_graphs && instruction.micro_batch >= first;
+    const bool kept = !plan_.offloads_graphs && instruction.micro_batch >= first;
     if (kept && instruction.operation == retain) return record;
     // Takes nothing that was measured.
     return kept && instruction.operation == replay ? retain : instruction.operation;
   }
 
-  /// Who copied what `leave` would: in turn `park` does.
-  Operation left_by(Operation leave, Operation park, int64_t segment) const {
-    return times_.taken_.contains({leave, segment}) ? leave : park;
+  /// Who copied what `leave` would: in turn `offload` does.
+  Operation left_by(Operation leave, Operation offload, int64_t segment) const {
+    return times_.taken_.contains({leave, segment}) ? leave : offload;
   }
 
   void wait_for(std::map<int64_t, double>& ends, int64_t who) {

@@ -48,9 +48,9 @@ const char* name_of(Operation operation) {
     case Operation::leave:
     case Operation::leave_back:
       return "leave";
-    case Operation::park:
-    case Operation::park_back:
-      return "park";
+    case Operation::offload:
+    case Operation::offload_back:
+      return "offload";
     case Operation::free:
       return "free";
     case Operation::penalty:
@@ -108,11 +108,11 @@ Plan repeat(const std::vector<Operation>& operations, std::vector<int64_t> micro
 
 }  // namespace
 
-Plan rehearsal_plan(std::vector<int64_t> micro_batch_sizes, bool parks_graphs) {
+Plan rehearsal_plan(std::vector<int64_t> micro_batch_sizes, bool offloads_graphs) {
   Plan plan = repeat(two_pass_operations(), std::move(micro_batch_sizes));
   plan.strategy = "rehearsal";
-  if (!parks_graphs) return plan;
-  plan.parks_graphs = true;
+  if (!offloads_graphs) return plan;
+  plan.offloads_graphs = true;
   plan.retained = static_cast<int64_t>(plan.micro_batch_sizes.size());
   for (Instruction& instruction : plan.instructions) {
     if (instruction.operation == Operation::record) instruction.operation = Operation::retain;
@@ -128,11 +128,11 @@ Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty) {
   return plan;
 }
 
-Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained, bool parks_graphs) {
+Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained, bool offloads_graphs) {
   Plan plan;
   plan.strategy = "replay";
   plan.retained = retained;
-  plan.parks_graphs = parks_graphs && retained > 0;
+  plan.offloads_graphs = offloads_graphs && retained > 0;
   plan.batch_size = std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
   const auto count = static_cast<int64_t>(micro_batch_sizes.size());
   for (int64_t i = 0; i < count; ++i) {
@@ -350,7 +350,7 @@ std::string Plan::explain() const {
   } else {
     text += "instructions: record each micro-batch (" + std::to_string(retained) + " of " +
             std::to_string(micro_batch_sizes.size()) + " keep their graph" +
-            (parks_graphs ? ", " + std::to_string(parked_graphs()) + " of these parked" : "") +
+            (offloads_graphs ? ", " + std::to_string(offloaded_graphs()) + " of these offloaded" : "") +
             "), loss of all, then last to first: replay, backward, free; then hand out once\n";
   }
   if (budget_bytes) text += "budget " + format_bytes(*budget_bytes) + "; ";
@@ -358,23 +358,23 @@ std::string Plan::explain() const {
   if (predicted_peak_bytes) text += "; predicted peak " + format_bytes(*predicted_peak_bytes);
   if (predicted_seconds) text += "; predicted time " + format_seconds(*predicted_seconds);
   text += "\n";
-  if (parks) {
-    text += "what waits is parked on host or disk, " +
+  if (offloads) {
+    text += "what waits is offloaded to host or disk, " +
             std::string(overlaps ? "and copied while other micro-batches, or segments, compute"
-                        : parks_graphs ? "in turn"
+                        : offloads_graphs ? "in turn"
                                        : "in turn: there is no room for copies beside compute") +
-            ": " + format_bytes(parked_bytes) + " left the device, and came back, in the last step";
-    if (parks_graphs) {
-      text += ", of these " + format_bytes(graph_bytes.parked) + " of " +
-              std::to_string(parked_graphs()) + (parked_graphs() == 1 ? " graph" : " graphs");
+            ": " + format_bytes(offloaded_bytes) + " left the device, and came back, in the last step";
+    if (offloads_graphs) {
+      text += ", of these " + format_bytes(graph_bytes.offloaded) + " of " +
+              std::to_string(offloaded_graphs()) + (offloaded_graphs() == 1 ? " graph" : " graphs");
       if (graph_bytes.stayed > 0) {
         text += " (" + format_bytes(graph_bytes.stayed) +
                 " that Python holds as well, or that is foreign, stayed)";
       }
     }
-    text += "; " + describe(parked_seconds);
-    if (predicted_parked_seconds) {
-      text += "; predicted for the next: " + describe(*predicted_parked_seconds);
+    text += "; " + describe(offload_seconds);
+    if (predicted_offload_seconds) {
+      text += "; predicted for the next: " + describe(*predicted_offload_seconds);
     }
     text += "\n";
   }

@@ -159,7 +159,7 @@ void Executor::record_elsewhere(
   aside(/*trial=*/false, [&] {
     load(rows);
     tape::Recorder recorder(inputs_, buffers, devices_of(job_));
-    // One that is cut for memory, or parks, has no room for a graph.
+    // One that is cut for memory, or offloads, has no room for a graph.
     if (job_.cut && (job_.checkpoints != nullptr || job_.store != nullptr))
       recorder.lighten(job_.device);
     const Batch outputs = recorder.run([&] {

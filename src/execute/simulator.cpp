@@ -15,11 +15,11 @@ using Effect = MicroBatchProfile::Effect;
 /// size, first) is told once.
 class Effects {
  public:
-  Effects(const Plan& plan, const MicroBatchProfile& profile, bool begun, bool outputs_park)
+  Effects(const Plan& plan, const MicroBatchProfile& profile, bool begun, bool outputs_offload)
       : plan_(plan),
         profile_(profile),
         whole_loss_(plan.computes_whole_loss()),
-        outputs_park_(outputs_park),
+        outputs_offload_(outputs_offload),
         first_(!begun) {}
 
   Effect of(const Instruction& instruction) {
@@ -30,7 +30,7 @@ class Effects {
         index >= static_cast<int64_t>(plan_.micro_batch_sizes.size()) - plan_.retained;
     switch (instruction.operation) {
       case Operation::retain: {
-        if (plan_.parks_graphs) return tell(Operation::retain, size);
+        if (plan_.offloads_graphs) return tell(Operation::retain, size);
         // The user's forward, and what it leaves behind is not only the outputs but the graph too.
         // What is kept of the outputs is the graph's own tensor.
         const Effect forward = tell(Operation::record, size);
@@ -47,12 +47,12 @@ class Effects {
         if (retained && advances(instruction.segment)) return {};
         return tell({Operation::resume, instruction.segment}, size);
       case Operation::replay:
-        return retained && !plan_.parks_graphs ? Effect() : tell(Operation::replay, size);
+        return retained && !plan_.offloads_graphs ? Effect() : tell(Operation::replay, size);
       case Operation::free: {
         // While measuring, what stood for the outputs' gradient was freed here too, as the gradient
-        // itself is where it was parked.
+        // itself is where it was offloaded.
         const Effect effect = tell({Operation::free, instruction.segment}, size);
-        if (plan_.strategy == "stream" || outputs_park_) return effect;
+        if (plan_.strategy == "stream" || outputs_offload_) return effect;
         return {effect.rise, effect.net + tell({Operation::seed, instruction.segment}, size).net};
       }
       case Operation::prefetch:
@@ -61,7 +61,7 @@ class Effects {
       case Operation::prefetch_back: {
         // The outputs' gradient comes with what waits; while measuring, its stand-in came later.
         const Effect effect = tell({Operation::fetch_back, instruction.segment}, size);
-        if (!outputs_park_) return effect;
+        if (!outputs_offload_) return effect;
         const int64_t gradient = tell({Operation::seed, instruction.segment}, size).net;
         return {std::max(effect.rise, effect.net + gradient), effect.net + gradient};
       }
@@ -96,7 +96,7 @@ class Effects {
   /// Whether another micro-batch of the plan has done the same.
   void note(const Instruction& instruction) {
     Operation operation = instruction.operation;
-    if (operation == Operation::retain && !plan_.parks_graphs) operation = Operation::record;
+    if (operation == Operation::retain && !plan_.offloads_graphs) operation = Operation::record;
     if (operation == Operation::advance_retained) operation = Operation::advance;
     if (operation == Operation::prefetch) operation = Operation::fetch;
     if (operation == Operation::prefetch_back) operation = Operation::fetch_back;
@@ -116,7 +116,7 @@ class Effects {
   const Plan& plan_;
   const MicroBatchProfile& profile_;
   bool whole_loss_;
-  bool outputs_park_;
+  bool outputs_offload_;
   bool first_;
   bool again_ = false;
   std::set<std::pair<Operation, int64_t>> done_;
@@ -131,8 +131,8 @@ int64_t outputs_of(const MicroBatchProfile& profile, const Plan& plan, int64_t s
 }
 
 int64_t simulate_peak(const Plan& plan, const MicroBatchProfile& profile, int64_t baseline,
-                      bool begun, Effect whole_loss, bool outputs_park) {
-  Effects effects(plan, profile, begun, outputs_park);
+                      bool begun, Effect whole_loss, bool outputs_offload) {
+  Effects effects(plan, profile, begun, outputs_offload);
   int64_t live = begun ? baseline + profile.buffer_bytes() : baseline;
   int64_t peak = live;
   for (const Instruction& instruction : plan.instructions) {

@@ -24,7 +24,7 @@ const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain,
                             const std::function<Batch()>& forward) {
   Part& part = parts_[rows.begin];
   part.memory.reset();
-  if (retain && job_.parks_graphs) part.memory.emplace().know(inputs);
+  if (retain && job_.offloads_graphs) part.memory.emplace().know(inputs);
   const auto run = [&] { return part.memory ? part.memory->watch(forward) : forward(); };
   part.rows = rows;
   part.random = RngSnapshot::capture(devices_);
@@ -75,12 +75,12 @@ int64_t TwoPass::leave(Rows rows) {
   return part.memory->start_leaving(*job_.store, memory_of(outputs_.of(rows)));
 }
 
-int64_t TwoPass::park(Rows rows) {
+int64_t TwoPass::offload(Rows rows) {
   Part& part = parts_.at(rows.begin);
-  return (part.memory ? park_graph(part) : 0) + outputs_.park(rows);
+  return (part.memory ? offload_graph(part) : 0) + outputs_.offload(rows);
 }
 
-int64_t TwoPass::park_graph(Part& part) {
+int64_t TwoPass::offload_graph(Part& part) {
   if (!job_.tapes_stay) {
     part.tape = tape::Tape();  // no other forward follows
     part.random = RngSnapshot();
@@ -88,9 +88,9 @@ int64_t TwoPass::park_graph(Part& part) {
   }
   GraphMemory& memory = *part.memory;
   const int64_t bytes =
-      infinitybatch::park_graph(memory, *job_.store, *part.graph, outputs_.of(part.rows));
+      infinitybatch::offload_graph(memory, *job_.store, *part.graph, outputs_.of(part.rows));
   outputs_.compare_none(part.rows);
-  graph_bytes_.parked += memory.bytes().parked;
+  graph_bytes_.offloaded += memory.bytes().offloaded;
   graph_bytes_.stayed += memory.bytes().stayed;
   return bytes;
 }

@@ -120,7 +120,7 @@ at::Tensor WholeOutputs::handed(const at::Tensor& output, std::vector<at::Tensor
 at::Tensor WholeOutputs::loss(autograd::GradientSinks& sinks) {
   assemble();
   at::Tensor loss = compute(sinks);
-  if (parks()) disperse();
+  if (offloads()) disperse();
   return loss;
 }
 
@@ -138,7 +138,7 @@ void WholeOutputs::disperse() {
       if (!job_.keep_outputs && part.compared) part.waiting[output(i)] = share(leaf.tensor);
       if (gradients_[i].defined()) part.waiting[gradient(i)] = share(gradients_[i]);
     }
-    part.waiting.park(*job_.store);
+    part.waiting.offload(*job_.store);
   }
   for (size_t i = 0; i < whole_.leaves().size(); ++i) {
     Leaf& leaf = whole_.leaves()[i];
@@ -161,15 +161,15 @@ WaitingRoom& WholeOutputs::settled(Part& part) {
 }
 
 int64_t WholeOutputs::leave(Rows rows) {
-  return parks() ? settled(parts_.at(rows.begin)).start_leaving(*job_.store) : 0;
+  return offloads() ? settled(parts_.at(rows.begin)).start_leaving(*job_.store) : 0;
 }
 
-int64_t WholeOutputs::park(Rows rows) {
-  return parks() ? settled(parts_.at(rows.begin)).park(*job_.store) : 0;
+int64_t WholeOutputs::offload(Rows rows) {
+  return offloads() ? settled(parts_.at(rows.begin)).offload(*job_.store) : 0;
 }
 
 int64_t WholeOutputs::fetch(Rows rows, bool ahead) {
-  if (!parks()) return 0;
+  if (!offloads()) return 0;
   std::set<tape::Crossing> all;
   Part& part = parts_.at(rows.begin);
   for (size_t i = 0; i < part.wants_gradient.size(); ++i) {
@@ -180,7 +180,7 @@ int64_t WholeOutputs::fetch(Rows rows, bool ahead) {
 }
 
 void WholeOutputs::forget(Rows rows) {
-  if (parks()) parts_.at(rows.begin).waiting = WaitingRoom();
+  if (offloads()) parts_.at(rows.begin).waiting = WaitingRoom();
 }
 
 /// Nodes are numbered as they are made, by each thread: forwards that ran in other threads are not

@@ -54,7 +54,7 @@ int64_t result_bytes(const tape::Tape& tape) {
 class CheckpointPlanner::Search {
  public:
   struct Beside {
-    bool parked = false;    // what waits leaves the device
+    bool offloaded = false;    // what waits leaves the device
     int64_t others = 0;     // micro-batches at all of whose cuts something waits
     int64_t elsewhere = 0;  // bytes that are there all the while
   };
@@ -101,7 +101,7 @@ class CheckpointPlanner::Search {
         if (waits[i] == kNever) continue;
         const int64_t arrives = places_.short_waits(ends_[i]);
         const int64_t sum = waits[i] + arrives;
-        if (own + (beside_.parked ? arrives : sum) > bound) continue;
+        if (own + (beside_.offloaded ? arrives : sum) > bound) continue;
         const bool longest = j == end && beside_.others == 0;
         if (sum > waits[j] && !longest) continue;
         waits[j] = sum;
@@ -113,7 +113,7 @@ class CheckpointPlanner::Search {
     for (size_t j = end; before[j] != 0;) choice.cuts.push_back(j = before[j]);
     std::reverse(choice.cuts.begin(), choice.cuts.end());
     choice.peak = peak(choice.cuts, /*overlapped=*/false);
-    choice.overlapped = peak(choice.cuts, beside_.parked);
+    choice.overlapped = peak(choice.cuts, beside_.offloaded);
     return choice;
   }
 
@@ -140,11 +140,11 @@ class CheckpointPlanner::Search {
     for (size_t s = 0; s <= cuts.size(); ++s) {
       const size_t begin = s == 0 ? 0 : cuts[s - 1];
       const size_t end = s == cuts.size() ? ends_.size() - 1 : cuts[s];
-      waiting = (beside_.parked ? 0 : waiting) + arrives[s];
+      waiting = (beside_.offloaded ? 0 : waiting) + arrives[s];
       const int64_t coming = overlapped && s > 1 ? arrives[s - 1] : 0;
       most = std::max(most, waiting + coming + at_work(begin, end));
     }
-    return most + (beside_.parked ? 0 : elsewhere);
+    return most + (beside_.offloaded ? 0 : elsewhere);
   }
 
   const plan::NarrowPlaces& places_;
@@ -235,7 +235,7 @@ void CheckpointPlanner::search(const tape::Tape& tape, const std::vector<uint32_
 void CheckpointPlanner::search(const tape::Tape& tape, const std::vector<uint32_t>& ops,
                                const plan::NarrowPlaces& places, Known& known) const {
   const std::vector<uint32_t>& positions = places.positions();
-  Search::Beside beside{parked()};
+  Search::Beside beside{offloaded()};
   const int64_t others = situation_.micro_batches - 1;
   int64_t outputs = 0;  // of all, and their gradient
   if (situation_.coupled) {
@@ -254,7 +254,7 @@ void CheckpointPlanner::search(const tape::Tape& tape, const std::vector<uint32_
     while (positions[end] < last) ++end;
     if (stretch > 0) waiting += arrives[stretch - 1];
     beside.elsewhere = outputs;
-    if (!parked()) {
+    if (!offloaded()) {
       // Of the others their gradients behind this stretch, too.
       const int64_t handed = stretch < ops.size() ? arrives[stretch] : 0;
       const int64_t own = places.waiting({positions[begin]}).front();

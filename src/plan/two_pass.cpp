@@ -13,21 +13,21 @@ namespace infinitybatch {
 Plan Planner::measured_plan(std::vector<int64_t> sizes) const {
   if (request_.segments > 0) {
     Plan plan = cut_rehearsal_plan(std::move(sizes), request_.segments, request_.whole_loss);
-    return request_.parked ? with_parking(std::move(plan), /*overlap=*/false) : plan;
+    return request_.offloaded ? with_offload(std::move(plan), /*overlap=*/false) : plan;
   }
   if (!request_.two_pass) return stream_plan(std::move(sizes), /*penalty=*/false);
-  Plan plan = rehearsal_plan(std::move(sizes), request_.parks_graphs);
-  return request_.parked ? with_parking(std::move(plan), /*overlap=*/false) : plan;
+  Plan plan = rehearsal_plan(std::move(sizes), request_.offloads_graphs);
+  return request_.offloaded ? with_offload(std::move(plan), /*overlap=*/false) : plan;
 }
 
 Plan Planner::whole_plan(int64_t size, int64_t retained, bool overlap) const {
   std::vector<int64_t> sizes = split_evenly(request_.batch_size, size);
-  if (request_.parks_graphs) retained = static_cast<int64_t>(sizes.size());
+  if (request_.offloads_graphs) retained = static_cast<int64_t>(sizes.size());
   Plan plan = request_.segments == 0
-                  ? two_pass_plan(std::move(sizes), retained, request_.parks_graphs)
+                  ? two_pass_plan(std::move(sizes), retained, request_.offloads_graphs)
                   : cut_plan(std::move(sizes), request_.segments, retained, request_.whole_loss,
                              request_.penalty);
-  return request_.parked ? with_parking(std::move(plan), overlap) : plan;
+  return request_.offloaded ? with_offload(std::move(plan), overlap) : plan;
 }
 
 size_t Planner::probed_micro_batches() const {
@@ -60,7 +60,7 @@ std::optional<MicroBatchProfile::Effect> Planner::whole_loss(size_t micro_batche
 int64_t Planner::held_beside_joined(const Plan& plan) const {
   const auto count = static_cast<int64_t>(plan.micro_batch_sizes.size());
   const bool copied = count > 1 || request_.copies_one;
-  if (!known_->profile || !request_.whole_loss || !copied || plan.parks_graphs) return 0;
+  if (!known_->profile || !request_.whole_loss || !copied || plan.offloads_graphs) return 0;
   int64_t bytes = 0;
   for (int64_t i = count - plan.retained; i < count; ++i) {
     bytes += outputs_of(*known_->profile, plan, plan.micro_batch_sizes[static_cast<size_t>(i)]);
@@ -96,12 +96,12 @@ bool Planner::foresees_whole_loss(const Plan& plan) const {
 }
 
 int64_t Planner::two_pass_peak(int64_t size, int64_t retained) const {
-  return peak_of(whole_plan(size, retained, request_.parks_graphs && !known_->in_turn));
+  return peak_of(whole_plan(size, retained, request_.offloads_graphs && !known_->in_turn));
 }
 
 int64_t Planner::peak_of(const Plan& plan) const {
   return simulate_peak(plan, *known_->profile, request_.baseline_bytes, /*begun=*/false,
-                       whole_loss_of(plan), request_.outputs_park);
+                       whole_loss_of(plan), request_.outputs_offload);
 }
 
 int64_t Planner::corrected(int64_t peak) const {
@@ -112,7 +112,7 @@ int64_t Planner::corrected(int64_t peak) const {
 
 /// Whether there is room for what comes and leaves while other micro-batches compute.
 bool Planner::overlaps(int64_t size) const {
-  return request_.parked && known_->profile && !known_->in_turn &&
+  return request_.offloaded && known_->profile && !known_->in_turn &&
          corrected(peak_of(whole_plan(size, /*retained=*/0, /*overlap=*/true))) <=
              request_.budget_bytes;
 }
@@ -125,7 +125,7 @@ void Planner::copy_in_turn(bool in_turn) {
 /// all of them are held.
 int64_t Planner::most_retained(int64_t size) const {
   const int64_t count = (request_.batch_size + size - 1) / size;
-  if (request_.parked || !request_.keeps_graphs || !known_->profile ||
+  if (request_.offloaded || !request_.keeps_graphs || !known_->profile ||
       !whole_loss(static_cast<size_t>(count)))
     return 0;
   const auto fit = [&](int64_t retained) {
@@ -158,16 +158,16 @@ Piece Planner::two_pass() {
     const int64_t size = size_under(fastest());
     const int64_t retained = most_retained(size);
     piece.plan = whole_plan(size, retained, overlaps(size));
-    // What a parked step finds on the device differs by a few bytes from what its rehearsal did, so
+    // What a offloaded step finds on the device differs by a few bytes from what its rehearsal did, so
     // that another size may be the largest that fits: one that was not timed.
-    if (knows_whole_loss(piece.plan.micro_batch_sizes.size()) && (settled() || request_.parked)) {
+    if (knows_whole_loss(piece.plan.micro_batch_sizes.size()) && (settled() || request_.offloaded)) {
       if (known_->profile) piece.plan.predicted_peak_bytes = corrected(peak_of(piece.plan));
       if (settled()) settled_plan_ = piece.plan;
     }
   }
   row_ = request_.batch_size;
   attempted_ = piece.plan.micro_batch_size();
-  attempted_retained_ = piece.plan.parks_graphs ? 0 : piece.plan.retained;
+  attempted_retained_ = piece.plan.offloads_graphs ? 0 : piece.plan.retained;
   attempted_overlap_ = piece.plan.overlaps;
   return piece;
 }

@@ -2,7 +2,7 @@
 
 #include <infinitybatch/execute/pass_times.hpp>
 #include <infinitybatch/execute/plan.hpp>
-#include <infinitybatch/park/store.hpp>
+#include <infinitybatch/offload/store.hpp>
 #include <infinitybatch/plan/planner.hpp>
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace infinitybatch {
 
 /// Whether the graphs of all micro-batches are kept away from the device, and why.
 struct GraphChoice {
-  bool parks = false;
+  bool offloads = false;
   std::string reason;
 };
 
@@ -29,20 +29,20 @@ class GraphChoices {
   bool empty() const noexcept { return chosen_.empty(); }
   /// Null where nothing is chosen yet.
   const GraphChoice* find(const std::string& kind) const;
-  bool parks(const std::string& kind) const;
+  bool offloads(const std::string& kind) const;
 
-  /// How graphs that are parked are planned.
-  struct ParkedWay {
+  /// How graphs that are offloaded are planned.
+  struct OffloadWay {
     std::function<Request()> request;
     std::function<void()> rehearse;  ///< begins so, and adds what it took
   };
   /// Chooses for batches of this kind, if enough is known then.
   /// \param again  the plan of second forwards, whose rehearsal is over
   /// \param asked  what it was planned for
-  void choose(const std::string& kind, Planner& planner, const park::Store& store,
-              const Plan& again, const Request& asked, const ParkedWay& parked_way);
+  void choose(const std::string& kind, Planner& planner, const offload::Store& store,
+              const Plan& again, const Request& asked, const OffloadWay& offload_way);
 
-  /// From now on second forwards; false where graphs were not parked by choice.
+  /// From now on second forwards; false where graphs were not offloaded by choice.
   bool give_up(const std::string& kind);
 
  private:
@@ -53,9 +53,9 @@ class GraphChoices {
     double seconds = 0;
     double waited = 0;  // of these, for copies
   };
-  Timed timed(const Plan& plan, const Request& request, const park::Store& store) const;
-  std::optional<GraphChoice> compare(Planner& planner, const park::Store& store, const Plan& again,
-                                     const Request& asked, const ParkedWay& parked_way) const;
+  Timed timed(const Plan& plan, const Request& request, const offload::Store& store) const;
+  std::optional<GraphChoice> compare(Planner& planner, const offload::Store& store, const Plan& again,
+                                     const Request& asked, const OffloadWay& offload_way) const;
 
   /// By what the planner was asked: by micro-batch size.
   std::map<std::string, std::map<int64_t, PassTimes>> rehearsed_;

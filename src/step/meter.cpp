@@ -105,7 +105,7 @@ class Tracing {
 /// A forward that a kept graph saves. Of a cut tape it is played without a graph first: what plays
 /// it again takes about as long.
 bool saved_where_kept(const Plan& plan, Operation operation) {
-  if (plan.parks_graphs) return false;  // what is fetched is kept already
+  if (plan.offloads_graphs) return false;  // what is fetched is kept already
   return operation == Operation::replay || operation == Operation::advance;
 }
 

@@ -1,7 +1,7 @@
 #include <infinitybatch/step/virtual_batch.hpp>
 
 #include "meter.hpp"
-#include "parking.hpp"
+#include "offload.hpp"
 #include "virtual_batch_state.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -14,8 +14,8 @@
 #include <infinitybatch/memory/foreign_storage.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
-#include <infinitybatch/park/absence.hpp>
-#include <infinitybatch/park/store.hpp>
+#include <infinitybatch/offload/absence.hpp>
+#include <infinitybatch/offload/store.hpp>
 #include <infinitybatch/plan/checkpoint_planner.hpp>
 #include <infinitybatch/plan/planner.hpp>
 #include <infinitybatch/step/admission.hpp>
@@ -99,10 +99,10 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
     job.checkpoints = &checkpoints_[signature_of(job)];
   }
   const bool waits = job.cut || job.coupled != nullptr;
-  const bool parks = options_.parking.when == Parking::When::always ||
-                     ((job.cut || keeps_graphs(job)) && parked_.contains(signature_of(job)));
-  if (waits && parks) job.store = store(job.device);
-  job.parks_graphs = job.store != nullptr && keeps_graphs(job);
+  const bool offloads = options_.offload.when == Offload::When::always ||
+                     ((job.cut || keeps_graphs(job)) && offloaded_.contains(signature_of(job)));
+  if (waits && offloads) job.store = store(job.device);
+  job.offloads_graphs = job.store != nullptr && keeps_graphs(job);
   if (job.coupled != nullptr) job.output_law = &output_laws_[program_kind_of(job)];
   if (job.cut) job.check_recordings = !checked_.contains(program_kind_of(job));
   if (job.exact_coupling && job.use_tapes) job.examined = &examined_[program_kind_of(job)];
@@ -157,7 +157,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       if (beside && report.peak_bytes > predicted && own_peak_ <= predicted) {
         report.predicted_peak_bytes.reset();
       }
-      if (job.store != nullptr) tell_parking(job, report);
+      if (job.store != nullptr) tell_offload(job, report);
       report.memory_budget = budget;
       report.seconds = std::chrono::duration<double>(Clock::now() - start).count();
       report.restarts = restarts;
@@ -196,7 +196,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       throw;
     } catch (const BudgetExceeded& error) {
       if (!give_up_graphs(job) && !plan_smaller(job)) refuse_budget(job, error);
-    } catch (const ParkingError&) {
+    } catch (const OffloadError&) {
       if (!give_up_graphs(job)) throw;
     } catch (const Unsupported& error) {
       if (job.checkpoints == nullptr || !streamed_ || options_.checkpoint_segments) throw;
@@ -205,8 +205,8 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
                           std::string("a single sample (") + error.what_without_backtrace() + ")");
     } catch (...) {
       if (const std::string text = first_line_of(std::current_exception());
-          park::tells_of_absence(text)) {
-        throw StateError(text.substr(text.find(park::kAbsent)));
+          offload::tells_of_absence(text)) {
+        throw StateError(text.substr(text.find(offload::kAbsent)));
       }
       if (streamed_ && job.checkpoints != nullptr && refuses_one_sample(std::current_exception())) {
         check_inputs();
@@ -257,13 +257,13 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     checked = job;
     const bool rehearsed = (job.coupled != nullptr || job.cut) && job.checkpoints == nullptr;
     if (rehearsed && !options_.micro_batch_size) {
-      checked.parks_graphs = parks_graphs(job);
+      checked.offloads_graphs = offloads_graphs(job);
       if (rehearse(checked, *budget)) checked.check_recordings = false;
       choose_graphs(job, *budget);
-      checked.parks_graphs = parks_graphs(job);
+      checked.offloads_graphs = offloads_graphs(job);
       random.restore();
     }
-    if (job.store != nullptr) parked_before_ = job.store->statistics();
+    if (job.store != nullptr) offloaded_before_ = job.store->statistics();
     const memory::PeakScope own(job.device);
     executor.emplace(checked);
     if (!options_.micro_batch_size) executor->look_for_few_rows();
@@ -313,23 +313,23 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
   }
 }
 
-void VirtualBatch::State::tell_parking(const Job& job, StepReport& report) {
-  const park::StoreStatistics& before = parked_before_;
-  const park::StoreStatistics now = job.store->statistics();
-  const ParkedMeanwhile parked(before, now);
-  report.parked_bytes = parked.bytes;
-  report.parked_seconds = parked.seconds;
-  plan_.parks = true;
-  plan_.parked_bytes = report.parked_bytes;
-  plan_.parked_seconds = report.parked_seconds;
+void VirtualBatch::State::tell_offload(const Job& job, StepReport& report) {
+  const offload::StoreStatistics& before = offloaded_before_;
+  const offload::StoreStatistics now = job.store->statistics();
+  const OffloadedMeanwhile offloaded(before, now);
+  report.offloaded_bytes = offloaded.bytes;
+  report.offload_seconds = offloaded.seconds;
+  plan_.offloads = true;
+  plan_.offloaded_bytes = report.offloaded_bytes;
+  plan_.offload_seconds = report.offload_seconds;
   plan_.graph_bytes = graph_bytes_;
   if (!job.device.is_cpu()) return;
-  times_.set_link(report.parked_bytes, now.seconds_out - before.seconds_out,
+  times_.set_link(report.offloaded_bytes, now.seconds_out - before.seconds_out,
                   now.moved_back - before.moved_back, now.seconds_back - before.seconds_back);
-  plan_.predicted_parked_seconds = simulate_copies(plan_, times_);
+  plan_.predicted_offload_seconds = simulate_copies(plan_, times_);
   // Copies so short that the store makes them itself: no thread wakes up as fast.
-  if (report.parked_seconds.hidden <= 0) {
-    CopySeconds& next = *plan_.predicted_parked_seconds;
+  if (report.offload_seconds.hidden <= 0) {
+    CopySeconds& next = *plan_.predicted_offload_seconds;
     next = {0, next.hidden + next.waited};
   }
 }
@@ -344,15 +344,15 @@ bool VirtualBatch::State::begin_checkpoints(Job& job) {
   job.cut = true;
   job.checkpoints = &checkpoints_[signature_of(job)];
   // With less in each segment what waits may fit.
-  parked_.erase(signature_of(job));
-  const bool parks = options_.parking.when == Parking::When::always;
-  job.store = parks ? store(job.device) : nullptr;
+  offloaded_.erase(signature_of(job));
+  const bool offloads = options_.offload.when == Offload::When::always;
+  job.store = offloads ? store(job.device) : nullptr;
   return true;
 }
 
 void VirtualBatch::State::end_checkpoints(Job& job) {
   checkpoints_.erase(signature_of(job));
-  parked_.erase(signature_of(job));
+  offloaded_.erase(signature_of(job));
   job.checkpoints = nullptr;
   job.store = nullptr;
   if (job.alone) job.cut = false;
@@ -376,28 +376,28 @@ void VirtualBatch::State::give_up_checkpoints(const Job& job, int64_t needed, in
 bool VirtualBatch::State::checkpoint_smaller(Job& job) {
   CheckpointPlanner& planner = checkpoints_[signature_of(job)];
   // Beside the loss of all outputs there is only what waits.
-  if (failed_in_loss_) return begin_parking(job) || begin_again(job, planner);
-  return planner.ran_out_of_memory() || begin_parking(job) || begin_again(job, planner) ||
+  if (failed_in_loss_) return begin_offload(job) || begin_again(job, planner);
+  return planner.ran_out_of_memory() || begin_offload(job) || begin_again(job, planner) ||
          begin_forgetting(planner);
 }
 
 bool VirtualBatch::State::begin_again(const Job& job, CheckpointPlanner& planner) const {
-  const bool parks = options_.parking.when != Parking::When::never;
-  if (job.coupled == nullptr || !job.alone || planner.again || planner.forget || parks)
+  const bool offloads = options_.offload.when != Offload::When::never;
+  if (job.coupled == nullptr || !job.alone || planner.again || planner.forget || offloads)
     return false;
   planner.begin_again();
   return true;
 }
 
-bool VirtualBatch::State::begin_parking(Job& job) {
+bool VirtualBatch::State::begin_offload(Job& job) {
   const bool fixed = options_.micro_batch_size || job.checkpoints != nullptr;
   const bool possible = (job.cut || keeps_graphs(job)) &&
-                        options_.parking.when != Parking::When::never &&
+                        options_.offload.when != Offload::When::never &&
                         (fixed || planner_.smallest_failed());
   if (!possible || job.store != nullptr) return false;
-  parked_.insert(signature_of(job));
+  offloaded_.insert(signature_of(job));
   job.store = store(job.device);
-  job.parks_graphs = keeps_graphs(job);
+  job.offloads_graphs = keeps_graphs(job);
   return true;
 }
 
@@ -407,14 +407,14 @@ bool VirtualBatch::State::begin_turns(const Job& job) {
 }
 
 bool VirtualBatch::State::begin_forgetting(CheckpointPlanner& planner) const {
-  const bool parks = options_.parking.when != Parking::When::never;
-  if (planner.forget || parks || options_.checkpoint_segments) return false;
+  const bool offloads = options_.offload.when != Offload::When::never;
+  if (planner.forget || offloads || options_.checkpoint_segments) return false;
   planner.begin_forgetting();
   return true;
 }
 
-park::Store* VirtualBatch::State::store(at::Device device) const {
-  if (!store_ || store_->device() != device) store_ = make_store(options_.parking, device);
+offload::Store* VirtualBatch::State::store(at::Device device) const {
+  if (!store_ || store_->device() != device) store_ = make_store(options_.offload, device);
   return store_.get();
 }
 
@@ -456,8 +456,8 @@ bool VirtualBatch::State::answer_by_cuts(Job& job) {
   const bool uncut = known != nullptr && known->uncut;
   if (!job.cut && job.exact_coupling && !uncut && !coupled_beyond_cuts_) {
     job.cut = cut = true;
-    job.parks_graphs = false;
-    if (options_.parking.when == Parking::When::always) job.store = store(job.device);
+    job.offloads_graphs = false;
+    if (options_.offload.when == Offload::When::always) job.store = store(job.device);
     return true;
   }
   if (!job.cut || options_.micro_batch_size || options_.static_graph) return false;

@@ -8,7 +8,7 @@
 #include <infinitybatch/execute/executor.hpp>
 #include <infinitybatch/execute/pass_times.hpp>
 #include <infinitybatch/execute/recorded.hpp>
-#include <infinitybatch/park/store.hpp>
+#include <infinitybatch/offload/store.hpp>
 #include <infinitybatch/plan/checkpoint_planner.hpp>
 #include <infinitybatch/plan/planner.hpp>
 #include <infinitybatch/step/programs.hpp>
@@ -57,12 +57,12 @@ class VirtualBatch::State {
   /// Measures what the planner still wants to know of a coupled loss's micro-batches, and undoes
   /// it. Returns whether the first recording was checked on the way.
   bool rehearse(const Job& job, int64_t budget);
-  /// Whether graphs are parked by choice.
-  bool parks_graphs(const Job& job) const;
-  /// Of a coupled loss that parks, once it is rehearsed: finds out whether parking all graphs takes
+  /// Whether graphs are offloaded by choice.
+  bool offloads_graphs(const Job& job) const;
+  /// Of a coupled loss that offloads, once it is rehearsed: finds out whether offloading all graphs takes
   /// less time than second forwards.
   void choose_graphs(const Job& job, int64_t budget);
-  /// From now on second forwards instead; false where no graph was parked by choice.
+  /// From now on second forwards instead; false where no graph was offloaded by choice.
   bool give_up_graphs(const Job& job);
   /// With a fixed size: whether micro-batches keep their graph for a coupled loss.
   bool keeps_graphs(const Job& job) const;
@@ -86,19 +86,19 @@ class VirtualBatch::State {
   /// Cuts for memory, but smaller ones or on another rung; false where there is none.
   bool checkpoint_smaller(Job& job);
   /// From now on what waits of batches of this kind leaves the device; false where it cannot.
-  bool begin_parking(Job& job);
+  bool begin_offload(Job& job);
   /// What waits until a coupled loss is known does not, but is made again after it.
   bool begin_again(const Job& job, CheckpointPlanner& planner) const;
-  /// The last rung, where nothing may be parked: frontiers are computed again instead.
+  /// The last rung, where nothing may be offloaded: frontiers are computed again instead.
   bool begin_forgetting(CheckpointPlanner& planner) const;
-  /// What the step parked, and how much of its copies was hidden, for plan and report.
-  void tell_parking(const Job& job, StepReport& report);
-  /// With a fixed size: whether parked values may be copied while other micro-batches compute.
+  /// What the step offloaded, and how much of its copies was hidden, for plan and report.
+  void tell_offload(const Job& job, StepReport& report);
+  /// With a fixed size: whether offloaded values may be copied while other micro-batches compute.
   bool may_overlap(const Job& job) const;
   /// From now on they are copied in turn; false where they were.
   bool begin_turns(const Job& job);
-  bool plan_smaller(Job& job) { return begin_parking(job) || begin_checkpoints(job); }
-  park::Store* store(at::Device device) const;
+  bool plan_smaller(Job& job) { return begin_offload(job) || begin_checkpoints(job); }
+  offload::Store* store(at::Device device) const;
   /// Whether cutting the tapes, or giving it up again, may be exact.
   bool answer_by_cuts(Job& job);
   void answer_coupling(const Job& job);
@@ -120,9 +120,9 @@ class VirtualBatch::State {
   Options options_;
   Planner planner_;
   Plan plan_;
-  PassTimes times_;                      // of the last step, where it parked
+  PassTimes times_;                      // of the last step, where it offloaded
   GraphBytes graph_bytes_;               // the same
-  park::StoreStatistics parked_before_;  // when it began
+  offload::StoreStatistics offloaded_before_;  // when it began
   GraphChoices graph_choices_;
   bool use_tapes_ = true;
   std::array<bool, 2> cut_{};    // in eval, in training: ops of the model see the whole batch
@@ -131,9 +131,9 @@ class VirtualBatch::State {
   mutable std::map<std::string, StaticTapes> static_tapes_;  // by kind of batch
   /// Kinds of batches one sample of which does not fit.
   mutable std::map<std::string, CheckpointPlanner> checkpoints_;
-  std::set<std::string> parked_;   // kinds of batches what waits of which does not fit
+  std::set<std::string> offloaded_;   // kinds of batches what waits of which does not fit
   std::set<std::string> in_turn_;  // of these: nor what is copied beside other micro-batches' work
-  mutable std::unique_ptr<park::Store> store_;
+  mutable std::unique_ptr<offload::Store> store_;
   mutable std::map<std::string, coupled::DrawLaws> draw_laws_;  // by kind of batch
   mutable std::map<std::string, OutputLaw> output_laws_;        // by kind of batch
   mutable PlainNumbers numbers_;                                // of the model's, in Python

@@ -41,8 +41,8 @@ void VirtualBatch::State::follow_fixed_size(Executor& executor, const Job& job, 
   if (job.coupled != nullptr) {
     const int64_t count = static_cast<int64_t>(sizes.size());
     plan_ = two_pass_plan(std::move(sizes), std::min(options_.retained_micro_batches, count),
-                          job.parks_graphs);
-    if (job.store != nullptr) plan_ = with_parking(std::move(plan_), may_overlap(job));
+                          job.offloads_graphs);
+    if (job.store != nullptr) plan_ = with_offload(std::move(plan_), may_overlap(job));
   } else {
     plan_ = stream_plan(std::move(sizes), has_penalty());
   }
@@ -61,7 +61,7 @@ void VirtualBatch::State::follow_cuts(Executor& executor, const Job& job,
   const int64_t retained = std::min(options_.retained_micro_batches, count);
   const auto plan = [&](int64_t segments) {
     Plan cut = cut_plan(sizes, segments, retained, job.coupled != nullptr, has_penalty());
-    return job.store != nullptr ? with_parking(std::move(cut), may_overlap(job)) : cut;
+    return job.store != nullptr ? with_offload(std::move(cut), may_overlap(job)) : cut;
   };
   Piece piece;
   piece.settled = true;
@@ -89,7 +89,7 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
       job.alone ? split_by(job.batch_size(), rows) : split_for_cuts(job.batch_size(), rows);
   CheckpointPlanner::Situation situation;
   situation.available = budget ? *budget - baseline : kUnlimited;
-  situation.parked = job.store != nullptr;
+  situation.offloaded = job.store != nullptr;
   situation.micro_batches = static_cast<int64_t>(sizes.size());
   situation.coupled = job.coupled != nullptr;
   situation.together = !job.alone;
@@ -110,8 +110,8 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
   const bool coupled = job.coupled != nullptr;
   // Nobody goes back before all have been forward.
   const bool together = coupled || !job.alone;
-  const auto parked = [&](Plan plan) {
-    return job.store != nullptr ? with_parking(std::move(plan), planner.overlaps()) : plan;
+  const auto offloaded = [&](Plan plan) {
+    return job.store != nullptr ? with_offload(std::move(plan), planner.overlaps()) : plan;
   };
   std::vector<int64_t> segments;
   std::vector<Stretches> stretches;
@@ -121,13 +121,13 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
     stretches.push_back(executor.stretches(Rows{row, row + size}));
     const bool last = segments.size() == sizes.size();
     const Plan rest =
-        parked(checkpoint_plan({size}, {segments.back()}, coupled, last && has_penalty()));
+        offloaded(checkpoint_plan({size}, {segments.back()}, coupled, last && has_penalty()));
     const size_t end = rest.instructions.size() - 1;
     if (!together) follow(rest, 1, end);
     if (!together && last && hand_out) follow(rest, end, end + 1, /*counts=*/false);
     row += size;
   }
-  plan_ = parked(job.alone ? checkpoint_plan(sizes, segments, coupled, has_penalty())
+  plan_ = offloaded(job.alone ? checkpoint_plan(sizes, segments, coupled, has_penalty())
                            : cut_plan(sizes, stretches, /*retained=*/0, coupled, has_penalty()));
   if (together) {
     row = 0;
@@ -167,11 +167,11 @@ Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   Request request;
   request.signature = kind_of(job);
   if (job.cut) request.signature += "|cut into " + std::to_string(segments_);
-  request.parked = job.store != nullptr;
-  if (request.parked) request.signature += "|parked";
-  request.parks_graphs = job.parks_graphs;
-  if (request.parks_graphs) request.signature += "|graphs, too";
-  request.outputs_park = request.parked && job.coupled != nullptr &&
+  request.offloaded = job.store != nullptr;
+  if (request.offloaded) request.signature += "|offloaded";
+  request.offloads_graphs = job.offloads_graphs;
+  if (request.offloads_graphs) request.signature += "|graphs, too";
+  request.outputs_offload = request.offloaded && job.coupled != nullptr &&
                          job.coupled->device().value_or(job.device) == job.device;
   request.dims = lengths_of(job);
   request.batch_size = job.batch_size();
@@ -245,8 +245,8 @@ bool VirtualBatch::State::keeps_graphs(const Job& job) const {
          options_.retained_micro_batches > 0;
 }
 
-bool VirtualBatch::State::parks_graphs(const Job& job) const {
-  return !graph_choices_.empty() && graph_choices_.parks(signature_of(job));
+bool VirtualBatch::State::offloads_graphs(const Job& job) const {
+  return !graph_choices_.empty() && graph_choices_.offloads(signature_of(job));
 }
 
 void VirtualBatch::State::choose_graphs(const Job& job, int64_t budget) {
@@ -254,15 +254,15 @@ void VirtualBatch::State::choose_graphs(const Job& job, int64_t budget) {
   if (!possible || !planner_.settled()) return;
   const std::string kind = signature_of(job);
   if (graph_choices_.find(kind) != nullptr) return;
-  Job parking = job;
-  parking.parks_graphs = true;
+  Job offload = job;
+  offload.offloads_graphs = true;
   graph_choices_.choose(
       kind, planner_, *job.store, planner_.plan(), request(job, budget),
-      {[&] { return request(parking, budget); }, [&] { rehearse(parking, budget); }});
+      {[&] { return request(offload, budget); }, [&] { rehearse(offload, budget); }});
 }
 
 bool VirtualBatch::State::give_up_graphs(const Job& job) {
-  return parks_graphs(job) && graph_choices_.give_up(signature_of(job));
+  return offloads_graphs(job) && graph_choices_.give_up(signature_of(job));
 }
 
 void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int64_t budget,

@@ -54,7 +54,7 @@ Batch run(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs,
       throw;
     }
   };
-  std::shared_ptr<park::Store> store;
+  std::shared_ptr<offload::Store> store;
   const int64_t retained = wrapped->options.retained_micro_batches;
   const auto stream = [&](ForwardPass& pass) {
     const StoreUse alone(*wrapped, store.get());
@@ -64,22 +64,22 @@ Batch run(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs,
     const StoreUse alone(*wrapped, store.get());
     return pass.run_cuts(split_for_cuts(total, size), /*overlap=*/true);
   };
-  const auto park = [&] {
-    if (wrapped->options.parking.when != Parking::When::always) return;
+  const auto offload = [&] {
+    if (wrapped->options.offload.when != Offload::When::always) return;
     store = wrapped->store_on(job.device);
     job.store = store.get();
   };
-  const auto park_graphs = [&] {
-    if (retained > 0) park();
-    job.parks_graphs = retained > 0 && store != nullptr;
+  const auto offload_graphs = [&] {
+    if (retained > 0) offload();
+    job.offloads_graphs = retained > 0 && store != nullptr;
   };
   std::atomic<bool>& sees_all = wrapped->sees_whole_batch();
   if (one) {
-    park_graphs();
+    offload_graphs();
     return attempt(stream);
   }
   if (wrapped->options.static_graph) {
-    park();
+    offload();
     const Rerunnable rerunnable(inputs);
     try {
       return attempt(cut);
@@ -89,7 +89,7 @@ Batch run(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs,
     return attempt(cut);
   }
   if (sees_all) {
-    park();
+    offload();
     try {
       return attempt(cut);
     } catch (const NothingToCut&) {
@@ -97,7 +97,7 @@ Batch run(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs,
     }
   }
   const Rerunnable rerunnable(inputs);
-  park_graphs();
+  offload_graphs();
   std::exception_ptr coupling;
   try {
     return attempt(stream);
@@ -106,8 +106,8 @@ Batch run(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs,
     coupling = std::current_exception();
   }
   rerunnable.check();
-  job.parks_graphs = false;
-  park();
+  job.offloads_graphs = false;
+  offload();
   try {
     Batch outputs = attempt(cut);
     sees_all = true;

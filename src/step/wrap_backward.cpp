@@ -361,14 +361,14 @@ class Copying {
     if (call.store) before_ = call.store->statistics();
   }
   ~Copying() {
-    if (call_.store) call_.add_parked(ParkedMeanwhile(before_, call_.store->statistics()));
+    if (call_.store) call_.add_offloaded(OffloadedMeanwhile(before_, call_.store->statistics()));
   }
   Copying(const Copying&) = delete;
   Copying& operator=(const Copying&) = delete;
 
  private:
   WrappedCall& call_;
-  park::StoreStatistics before_;
+  offload::StoreStatistics before_;
 };
 
 std::vector<at::Tensor> run(WrappedCall& call, const std::vector<at::Tensor>& gradients) {

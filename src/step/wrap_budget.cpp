@@ -97,9 +97,9 @@ class BudgetedForward {
   Request request() const;
   Batch attempt();
   void choose_store();
-  bool begin_parking();
+  bool begin_offload();
   /// Under a plan: whether graphs that wait away from the device are an alternative.
-  bool may_park_graphs() const {
+  bool may_offload_graphs() const {
     return job_.store != nullptr && !job_.cut && !options_.micro_batch_size;
   }
   void choose_graphs();
@@ -120,7 +120,7 @@ class BudgetedForward {
 
   const std::shared_ptr<Wrapped> wrapped_;
   const WrapOptions& options_;
-  std::shared_ptr<park::Store> store_;  // the job's
+  std::shared_ptr<offload::Store> store_;  // the job's
   const Batch& inputs_;
   const BatchSource rows_;
   const BatchSource targets_;
@@ -164,15 +164,15 @@ Request BudgetedForward::request() const {
     request.whole_batch_only = wrapped_->whole_batch_only.contains(program_kind_of(job_));
     request.fails_on = wrapped_->few_rows.failing(program_kind_of(job_));
   }
-  request.parked = job_.cut ? job_.store != nullptr : job_.parks_graphs;
-  request.parks_graphs = job_.parks_graphs;
-  if (request.parks_graphs) request.signature += "|graphs are parked";
+  request.offloaded = job_.cut ? job_.store != nullptr : job_.offloads_graphs;
+  request.offloads_graphs = job_.offloads_graphs;
+  if (request.offloads_graphs) request.signature += "|graphs are offloaded";
   if (!job_.cut) return request;
   request.signature += "|cut into " + std::to_string(wrapped_->segments);
   request.segments = wrapped_->segments;
   // Backward takes what waits apart as it goes, so that it could not begin again without graphs.
   request.keeps_graphs = false;
-  if (request.parked) request.signature += "|parked";
+  if (request.offloaded) request.signature += "|offloaded";
   return request;
 }
 
@@ -204,10 +204,10 @@ Batch BudgetedForward::run() {
     } catch (const NoRoomToLook&) {
       if (!drop_graphs(*wrapped_)) throw;
     } catch (const BudgetExceeded& error) {
-      if (drop_graphs(*wrapped_) || begin_parking() || give_up_graphs()) continue;
+      if (drop_graphs(*wrapped_) || begin_offload() || give_up_graphs()) continue;
       if (coupling_) std::rethrow_exception(coupling_);
       refuse_budget(error);
-    } catch (const ParkingError&) {
+    } catch (const OffloadError&) {
       if (!give_up_graphs()) throw;
     } catch (...) {
       if (answer_few_rows()) {
@@ -222,7 +222,7 @@ Batch BudgetedForward::run() {
       try {
         answer_out_of_memory(limit, finishing_);
       } catch (const BudgetExceeded& error) {
-        if (!begin_parking() && !give_up_graphs()) refuse_budget(error);
+        if (!begin_offload() && !give_up_graphs()) refuse_budget(error);
       }
     }
   }
@@ -230,24 +230,24 @@ Batch BudgetedForward::run() {
 
 /// Where what waits at the cuts goes, or graphs that are kept; none where it stays on the device.
 void BudgetedForward::choose_store() {
-  const bool always = options_.parking.when == Parking::When::always;
+  const bool always = options_.offload.when == Offload::When::always;
   const bool fixed = options_.micro_batch_size.has_value();
   const bool keeps = with_gradients_ && (options_.retained_micro_batches > 0 || !fixed);
-  bool parks = always && (job_.cut || keeps);
-  if (!parks && (job_.cut || (keeps && fixed))) {
+  bool offloads = always && (job_.cut || keeps);
+  if (!offloads && (job_.cut || (keeps && fixed))) {
     const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-    parks = wrapped_->parked.contains(signature_of(job_));
+    offloads = wrapped_->offloaded.contains(signature_of(job_));
   }
-  store_ = parks ? wrapped_->store_on(job_.device) : nullptr;
+  store_ = offloads ? wrapped_->store_on(job_.device) : nullptr;
   job_.store = store_.get();
-  job_.parks_graphs =
-      parks && !job_.cut && (fixed || wrapped_->graph_choices[planner_].parks(signature_of(job_)));
+  job_.offloads_graphs =
+      offloads && !job_.cut && (fixed || wrapped_->graph_choices[planner_].offloads(signature_of(job_)));
 }
 
-/// Under a plan, once it is known what the loss needs: whether graphs are parked, or run again as
+/// Under a plan, once it is known what the loss needs: whether graphs are offloaded, or run again as
 /// far as they do not fit.
 void BudgetedForward::choose_graphs() {
-  if (!may_park_graphs() || !planner().settled()) return;
+  if (!may_offload_graphs() || !planner().settled()) return;
   GraphChoices& choices = wrapped_->graph_choices[planner_];
   const std::string kind = signature_of(job_);
   if (choices.find(kind) != nullptr) return;
@@ -255,28 +255,28 @@ void BudgetedForward::choose_graphs() {
   planner().begin(again);
   const Plan plan = planner().two_pass().plan;
   if (!planner().foresees_whole_loss(plan)) return;
-  const auto parked = [&] {
-    job_.parks_graphs = true;
+  const auto offloaded = [&] {
+    job_.offloads_graphs = true;
     return request();
   };
-  const auto rehearse_parked = [&] {
-    job_.parks_graphs = true;
+  const auto rehearse_offloaded = [&] {
+    job_.offloads_graphs = true;
     rehearse();
   };
-  choices.choose(kind, planner(), *store_, plan, again, {parked, rehearse_parked});
-  job_.parks_graphs = choices.parks(kind);
+  choices.choose(kind, planner(), *store_, plan, again, {offloaded, rehearse_offloaded});
+  job_.offloads_graphs = choices.offloads(kind);
 }
 
 /// From now on what waits of batches of this kind leaves the device; false where it cannot.
-bool BudgetedForward::begin_parking() {
+bool BudgetedForward::begin_offload() {
   const bool keeps = with_gradients_ && options_.retained_micro_batches > 0;
   const bool possible =
-      options_.parking.when != Parking::When::never &&
+      options_.offload.when != Offload::When::never &&
       (options_.micro_batch_size ? job_.cut || keeps : job_.cut && planner().smallest_failed());
   if (!possible || job_.store != nullptr) return false;
   const std::lock_guard<std::mutex> lock(wrapped_->mutex);
   // What was said before and has not helped would not help again.
-  return wrapped_->parked.insert(signature_of(job_)).second;
+  return wrapped_->offloaded.insert(signature_of(job_)).second;
 }
 
 /// Second forwards instead, where a plan found no room for graphs, on the device or beyond it.
@@ -387,7 +387,7 @@ void BudgetedForward::rehearse() {
     return outputs;
   };
   job.model = &model;
-  job.waits = may_park_graphs();  // ways with and without parking are compared
+  job.waits = may_offload_graphs();  // ways with and without offloading are compared
   // What is recorded here nobody has looked at for leaves that get a gradient: later calls must not
   // use it.
   StaticTapes rehearsed;
@@ -519,7 +519,7 @@ Batch BudgetedForward::attempt() {
     if (job_.cut) wrapped_->sees_whole_batch() = true;
     call->report = report_of(*call, pass.sizes());
     call->report->memory_budget = budget_;
-    if (may_park_graphs() && call->report->strategy_reason.empty()) {
+    if (may_offload_graphs() && call->report->strategy_reason.empty()) {
       const GraphChoice* choice = wrapped_->graph_choices[planner_].find(signature_of(job_));
       if (choice != nullptr) call->report->strategy_reason = choice->reason;
     }

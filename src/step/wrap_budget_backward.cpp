@@ -67,8 +67,8 @@ void note(WrappedCall& call, int64_t restarts) {
 }
 
 /// A given size cannot become smaller; what waits can leave.
-void park_next_time(const WrappedCall& call) {
-  if (call.cuts && call.wrapped->options.micro_batch_size) call.cuts->park_next_time();
+void offload_next_time(const WrappedCall& call) {
+  if (call.cuts && call.wrapped->options.micro_batch_size) call.cuts->offload_next_time();
 }
 
 }  // namespace
@@ -99,7 +99,7 @@ std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
   const bool can_drop = call.report->retained > 0 && call.store == nullptr;
   if (afterwards.during_loss() > budget && !can_drop) {
     note(call, 0);
-    park_next_time(call);
+    offload_next_time(call);
     throw BudgetExceeded(afterwards.during_loss(), budget, std::nullopt,
                          "What comes between forward and backward (the outputs of all samples, the "
                          "loss on them, its gradient)");
@@ -122,7 +122,7 @@ std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
       const int64_t refused = limit.refused();
       if (refused == 0) throw;  // by the system
       afterwards.peak(refused);
-      park_next_time(call);
+      offload_next_time(call);
       throw BudgetExceeded(std::max(refused, budget + 1), budget, std::nullopt,
                            "backward, beside the " + format_bytes(before) +
                                " that were live when it began (outputs, what the loss holds),");

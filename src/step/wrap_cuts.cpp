@@ -67,7 +67,7 @@ void WrapCuts::forward(Plan plan) {
 void WrapCuts::run(size_t from, size_t to) {
   std::vector<int64_t> begins{0};
   for (const int64_t size : plan_.micro_batch_sizes) begins.push_back(begins.back() + size);
-  park::StoreStatistics before;
+  offload::StoreStatistics before;
   if (store_) before = store_->statistics();
   for (size_t i = from; i < to; ++i) {
     const Instruction& instruction = plan_.instructions[i];
@@ -78,13 +78,13 @@ void WrapCuts::run(size_t from, size_t to) {
     }
     executor_->run(instruction, rows);
   }
-  if (store_) call_.add_parked(ParkedMeanwhile(before, store_->statistics()));
+  if (store_) call_.add_offloaded(OffloadedMeanwhile(before, store_->statistics()));
 }
 
-void WrapCuts::park_next_time() const {
-  if (store_ || call_.wrapped->options.parking.when == Parking::When::never) return;
+void WrapCuts::offload_next_time() const {
+  if (store_ || call_.wrapped->options.offload.when == Offload::When::never) return;
   const std::lock_guard<std::mutex> lock(call_.wrapped->mutex);
-  call_.wrapped->parked.insert(signature_of(job_));
+  call_.wrapped->offloaded.insert(signature_of(job_));
 }
 
 std::vector<Batch> WrapCuts::take_outputs() {

@@ -44,10 +44,10 @@ class WrapCuts final : public OutsideLoss {
   void learn(std::vector<bool> wants_gradient, std::vector<NamedParameter> leaves, bool ambiguous,
              std::vector<LeftOutputs::Entry> left);
 
-  /// What waits is parked next time, where that is allowed and this call's was not.
-  void park_next_time() const;
+  /// What waits is offloaded next time, where that is allowed and this call's was not.
+  void offload_next_time() const;
 
-  /// Runs the instructions of a `cut_plan`, parked where the job has a store, after the recordings,
+  /// Runs the instructions of a `cut_plan`, offloaded where the job has a store, after the recordings,
   /// up to the outputs of all.
   void forward(Plan plan);
   /// What the model gave, detached, micro-batch by micro-batch.
@@ -86,7 +86,7 @@ class WrapCuts final : public OutsideLoss {
   coupled::DrawLaws draw_laws_;
   StaticForward known_;
   std::string kind_;                    // of forward, with static_graph
-  std::shared_ptr<park::Store> store_;  // the job's
+  std::shared_ptr<offload::Store> store_;  // the job's
   std::optional<Executor> executor_;    // none after a backward that used it up
   Plan plan_;
   size_t loss_at_ = 0;  // the instruction in whose place the caller's loss stands

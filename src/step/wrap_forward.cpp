@@ -79,7 +79,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
   call_->devices = devices_of(job);
   call_->buffers = job.buffers;
   call_->modes = tape::Modes::current();
-  if (job.parks_graphs) call_->store = call_->wrapped->store_on(job.device);
+  if (job.offloads_graphs) call_->store = call_->wrapped->store_on(job.device);
   read(inputs);
   for (const NamedParameter& parameter : job.parameters) read(parameter);
   parameters_ = call_->leaves.size();
@@ -203,7 +203,7 @@ void ForwardPass::note_examined() const {
 
 Batch ForwardPass::run(const Split& split, int64_t total) {
   std::vector<int64_t> sizes = split.sizes;
-  park::StoreStatistics before;
+  offload::StoreStatistics before;
   if (call_->store) before = call_->store->statistics();
   call_->overlaps = split.overlaps;
   const bool one_size = sizes.size() > 1 && sizes.front() == sizes.back();
@@ -221,7 +221,7 @@ Batch ForwardPass::run(const Split& split, int64_t total) {
   }
   Batch outputs = finish();
   if (call_->store) {
-    call_->add_parked(ParkedMeanwhile(before, call_->store->statistics()));
+    call_->add_offloaded(OffloadedMeanwhile(before, call_->store->statistics()));
     call_->add_graphs();
   }
   return outputs;
@@ -265,7 +265,7 @@ Batch ForwardPass::run_cuts(std::vector<int64_t> sizes, bool overlap,
   if (segments && cuts.segments() != *segments) throw SegmentsChanged(cuts.segments());
   Plan plan = cut_plan(sizes, cuts.segments(), /*retained=*/0, /*coupled=*/true,
                        /*penalty=*/false);
-  if (job_.store != nullptr) plan = with_parking(std::move(plan), overlap);
+  if (job_.store != nullptr) plan = with_offload(std::move(plan), overlap);
   cuts.forward(std::move(plan));
   for (Batch& part : cuts.take_outputs()) {
     outputs_.push_back(without_left(std::move(part), /*keep=*/true));
@@ -356,7 +356,7 @@ Batch ForwardPass::run_model(const Batch& micro) {
 
 Batch ForwardPass::without_left(Batch outputs, bool keep) {
   if (!left_) return outputs;
-  return left_->without_left(std::move(outputs), keep, /*copies=*/job_.parks_graphs);
+  return left_->without_left(std::move(outputs), keep, /*copies=*/job_.offloads_graphs);
 }
 
 Batch ForwardPass::call_model_and_keep(const Batch& micro, GraphMemory* memory) {
@@ -393,7 +393,7 @@ void ForwardPass::settle() {
   WrappedCall::Kept::Graph& graph = found->second;
   WrappedCall::Part& part = call_->parts[index];
   part.numbers = Batch();  // outputs, too
-  park_graph(*graph.memory, *job_.store, graph.outputs, outputs_[index]);
+  offload_graph(*graph.memory, *job_.store, graph.outputs, outputs_[index]);
   part.numbers = numbers_of(outputs_[index]);
 }
 
@@ -402,7 +402,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   if (options_.interrupt) options_.interrupt();
   if (!row_counts_.empty()) learn_numbers(row_counts_.front());
   keep = keep && recording_;
-  const bool parks = keep && job_.parks_graphs;
+  const bool offloads = keep && job_.offloads_graphs;
   part_of_batch_ = {rows.size(), total, options_.match_native_rng};
   part_ = rows.size() < total;
   const Batch micro = call_->micro_batch(rows);
@@ -414,7 +414,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
     part.buffers = exact_ ? values_ : std::make_shared<BufferValues>(call_->buffers);
   }
   std::optional<GraphMemory> memory;
-  if (parks) memory.emplace().know(micro);
+  if (offloads) memory.emplace().know(micro);
   const auto call = [&] {
     GraphMemory* const notes = memory ? &*memory : nullptr;
     const coupled::ForeignDraws foreign(options_.match_native_rng && part_);
@@ -494,7 +494,7 @@ void ForwardPass::run(Rows rows, int64_t total, bool keep) {
   const bool wrote = versions_of(micro) != versions;
   wrote_inputs_ = wrote_inputs_ || wrote;
   if (keep && (restored || wrote || !keeps_)) call_->keep().graphs.clear();
-  if (parks) leave(call_->parts.size() - 1);
+  if (offloads) leave(call_->parts.size() - 1);
 }
 
 bool ForwardPass::may_keep_beside(const std::vector<at::Tensor>& left) {

@@ -23,7 +23,7 @@ namespace infinitybatch {
 struct Split {
   std::vector<int64_t> sizes;
   int64_t retained = 0;   ///< of the last micro-batches: keep their graph, beside the tape
-  bool overlaps = false;  ///< where graphs are parked: copied while other micro-batches compute
+  bool overlaps = false;  ///< where graphs are offloaded: copied while other micro-batches compute
 };
 
 /// Inputs that a forward may have to run on again.
@@ -48,7 +48,7 @@ class ForwardPass {
   /// All micro-batches, and the outputs of all.
   Batch run(const Split& split, int64_t total);
   /// The same for a model with ops that see the whole batch.
-  /// \param overlap  what is parked is copied while other micro-batches compute
+  /// \param overlap  what is offloaded is copied while other micro-batches compute
   /// \param segments that it was planned for
   /// \throws NothingToCut where there are none
   /// \throws SegmentsChanged where there are more or fewer than planned
@@ -107,7 +107,7 @@ class ForwardPass {
   /// Whether forward reads numbers in Python that it changes, by experiment on the first rows.
   void learn_numbers(int64_t first);
   void note_examined() const;
-  /// \param memory where its graph will be parked: notes what it keeps; else null
+  /// \param memory where its graph will be offloaded: notes what it keeps; else null
   Batch call_model(const Batch& micro, GraphMemory* memory);
   /// The user's forward; with what it leaves beside its outputs behind them.
   Batch run_model(const Batch& micro);
@@ -116,7 +116,7 @@ class ForwardPass {
   void learn_from_recording(const Batch& outputs, const Batch& micro, uint64_t first_node);
   /// The same, in a graph that ends in sinks of its own.
   Batch call_model_and_keep(const Batch& micro, GraphMemory* memory);
-  /// With `Job::parks_graphs`: the graph of this part begins to leave, what left before it is away.
+  /// With `Job::offloads_graphs`: the graph of this part begins to leave, what left before it is away.
   void leave(size_t part);
   void settle();
   /// \param dropped nobody but whoever kept a tensor of it goes back through this graph

@@ -8,8 +8,8 @@ std::shared_ptr<WrapReport> report_of(const WrappedCall& call, const std::vector
   auto report = std::make_shared<WrapReport>();
   report->micro_batch_sizes = sizes;
   report->retained = call.kept_count();
-  report->parked_bytes = call.parked.bytes;
-  report->parked_seconds = call.parked.seconds;
+  report->offloaded_bytes = call.offloaded.bytes;
+  report->offload_seconds = call.offloaded.seconds;
   report->graph_bytes = call.graph_bytes;
   report->strategy = call.cuts ? "cut" : call.parts.empty() ? "forward" : "replay";
   for (const WrappedCall::Part& part : call.parts) {

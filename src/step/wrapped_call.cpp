@@ -135,9 +135,9 @@ void Wrapped::note_recorded(const NodeRange& nodes) {
   recorded.push_back(nodes);
 }
 
-std::shared_ptr<park::Store> Wrapped::store_on(at::Device device) {
+std::shared_ptr<offload::Store> Wrapped::store_on(at::Device device) {
   const std::lock_guard<std::mutex> lock(mutex);
-  if (!store || store->device() != device) store = make_store(options.parking, device);
+  if (!store || store->device() != device) store = make_store(options.offload, device);
   return store;
 }
 
@@ -158,12 +158,12 @@ OneThread::~OneThread() {
   --wrapped_.calls_at_work;
 }
 
-StoreUse::StoreUse(Wrapped& wrapped, const park::Store* store) {
+StoreUse::StoreUse(Wrapped& wrapped, const offload::Store* store) {
   if (store == nullptr) return;
   if (wrapped.copying.exchange(true)) {
     throw StateError(
-        "this wrapped model is at work already, in another thread; where what waits is parked one "
-        "thread at a time may call it or run backward through it; give park=\"never\" where memory "
+        "this wrapped model is at work already, in another thread; where what waits is offloaded one "
+        "thread at a time may call it or run backward through it; give offload=\"never\" where memory "
         "allows, or wrap the model once for each thread");
   }
   wrapped_ = &wrapped;
@@ -203,17 +203,17 @@ int64_t WrappedCall::kept_count() const {
 void WrappedCall::add_graphs() {
   for (const auto& [part, graph] : keep().graphs) {
     const GraphBytes bytes = graph.memory ? graph.memory->bytes() : GraphBytes();
-    graph_bytes.parked += bytes.parked;
+    graph_bytes.offloaded += bytes.offloaded;
     graph_bytes.stayed += bytes.stayed;
   }
 }
 
-void WrappedCall::add_parked(const ParkedMeanwhile& copies) {
-  parked += copies;
+void WrappedCall::add_offloaded(const OffloadedMeanwhile& copies) {
+  offloaded += copies;
   if (!report) return;
   const std::lock_guard<std::mutex> lock(wrapped->mutex);
-  report->parked_bytes = parked.bytes;
-  report->parked_seconds = parked.seconds;
+  report->offloaded_bytes = offloaded.bytes;
+  report->offload_seconds = offloaded.seconds;
 }
 
 Batch WrappedCall::micro_batch(Rows part) const {

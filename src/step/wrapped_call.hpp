@@ -4,7 +4,7 @@
 #include "graph_choice.hpp"
 #include "left_behind.hpp"
 #include "left_outputs.hpp"
-#include "parking.hpp"
+#include "offload.hpp"
 #include "wrap_outputs.hpp"
 
 #include <infinitybatch/autograd/gradient_sinks.hpp>
@@ -91,8 +91,8 @@ struct Wrapped {
   PlainNumbers numbers;                    ///< in Python; guarded by itself
   std::set<std::string> whole_batch_only;  ///< programs whose samples are coupled beyond cuts
   FewRows few_rows;
-  std::set<std::string> parked;        ///< and of batch what waits of which does not fit
-  std::shared_ptr<park::Store> store;  ///< where that goes; made when it is first needed
+  std::set<std::string> offloaded;        ///< and of batch what waits of which does not fit
+  std::shared_ptr<offload::Store> store;  ///< where that goes; made when it is first needed
 
   /// What is known of the random draws of this kind of batch.
   coupled::DrawLaws draw_laws_of(const Job& job);
@@ -115,7 +115,7 @@ struct Wrapped {
   /// With `static_graph` attributes keep what a recording left there.
   void note_recorded(const NodeRange& nodes);
   /// The store for tensors of `device`.
-  std::shared_ptr<park::Store> store_on(at::Device device);
+  std::shared_ptr<offload::Store> store_on(at::Device device);
   std::atomic<bool> copying = false;  ///< one thread at a time uses it
   std::thread::id worker;             ///< who calls it or runs backward through it, under `mutex`
   int calls_at_work = 0;              ///< of that thread, one inside of the other
@@ -138,9 +138,9 @@ class OneThread {
 /// While it lives this thread alone uses the store of a wrapped model.
 class StoreUse {
  public:
-  /// \param store null where nothing is parked
+  /// \param store null where nothing is offloaded
   /// \throws StateError where another thread does
-  StoreUse(Wrapped& wrapped, const park::Store* store);
+  StoreUse(Wrapped& wrapped, const offload::Store* store);
   ~StoreUse();
   StoreUse(const StoreUse&) = delete;
   StoreUse& operator=(const StoreUse&) = delete;
@@ -184,7 +184,7 @@ struct WrappedCall {
     struct Graph {
       Batch outputs;
       Batch inputs;                       ///< leaves of the graph, where they want a gradient
-      std::optional<GraphMemory> memory;  ///< where it is parked
+      std::optional<GraphMemory> memory;  ///< where it is offloaded
     };
     std::unique_ptr<autograd::GradientSinks> sinks;  ///< where all of them end
     size_t leaves = 0;                               ///< of the call, that the sinks know
@@ -213,9 +213,9 @@ struct WrappedCall {
   std::vector<Version> output_versions;  ///< for each leaf of `outputs`
   std::vector<int> gradient_of_output;   ///< which of the node's inputs a leaf is; -1 for none
 
-  std::shared_ptr<park::Store> store;  ///< where kept graphs wait; null where they do not leave
+  std::shared_ptr<offload::Store> store;  ///< where kept graphs wait; null where they do not leave
   bool overlaps = false;               ///< they are copied while other micro-batches compute
-  ParkedMeanwhile parked;              ///< so far
+  OffloadedMeanwhile offloaded;              ///< so far
   GraphBytes graph_bytes;
 
   // With a memory budget:
@@ -249,7 +249,7 @@ struct WrappedCall {
   /// How much of what is kept is away, and how much is not, goes to `graph_bytes`.
   void add_graphs();
   /// The copies of a stretch of the call are over: its report tells of them.
-  void add_parked(const ParkedMeanwhile& copies);
+  void add_offloaded(const OffloadedMeanwhile& copies);
 
   /// Where ops of the model see the whole batch. The last member: it refers to the others.
   std::unique_ptr<WrapCuts> cuts;

@@ -66,7 +66,7 @@ class Way:
     size: int | None = None
     #: Of what native needs beyond what is there anyway; None: no budget.
     budget: float | None = None
-    #: use_tapes, static_graph, checkpoint_segments, park, match_native_rng, retained_micro_batches.
+    #: use_tapes, static_graph, checkpoint_segments, offload, match_native_rng, retained_micro_batches.
     options: dict[str, object] = field(default_factory=dict)
     #: A criterion of torch.nn instead of losses.separable.
     criterion: bool = False

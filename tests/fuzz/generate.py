@@ -45,7 +45,7 @@ def way_of(chance: random.Random, rows: int, loss: str, output: str, tags: froze
     if chance.random() < 0.2 and "host_read" not in tags:
         options["static_graph"] = True
     if chance.random() < 0.25:
-        options["park"] = chance.choice(["always", "never"])
+        options["offload"] = chance.choice(["always", "never"])
     if size is not None and (api != "stream" or "whole" in tags) and chance.random() < 0.3:
         options["retained_micro_batches"] = chance.choice([1, 2, 9])
     tapes = {"static_graph", "match_native_rng"}.isdisjoint(options)

@@ -33,7 +33,7 @@ from wrap_support import Square  # noqa: E402
 
 FILE = HERE / "golden.json"
 STEPS = 3
-HOST = {"host_budget": "64MiB", "park_on_disk": False}
+HOST = {"host_budget": "64MiB", "disk": False}
 
 
 def layers(*between: Callable[[], nn.Module], width: int = 32, depth: int = 3) -> nn.Sequential:
@@ -68,9 +68,9 @@ WAYS: dict[str, tuple[dict[str, Any], float | None]] = {
     "size, static graph": ({"micro_batch_size": 4, "static_graph": True}, None),
     "size, native numbers": ({"micro_batch_size": 4, "match_native_rng": True}, None),
     "size, kept graphs": ({"micro_batch_size": 4, "retained_micro_batches": 2}, None),
-    "size, offload": ({"micro_batch_size": 4, "park": "always", **HOST}, None),
-    "budget": ({"park": "never"}, 0.7),
-    "budget, offload": ({"park": "always", **HOST}, 0.7),
+    "size, offload": ({"micro_batch_size": 4, "offload": ib.Offload("always", **HOST)}, None),
+    "budget": ({"offload": "never"}, 0.7),
+    "budget, offload": ({"offload": ib.Offload("always", **HOST)}, 0.7),
     "segments": ({"micro_batch_size": 1, "checkpoint_segments": 3}, None),
 }
 

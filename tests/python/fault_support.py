@@ -191,8 +191,8 @@ def fail_in_allocations(model, loss, inputs, batch, wanted, places):
 
 
 def assert_a_full_disk_leaves_everything(model, batch, plain, inputs, targets):
-    """Steps of `batch` that find no room, early and later, raise ParkingError and change nothing;
-    one that finds room gives the gradients of `plain`, which does not park, bit for bit."""
+    """Steps of `batch` that find no room, early and later, raise OffloadError and change nothing;
+    one that finds room gives the gradients of `plain`, which does not offload, bit for bit."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     state = torch.get_rng_state()
@@ -200,7 +200,7 @@ def assert_a_full_disk_leaves_everything(model, batch, plain, inputs, targets):
     try:
         for room in (2**12, 10 * 2**12):
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-            with pytest.raises(ib.ParkingError):
+            with pytest.raises(ib.OffloadError):
                 batch.backward(inputs, targets)
             assert ib.memory.stats("cpu").live == live
             assert torch.equal(torch.get_rng_state(), state)
@@ -217,7 +217,7 @@ def assert_a_full_disk_leaves_everything(model, batch, plain, inputs, targets):
 
 
 def assert_a_kill_leaves_nothing(script, folder):
-    """`script` kills itself while something is parked in the folder that is its argument."""
+    """`script` kills itself while something is offloaded in the folder that is its argument."""
     done = subprocess.run(
         [sys.executable, "-c", script, str(folder)],
         env=dict(os.environ),

@@ -39,7 +39,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 LOSS = ib.losses.coupled(nn.CrossEntropyLoss())
 
 
-def settled(model: nn.Module, room: float, park: str) -> tuple[ib.StepReport, int]:
+def settled(model: nn.Module, room: float, offload: str) -> tuple[ib.StepReport, int]:
     """Its report once the plan has predicted the peak to within 1 %, and what there was before the step."""
     inputs, targets = data()
     live = ib.memory.stats("cpu").live
@@ -47,8 +47,8 @@ def settled(model: nn.Module, room: float, park: str) -> tuple[ib.StepReport, in
         model,
         LOSS,
         memory_budget=live + int(room * COUNT * WIDE * 8),
-        park=park,
-        **({"host_budget": "64MiB"} if park == "always" else {}),
+        offload=offload,
+        **({"host_budget": "64MiB"} if offload == "always" else {}),
     )
     for _ in range(20):
         for parameter in model.parameters():
@@ -64,11 +64,11 @@ def settled(model: nn.Module, room: float, park: str) -> tuple[ib.StepReport, in
     raise AssertionError("20 steps without a prediction that came true")
 
 
-@pytest.mark.parametrize(("park", "room"), [("never", 2.3), ("never", 2.8), ("always", 0.6)])
-def test_the_plan_counts_the_copies(park: str, room: float) -> None:
+@pytest.mark.parametrize(("offload", "room"), [("never", 2.3), ("never", 2.8), ("always", 0.6)])
+def test_the_plan_counts_the_copies(offload: str, room: float) -> None:
     model = Waiting(writes=True)
     wanted = native_gradients(model, nn.CrossEntropyLoss(), *data())
-    report, live = settled(model, room, park)
+    report, live = settled(model, room, offload)
     assert len(report.micro_batch_sizes) > 1
     assert gradient_error(model, wanted) <= 1e-12
     # Without the copy a micro-batch's share of what waits would be missing, far more than 1 %.

@@ -24,10 +24,10 @@ class Branches(nn.Module):
         return self.head(x)
 
 
-def gradients(park: str, **options: object) -> list[torch.Tensor]:
+def gradients(offload: str, **options: object) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = Branches()
-    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=4, park=park, **options)
+    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=4, offload=offload, **options)
     for _ in range(2):
         model.zero_grad()
         torch.manual_seed(1)
@@ -36,9 +36,9 @@ def gradients(park: str, **options: object) -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("park", ["never", "always"])
+@pytest.mark.parametrize("offload", ["never", "always"])
 @pytest.mark.parametrize("segments", [4, 8])
-def test_segments_cast_as_forward_does(segments: int, park: str) -> None:
+def test_segments_cast_as_forward_does(segments: int, offload: str) -> None:
     """Bit for bit: kernels and their order are those of a micro-batch as a whole."""
-    found = gradients(park, checkpoint_segments=segments)
+    found = gradients(offload, checkpoint_segments=segments)
     assert all(map(torch.equal, found, gradients("never")))

@@ -95,9 +95,9 @@ class OneLayer(nn.Module):
         return x
 
 
-# Without parking time grows with the square of depth.
+# Without offloading time grows with the square of depth.
 @pytest.mark.parametrize(
-    ("depth", "park"),
+    ("depth", "offload"),
     [
         (25, "never"),
         (200, "never"),
@@ -105,7 +105,7 @@ class OneLayer(nn.Module):
         *([(400, "never"), (1000, "never")] if LONG else []),
     ],
 )
-def test_the_smallest_budget_does_not_grow_with_depth(depth: int, park: str) -> None:
+def test_the_smallest_budget_does_not_grow_with_depth(depth: int, offload: str) -> None:
     """From the first step on, also where there are more ops than places to weigh."""
     torch.manual_seed(0)
     model = OneLayer(depth).double()
@@ -114,7 +114,7 @@ def test_the_smallest_budget_does_not_grow_with_depth(depth: int, park: str) -> 
     wanted = native_gradients(model, loss, inputs, targets)
     gc.collect()
     budget = ib.memory.stats("cpu").live + 5 * inputs.nbytes + 8 * 2**10
-    batch = ib.VirtualBatch(model, loss, memory_budget=budget, park=park)
+    batch = ib.VirtualBatch(model, loss, memory_budget=budget, offload=offload)
     report = batch.backward(inputs, targets)
     assert report.strategy == "checkpoint"
     assert report.peak_bytes <= budget

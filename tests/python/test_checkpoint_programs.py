@@ -139,13 +139,13 @@ def check_step(model: nn.Module, batch, loss, inputs, targets, refused: bool) ->
 
 
 @pytest.mark.parametrize("coupled", [False, True], ids=["separable", "coupled"])
-@pytest.mark.parametrize("park", ["never", "always"])
+@pytest.mark.parametrize("offload", ["never", "always"])
 @pytest.mark.parametrize("seed", range(100 if LONG else 5))
 def test_every_step_is_exact_whatever_ways_were_taken_before(
-    seed: int, park: str, coupled: bool
+    seed: int, offload: str, coupled: bool
 ) -> None:
     torch.manual_seed(seed)
-    chance = random.Random(f"{seed} {park} {coupled}")
+    chance = random.Random(f"{seed} {offload} {coupled}")
     model = Wandering().double()
     loss = contrast if coupled else F.mse_loss
     size = chance.choice([1, 1, 2, 3])
@@ -154,7 +154,7 @@ def test_every_step_is_exact_whatever_ways_were_taken_before(
         ib.losses.coupled(contrast) if coupled else nn.MSELoss(),
         micro_batch_size=size,
         checkpoint_segments=chance.randint(2, 5),
-        park=park,
+        offload=offload,
     )
     codes = [chance.randrange(2**LAYERS) for _ in range(3)]
     # Two that differ behind the last cut only.
@@ -237,9 +237,9 @@ class EarlyExit(nn.Module):
         return self.head(x).mean(1)
 
 
-@pytest.mark.parametrize("park", ["never", "always"])
+@pytest.mark.parametrize("offload", ["never", "always"])
 @pytest.mark.parametrize("seed", range(20 if LONG else 2))
-def test_samples_of_other_depth_stay_inside_the_budget(seed: int, park: str) -> None:
+def test_samples_of_other_depth_stay_inside_the_budget(seed: int, offload: str) -> None:
     torch.manual_seed(seed)
     chance = random.Random(seed)
     model = EarlyExit(60, 8).double()
@@ -247,7 +247,7 @@ def test_samples_of_other_depth_stay_inside_the_budget(seed: int, park: str) -> 
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     activation = 512 * 8 * 8
     budget = live + parameters + 12 * activation + 2**14
-    batch = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=budget, park=park)
+    batch = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=budget, offload=offload)
     depths = [60, 60, 55, 30, 57]
     for step in range(8):
         inputs = torch.randn(3, 512, 8, dtype=torch.float64)

@@ -319,12 +319,12 @@ def spread(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.logsumexp(outputs, 0).sum() * (2 + (outputs * targets).sum())
 
 
-@pytest.mark.parametrize("park", ["never", "always"])
+@pytest.mark.parametrize("offload", ["never", "always"])
 @pytest.mark.parametrize("segments", [2, 7])
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("loss", [contrast, spread])
 @pytest.mark.parametrize("name", MODELS)
-def test_coupled_losses(name: str, loss, size: int, segments: int, park: str) -> None:
+def test_coupled_losses(name: str, loss, size: int, segments: int, offload: str) -> None:
     model, inputs, targets = make(name)
     wanted = native_gradients(model, loss, inputs, targets)
     calls = Log()
@@ -334,7 +334,7 @@ def test_coupled_losses(name: str, loss, size: int, segments: int, park: str) ->
         ib.losses.coupled(loss),
         micro_batch_size=size,
         checkpoint_segments=segments,
-        park=park,
+        offload=offload,
     )
     for step in range(2):
         model.zero_grad()
@@ -370,12 +370,12 @@ def test_masks_are_those_that_a_coupled_loss_saw(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("park", "above", "times"),
-    [("never", 160, 2), ("needed", 60, 2), ("never", 90, 3), ("never", 40, 4)],
-    ids=["kept", "parked", "made again", "computed again and again"],
+    ("offload", "above", "times"),
+    [("never", 160, 2), ("auto", 60, 2), ("never", 90, 3), ("never", 40, 4)],
+    ids=["kept", "offloaded", "made again", "computed again and again"],
 )
 def test_one_sample_beyond_the_device_with_a_coupled_loss(
-    park: str, above: int, times: int
+    offload: str, above: int, times: int
 ) -> None:
     torch.manual_seed(0)
     model = CountedChain(60).double()
@@ -384,7 +384,7 @@ def test_one_sample_beyond_the_device_with_a_coupled_loss(
     wanted = native_gradients(model, contrast, inputs, targets)
     sums = sum(parameter.nbytes for parameter in model.parameters())
     budget = ib.memory.stats("cpu").live + sums + above * 1024
-    batch = ib.VirtualBatch(model, ib.losses.coupled(contrast), memory_budget=budget, park=park)
+    batch = ib.VirtualBatch(model, ib.losses.coupled(contrast), memory_budget=budget, offload=offload)
     for _ in range(3):
         model.zero_grad()
         model.take_counts()
@@ -393,7 +393,7 @@ def test_one_sample_beyond_the_device_with_a_coupled_loss(
         assert report.peak_bytes <= budget
         assert gradient_error(model, wanted) <= TOLERANCE
     assert report.restarts == 0
-    assert (report.parked_bytes > 0) == (park == "needed")
+    assert (report.offloaded_bytes > 0) == (offload == "auto")
     most = max(model.take_counts())
     assert (most >= 6 * times) if times > 3 else (most == 6 * times), most / 6
     model.zero_grad()
@@ -401,15 +401,15 @@ def test_one_sample_beyond_the_device_with_a_coupled_loss(
 
 
 @pytest.mark.parametrize("above", [2**16, 2**18], ids=["nor does a sample", "a sample does"])
-@pytest.mark.parametrize("park", ["needed", "never"])
-def test_a_coupled_loss_that_does_not_fit_is_told_soon(park: str, above: int) -> None:
+@pytest.mark.parametrize("offload", ["auto", "never"])
+def test_a_coupled_loss_that_does_not_fit_is_told_soon(offload: str, above: int) -> None:
     model, inputs, targets = make("chain")
 
     def large(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (outputs * torch.ones(1 << 20, dtype=torch.float64)).sum()
 
     budget = ib.memory.stats("cpu").live + above
-    batch = ib.VirtualBatch(model, ib.losses.coupled(large), memory_budget=budget, park=park)
+    batch = ib.VirtualBatch(model, ib.losses.coupled(large), memory_budget=budget, offload=offload)
     # Beside one sample's segments and the gradients there may be too little for the loss to begin.
     with pytest.raises(ib.BudgetExceeded, match="loss on the outputs of all|smallest segment"):
         batch.backward(inputs, targets)
@@ -547,15 +547,15 @@ def test_misuse(options: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize("loss", ["separable", "coupled"])
-@pytest.mark.parametrize("park", ["never", "always"])
-def test_a_failed_allocation_anywhere_leaves_everything_as_it_was(park: str, loss: str) -> None:
+@pytest.mark.parametrize("offload", ["never", "always"])
+def test_a_failed_allocation_anywhere_leaves_everything_as_it_was(offload: str, loss: str) -> None:
     model, inputs, targets = make("residual")
     batch = ib.VirtualBatch(
         model,
         nn.MSELoss() if loss == "separable" else ib.losses.coupled(contrast),
         micro_batch_size=2,
         checkpoint_segments=4,
-        park=park,
+        offload=offload,
     )
     for _ in range(2):
         model.zero_grad()

@@ -207,20 +207,20 @@ def assert_equal(found: Result, wanted: Result) -> None:
 
 
 @pytest.mark.parametrize("coupled", [False, True], ids=["separable", "coupled"])
-@pytest.mark.parametrize("park", ["never", "always"])
+@pytest.mark.parametrize("offload", ["never", "always"])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("segments", [2, 7])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_and_statistics_are_those_of_the_whole_batch(
-    name: str, segments: int, size: int, park: str, coupled: bool
+    name: str, segments: int, size: int, offload: str, coupled: bool
 ) -> None:
     model, inputs, targets = make(name)
     criterion = contrast if coupled else nn.CrossEntropyLoss()
     loss = ib.losses.coupled(contrast) if coupled else criterion
-    options = {"checkpoint_segments": segments, "park": park}
+    options = {"checkpoint_segments": segments, "offload": offload}
     found = ours(model, loss, inputs, targets, micro_batch_size=size, **options)
     assert found.report.strategy == "checkpoint"
-    assert (found.report.parked_bytes > 0) == (park == "always")
+    assert (found.report.offloaded_bytes > 0) == (offload == "always")
     assert_equal(found, native(model, criterion, inputs, targets))
 
 
@@ -288,11 +288,11 @@ def far_apart(blocks: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("park", "above", "coupled"),
-    [("never", 500, False), ("never", 320, False), ("needed", 250, False), ("needed", 250, True)],
-    ids=["kept", "computed again", "parked", "parked, coupled"],
+    ("offload", "above", "coupled"),
+    [("never", 500, False), ("never", 320, False), ("auto", 250, False), ("auto", 250, True)],
+    ids=["kept", "computed again", "offloaded", "offloaded, coupled"],
 )
-def test_a_stretch_beyond_the_device(park: str, above: int, coupled: bool) -> None:
+def test_a_stretch_beyond_the_device(offload: str, above: int, coupled: bool) -> None:
     """One sample's graph of either stretch takes 1.3 MiB, a multiple of the budget."""
     model, inputs, targets = far_apart(40)
     criterion = spread if coupled else nn.CrossEntropyLoss()
@@ -304,7 +304,7 @@ def test_a_stretch_beyond_the_device(park: str, above: int, coupled: bool) -> No
     gc.collect()
     budget = ib.memory.stats("cpu").live + sums + above * 1024
     loss = ib.losses.coupled(spread) if coupled else criterion
-    batch = ib.VirtualBatch(model, loss, memory_budget=budget, park=park)
+    batch = ib.VirtualBatch(model, loss, memory_budget=budget, offload=offload)
     for _ in range(3):  # workspace of backward is learned
         model.load_state_dict(buffers, strict=False)
         model.zero_grad()
@@ -312,7 +312,7 @@ def test_a_stretch_beyond_the_device(park: str, above: int, coupled: bool) -> No
         report = batch.backward(inputs, targets)
         assert report.strategy == "checkpoint"
         assert report.peak_bytes <= budget
-        assert (report.parked_bytes > 0) == (park == "needed")
+        assert (report.offloaded_bytes > 0) == (offload == "auto")
         assert_equal(result_of(model, report.loss), wanted)
     assert report.restarts == 0 and len(calls) == 3
     model.zero_grad()
@@ -322,15 +322,15 @@ def test_a_stretch_beyond_the_device(park: str, above: int, coupled: bool) -> No
     )
 
 
-@pytest.mark.parametrize("park", ["needed", "never"])
-def test_a_budget_below_the_smallest_segment_says_so(park: str) -> None:
+@pytest.mark.parametrize("offload", ["auto", "never"])
+def test_a_budget_below_the_smallest_segment_says_so(offload: str) -> None:
     model, inputs, targets = far_apart(10)
     sums = sum(parameter.nbytes for parameter in model.parameters())
     gc.collect()
     live = ib.memory.stats("cpu").live
     budget = live + sums + 150 * 1024
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget=budget, park=park)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget=budget, offload=offload)
     with pytest.raises(ib.BudgetExceeded, match="smallest segment of a single sample") as raised:
         batch.backward(inputs, targets)
     assert budget < raised.value.needed <= live + sums + 300 * 1024

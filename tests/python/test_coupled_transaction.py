@@ -31,8 +31,8 @@ WAYS = {  # four micro-batches of 3
     "some retained": {"opaque": False, "retained_micro_batches": 2},
     "rerun, some retained": {"opaque": True, "retained_micro_batches": 2},
     "all retained": {"opaque": False, "retained_micro_batches": 4},
-    "all parked": {"opaque": False, "retained_micro_batches": 4, "park": "always"},
-    "rerun, some parked": {"opaque": True, "retained_micro_batches": 2, "park": "always"},
+    "all offloaded": {"opaque": False, "retained_micro_batches": 4, "offload": "always"},
+    "rerun, some offloaded": {"opaque": True, "retained_micro_batches": 2, "offload": "always"},
 }
 
 

@@ -29,20 +29,16 @@ WAYS = {  # four micro-batches of 3
     "coupled": {"coupled": True, "retained_micro_batches": 0},
     "separable, some retained": {"coupled": False, "retained_micro_batches": 2},
     "coupled, all retained": {"coupled": True, "retained_micro_batches": 4},
-    "separable, parked on disk": {"coupled": False, "park": "always"},
-    "coupled, parked on the host": {
+    "separable, offloaded to disk": {"coupled": False, "offload": "always"},
+    "coupled, offloaded to the host": {
         "coupled": True,
-        "park": "always",
-        "host_budget": "64MiB",
-        "park_on_disk": False,
+        "offload": ib.Offload("always", host_budget="64MiB", disk=False),
     },
     "separable, in segments": {"coupled": False, "checkpoint_segments": 3},
-    "coupled, in segments, parked on the host": {
+    "coupled, in segments, offloaded to the host": {
         "coupled": True,
         "checkpoint_segments": 3,
-        "park": "always",
-        "host_budget": "64MiB",
-        "park_on_disk": False,
+        "offload": ib.Offload("always", host_budget="64MiB", disk=False),
     },
 }
 

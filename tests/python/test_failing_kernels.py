@@ -106,7 +106,7 @@ class Normed(nn.Module):
 WRAPPED = {
     "cut": {"micro_batch_size": 3},
     "cut under a budget": {"memory_budget": "64MiB", "micro_batch_size": 3},
-    "offloaded": {"micro_batch_size": 3, "park": "always"},
+    "offloaded": {"micro_batch_size": 3, "offload": "always"},
     "native's numbers": {"micro_batch_size": 3, "match_native_rng": True},
 }
 

@@ -17,7 +17,7 @@ N, SIZE = 13, 4
 WAYS: dict[str, dict[str, Any]] = {
     "size": {"micro_batch_size": SIZE},
     "retained": {"micro_batch_size": SIZE, "retained_micro_batches": 2},
-    "offloaded": {"micro_batch_size": SIZE, "retained_micro_batches": 9, "park": "always"},
+    "offloaded": {"micro_batch_size": SIZE, "retained_micro_batches": 9, "offload": "always"},
     "budget": {"memory_budget": "64MiB", "micro_batch_size": SIZE},
     "planned": {"memory_budget": "64MiB"},
     "static": {"micro_batch_size": SIZE, "static_graph": True},

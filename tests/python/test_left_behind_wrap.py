@@ -201,8 +201,8 @@ def test_a_recurrent_net_that_keeps_its_state(by: str) -> None:
     assert model.hidden is before
 
 
-@pytest.mark.parametrize("park", ["never", "needed"])
-def test_a_forward_that_does_not_fit_leaves_buffers_as_they_were(park: str) -> None:
+@pytest.mark.parametrize("offload", ["never", "auto"])
+def test_a_forward_that_does_not_fit_leaves_buffers_as_they_were(offload: str) -> None:
     torch.manual_seed(0)
     layer = nn.utils.spectral_norm(nn.Linear(32, 32))
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), layer, nn.Linear(32, 8)).double()
@@ -210,7 +210,7 @@ def test_a_forward_that_does_not_fit_leaves_buffers_as_they_were(park: str) -> N
     before = {name: value.clone() for name, value in model.state_dict().items()}
     refused = 0
     for kib in range(24, 160, 8):
-        wrapped = ib.wrap(model, memory_budget=kib << 10, park=park)
+        wrapped = ib.wrap(model, memory_budget=kib << 10, offload=offload)
         try:
             wrapped(x)
             break

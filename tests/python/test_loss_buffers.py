@@ -65,11 +65,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole": {"micro_batch_size": 11},
     "some kept": {"micro_batch_size": 4, "retained_micro_batches": 1},
     "all kept": {"micro_batch_size": 4, "retained_micro_batches": 9},
-    "parked": {
+    "offloaded": {
         "micro_batch_size": 4,
         "retained_micro_batches": 2,
-        "park": "always",
-        "host_budget": "16MiB",
+        "offload": ib.Offload("always", host_budget="16MiB"),
     },
     "run again": {"micro_batch_size": 4, "use_tapes": False},
     "static": {"micro_batch_size": 4, "static_graph": True},

@@ -185,10 +185,10 @@ def as_native(model: nn.Module, loss: Callable[..., torch.Tensor], **options: An
 
 
 @pytest.mark.parametrize("loss", [writes_first, reads_both])
-@pytest.mark.parametrize("way", [*WAYS, "static", "parked"])
+@pytest.mark.parametrize("way", [*WAYS, "static", "offloaded"])
 def test_an_output_that_is_returned_twice(way, loss):
-    parked = {"micro_batch_size": 4, "park": "always", "host_budget": "16MiB"}
-    more = {"static": {"micro_batch_size": 4, "static_graph": True}, "parked": parked}
+    offloaded = {"micro_batch_size": 4, "offload": ib.Offload("always", host_budget="16MiB")}
+    more = {"static": {"micro_batch_size": 4, "static_graph": True}, "offloaded": offloaded}
     as_native(returns(lambda h: (h, h)), loss, **{**WAYS, **more}[way])
 
 

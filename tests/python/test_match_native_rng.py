@@ -485,27 +485,27 @@ def small_network(norm: bool) -> nn.Sequential:
 @pytest.mark.parametrize(
     ("norm", "size", "options"),
     [
-        (True, 5, {"park": "always"}),
-        (True, 5, {"park": "always", "host_budget": "64MiB", "park_on_disk": False}),
+        (True, 5, {"offload": "always"}),
+        (True, 5, {"offload": ib.Offload("always", host_budget="64MiB", disk=False)}),
         (False, 24, {"checkpoint_segments": 3}),
     ],
-    ids=["parked on disk", "parked on the host", "one micro-batch in segments"],
+    ids=["offloaded to disk", "offloaded to the host", "one micro-batch in segments"],
 )
-def test_beside_parking_and_cuts_for_memory(norm: bool, size: int, options: dict) -> None:
+def test_beside_offload_and_cuts_for_memory(norm: bool, size: int, options: dict) -> None:
     inputs, targets = torch.randn(24, 8, dtype=torch.float64), torch.randint(3, (24,))
     assert_native(small_network(norm), inputs, targets, micro_batch_size=size, **options)
 
 
-@pytest.mark.parametrize("park", ["never", "always"])
+@pytest.mark.parametrize("offload", ["never", "always"])
 @pytest.mark.parametrize("which", LOSSES)
-def test_several_micro_batches_in_segments(which: str, park: str) -> None:
+def test_several_micro_batches_in_segments(which: str, offload: str) -> None:
     def layers() -> list[nn.Module]:
         return [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())]
 
     norm = small_network(norm=True)
     model = nn.Sequential(norm[0], *layers(), *norm[1:4], *layers(), *norm[4:]).double()
     inputs, targets = torch.randn(24, 8, dtype=torch.float64), torch.randint(3, (24,))
-    options = {"micro_batch_size": 5, "checkpoint_segments": 3, "park": park}
+    options = {"micro_batch_size": 5, "checkpoint_segments": 3, "offload": offload}
     assert assert_native(model, inputs, targets, which, **options).strategy == "checkpoint"
 
 

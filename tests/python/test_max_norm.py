@@ -307,9 +307,9 @@ def test_one_sample_in_segments(kind, segments):
     y = labels() if kind == "stream" else None
     loss = CRITERION if kind == "stream" else ib.losses.coupled(coupling)
     ways = [
-        {"micro_batch_size": size, "checkpoint_segments": segments, "park": park}
+        {"micro_batch_size": size, "checkpoint_segments": segments, "offload": offload}
         for size in (1, 5)
-        for park in ("needed", "always")
+        for offload in ("auto", "always")
     ]
     assert_as_native(model, tokens(), y, loss, ways)
 

@@ -437,18 +437,18 @@ MISUSES = {
         ib.InvalidType,
         "match_native_rng is None",
     ),
-    "a bandwidth below 0": (lambda: step(host_bandwidth=-1), ib.InvalidArgument, "is -1"),
+    "a bandwidth below 0": (lambda: step(offload=ib.Offload(host_bandwidth=-1)), ib.InvalidArgument, "is -1"),
     "a bandwidth that is no number": (
-        lambda: ib.wrap(mlp(), host_bandwidth=float("nan")),
+        lambda: ib.wrap(mlp(), offload=ib.Offload(host_bandwidth=float("nan"))),
         ib.InvalidArgument,
         "host_bandwidth is nan",
     ),
     "a bandwidth in words": (
-        lambda: step(host_bandwidth="fast"),
+        lambda: step(offload=ib.Offload(host_bandwidth="fast")),
         ib.InvalidType,
         "host_bandwidth must be a number of bytes per second, not 'fast'",
     ),
-    "a directory that is a number": (lambda: step(park_directory=3), ib.InvalidType, "a path"),
+    "a directory that is a number": (lambda: step(offload=ib.Offload(directory=3)), ib.InvalidType, "a path"),
     "retained_micro_batches without a size": (
         lambda: step(retained_micro_batches=2),
         ib.InvalidArgument,
@@ -470,7 +470,7 @@ MISUSES = {
         "memory_budget is a whole number of more than 64 bits",
     ),
     "a host budget of nonsense": (
-        lambda: step(host_budget="nope"),
+        lambda: step(offload=ib.Offload(host_budget="nope")),
         ib.InvalidArgument,
         "host_budget is .nope",
     ),

@@ -25,7 +25,7 @@ UNSETTLED, MORE = 4, 12
 #: told otherwise is measured anew.
 FEW = 2
 LONGER = {"stream": 12, "stream, offload": 20}
-OFFLOAD = {"park": "always", "host_budget": "64MiB"}
+OFFLOAD = {"offload": ib.Offload("always", host_budget="64MiB")}
 COUPLED = ib.losses.coupled(lambda outputs, _: contrastive(outputs))
 SEPARABLE = nn.MSELoss()
 
@@ -236,7 +236,7 @@ OPTIONS = {
     "ours": {},
     "cut": {"micro_batch_size": rows // 8},
     "checkpoint": {"micro_batch_size": rows // 2, "checkpoint_segments": 3},
-    "offload": {"micro_batch_size": rows // 8, "park": "always", "host_budget": "64KiB"},
+    "offload": {"micro_batch_size": rows // 8, "offload": "always", "host_budget": "64KiB"},
 }
 inputs, targets = torch.randn(rows, 256), torch.randn(rows, 256)
 warm = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=8)

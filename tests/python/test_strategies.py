@@ -123,9 +123,9 @@ STRATEGIES: dict[str, Step] = {
     "static graph, coupled": coupled(steps=2, static_graph=True),
     "checkpoint": streamed(checkpoint_segments=3),
     "checkpoint, coupled": coupled(checkpoint_segments=3),
-    "offload": streamed(park="always"),
-    "offload, coupled": coupled(park="always", host_budget="64MiB"),
-    "offloaded checkpoint": coupled(checkpoint_segments=3, park="always"),
+    "offload": streamed(offload="always"),
+    "offload, coupled": coupled(offload=ib.Offload("always", host_budget="64MiB")),
+    "offloaded checkpoint": coupled(checkpoint_segments=3, offload="always"),
     "native numbers": streamed(match_native_rng=True),
     "native numbers, coupled": coupled(match_native_rng=True),
     "wrap": wrapped(),
@@ -133,8 +133,8 @@ STRATEGIES: dict[str, Step] = {
     "wrap, native numbers": wrapped(match_native_rng=True),
     "wrap, budget": wrapped(steps=2, memory_budget="64MiB"),
     "wrap, all kept": wrapped(steps=2, retained_micro_batches=99),
-    "wrap, offload": wrapped(steps=2, park="always"),
-    "wrap, offloaded native numbers": wrapped(match_native_rng=True, park="always"),
+    "wrap, offload": wrapped(steps=2, offload="always"),
+    "wrap, offloaded native numbers": wrapped(match_native_rng=True, offload="always"),
 }
 
 

@@ -40,7 +40,7 @@ def written() -> nn.Module:
 
 
 @pytest.mark.parametrize("retained", [2, 9])
-@pytest.mark.parametrize("more", [{}, {"park": "always", "host_budget": "16MiB"}])
+@pytest.mark.parametrize("more", [{}, {"offload": ib.Offload("always", host_budget="16MiB")}])
 def test_inputs_that_are_written_under_kept_graphs(retained: int, more: Any) -> None:
     options = {"micro_batch_size": 4, "retained_micro_batches": retained, **more}
     batch = ib.VirtualBatch(written(), ib.losses.coupled(contrastive), **options)

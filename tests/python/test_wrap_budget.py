@@ -199,7 +199,7 @@ def test_memory_that_is_taken_after_forward_costs_graphs_not_the_step():
         memory_budget=live() + 4 * need,
         micro_batch_size=8,
         retained_micro_batches=4,
-        park="never",
+        offload="never",
     )
     contrastive(wrapped(x)).backward()
     # The graphs are a bit more than `need`, which is what a step without them takes: gradients, the
@@ -427,7 +427,7 @@ def test_outputs_that_stand_once_in_training_and_evaluation_by_turns(n):
 
 
 def test_a_call_without_gradients_that_does_not_fit_says_so():
-    """Graphs that such a call does not keep were to be parked, again and again without an end."""
+    """Graphs that such a call does not keep were to be offloaded, again and again without an end."""
     model = mlp(width=64)
     x = torch.randn(8, 6, dtype=torch.float64)
     wrapped = ib.wrap(

@@ -65,15 +65,15 @@ def test_numbers_are_those_of_the_whole_batch(name, n, size):
 )
 def test_under_a_budget(name):
     torch.manual_seed(0)
-    for options in ({}, {"micro_batch_size": 4}, {"park": "always"}):
+    for options in ({}, {"micro_batch_size": 4}, {"offload": "always"}):
         report = check(make(name), 24, steps=3, memory_budget="64MiB", **options)
         assert report.peak_bytes <= report.memory_budget
 
 
 @pytest.mark.parametrize("name", ["three dropouts", "sequence first", "autoencoder"])
-def test_parked(name):
-    report = check(make(name), 11, micro_batch_size=3, park="always")
-    assert report.parked_bytes > 0
+def test_offloaded(name):
+    report = check(make(name), 11, micro_batch_size=3, offload="always")
+    assert report.offloaded_bytes > 0
 
 
 @pytest.mark.parametrize("name", ["three dropouts", "sequence first", "in place", "BatchNorm"])

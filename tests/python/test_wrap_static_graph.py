@@ -33,7 +33,7 @@ class Counted(nn.Module):
 
 WAYS = {
     "size": {"micro_batch_size": 4},
-    "size, parked": {"micro_batch_size": 4, "park": "always"},
+    "size, offloaded": {"micro_batch_size": 4, "offload": "always"},
     "budget": {"memory_budget": "64MiB"},
     "budget and size": {"memory_budget": "64MiB", "micro_batch_size": 3},
 }

@@ -30,13 +30,13 @@ WAYS = {
     "kept graphs": {"memory_budget": "64MiB"},
     "cut": {"micro_batch_size": 3},
     "cut under a budget": {"memory_budget": "64MiB", "micro_batch_size": 3},
-    "parked": {"micro_batch_size": 3, "park": "always"},
+    "offloaded": {"micro_batch_size": 3, "offload": "always"},
     "static graph": {"micro_batch_size": 3, "static_graph": True},
     "native random numbers": {"micro_batch_size": 3, "match_native_rng": True},
 }
 # Tapes are not cut under a dispatch mode: there forward comes before it.
-CUT = {"cut", "cut under a budget", "parked", "static graph", "native random numbers"}
-NORM = {"cut", "cut under a budget", "parked"}
+CUT = {"cut", "cut under a budget", "offloaded", "static graph", "native random numbers"}
+NORM = {"cut", "cut under a budget", "offloaded"}
 # The split is the planner's, by measured times: random numbers would be others each time. Graphs
 # are not kept where forward writes buffers.
 PLANNED = {"kept graphs"}
@@ -146,8 +146,8 @@ class Call:
             try:
                 done.check()
                 live = ib.memory.stats().live
-                # What was parked and has come back stays until another backward.
-                known = self.engine_holds or self.way == "parked"
+                # What was offloaded and has come back stays until another backward.
+                known = self.engine_holds or self.way == "offloaded"
                 assert live <= waiting or known, f"{live - waiting} bytes were left behind"
             except AssertionError as problem:
                 raise AssertionError(f"{where}: {problem}") from None

@@ -67,8 +67,8 @@ def test_a_budget_that_nothing_fits_into():
     inner = Residual(2, width=8).double()
     x = images(256)[0]
     before = copy.deepcopy(inner.state_dict())
-    for park, room in (("never", 300 << 10), ("needed", 50 << 10)):
-        wrapped = ib.wrap(inner, memory_budget=live() + room, park=park)
+    for offload, room in (("never", 300 << 10), ("auto", 50 << 10)):
+        wrapped = ib.wrap(inner, memory_budget=live() + room, offload=offload)
         with pytest.raises(ib.BudgetExceeded) as raised:
             wrapped(x)
         assert raised.value.needed > raised.value.limit
@@ -82,7 +82,7 @@ def test_a_loss_that_leaves_too_little():
     native = copy.deepcopy(inner)
     x = images(64)[0]
     budget = live() + (6 << 20)
-    wrapped = ib.wrap(inner, memory_budget=budget, park="never")
+    wrapped = ib.wrap(inner, memory_budget=budget, offload="never")
     outputs = wrapped(x)
     ballast = torch.empty(6 << 20, dtype=torch.uint8)
     with pytest.raises(ib.BudgetExceeded):

@@ -9,7 +9,7 @@ from support import live_bytes
 from test_training import assert_same, gradients
 from torch import nn
 
-HOST = {"host_budget": "1GiB", "park_on_disk": False}
+HOST = {"host_budget": "1GiB", "disk": False}
 
 
 def network():
@@ -31,17 +31,17 @@ def test_what_layers_of_the_whole_batch_are_given_leaves_the_device(coupled):
     # All boundary activations are 256 KiB: 256 samples with 64 numbers at two layers.
     budget = live_bytes() + 280 * 1024
     with pytest.raises(ib.BudgetExceeded):
-        ib.VirtualBatch(model, loss, memory_budget=budget, park="never").backward(inputs, targets)
+        ib.VirtualBatch(model, loss, memory_budget=budget, offload="never").backward(inputs, targets)
     batch = ib.VirtualBatch(model, loss, memory_budget=budget, **HOST)
     for _ in range(4):
         model.zero_grad()
         report = batch.backward(inputs, targets)
         assert_same(gradients(model), wanted, 1e-11)
-    assert report.restarts == 0 and report.peak_bytes <= budget and report.parked_bytes > 0
+    assert report.restarts == 0 and report.peak_bytes <= budget and report.offloaded_bytes > 0
 
 
-@pytest.mark.parametrize("park", ["needed", "never"])
-def test_one_sample_beyond_the_device(park):
+@pytest.mark.parametrize("offload", ["needed", "never"])
+def test_one_sample_beyond_the_device(offload):
     layers = [layer for _ in range(60) for layer in (nn.Linear(8, 8), nn.Tanh())]
     model = nn.Sequential(*layers, nn.Linear(8, 1)).double()
     inputs, targets = (torch.randn(2, 512, size, dtype=torch.float64) for size in (8, 1))
@@ -51,7 +51,7 @@ def test_one_sample_beyond_the_device(park):
     del whole
     # Of each sample 60 layers of 32 KiB, twice.
     budget = live_bytes() + sum(p.nbytes for p in model.parameters()) + 120 * 512 + 480 * 1024
-    batch = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=budget, park=park, **HOST)
+    batch = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=budget, offload=ib.Offload(offload, **HOST))
     for _ in range(3):
         model.zero_grad()
         report = batch.backward(inputs, targets)

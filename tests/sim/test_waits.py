@@ -10,7 +10,7 @@ from torch import nn
 
 ROWS = 48
 SETTLED = 5  # steps in a row: one may be lucky
-OFFLOAD = {"park": "always", "host_budget": "64MiB"}
+OFFLOAD = {"offload": ib.Offload("always", host_budget="64MiB")}
 NORM, DRAWS = {"norm": True}, {"draws": True}
 CHECKPOINT, STATIC = {"checkpoint_segments": 2}, {"static_graph": True}
 

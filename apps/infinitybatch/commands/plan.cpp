@@ -57,7 +57,7 @@ std::string milliseconds(double seconds) {
   return fixed(1e3 * seconds, 1) + " ms";
 }
 
-void show(Terminal& terminal, const Plan& plan, const std::string& parking_place) {
+void show(Terminal& terminal, const Plan& plan, const std::string& offload_place) {
   std::vector<Column> columns = {
       {"micro-batch"}, {"micro-batches"}, {"peak", 9}, {"samples/s", 9}, {"", 9, /*is_text=*/true}};
   if (plan.budget_bytes) {
@@ -84,12 +84,12 @@ void show(Terminal& terminal, const Plan& plan, const std::string& parking_place
   terminal.line("");
   terminal.line("live before the step: " + format_bytes(plan.baseline_bytes) +
                 "; chosen: " + with_commas(plan.micro_batch_size()) + ", " + plan.reason);
-  if (plan.parks) {
-    terminal.line("parked, and brought back: " + format_bytes(plan.parked_bytes) + " a step, " +
-                  parking_place + "; " + milliseconds(plan.parked_seconds.hidden) +
-                  " of its copies behind compute, " + milliseconds(plan.parked_seconds.waited) +
+  if (plan.offloads) {
+    terminal.line("offloaded and restored: " + format_bytes(plan.offloaded_bytes) + " a step, " +
+                  offload_place + "; " + milliseconds(plan.offload_seconds.hidden) +
+                  " of its copies behind compute, " + milliseconds(plan.offload_seconds.waited) +
                   " waited for");
-    if (const auto& next = plan.predicted_parked_seconds) {
+    if (const auto& next = plan.predicted_offload_seconds) {
       terminal.line("predicted for a step: " + milliseconds(next->hidden) + " behind compute, " +
                     milliseconds(next->waited) + " waited for");
     }
@@ -105,7 +105,7 @@ void write(const Plan& plan, const OneBatch& work) {
   }
   std::optional<double> hidden;
   std::optional<double> waited;
-  if (const auto& next = plan.predicted_parked_seconds) {
+  if (const auto& next = plan.predicted_offload_seconds) {
     hidden = next->hidden;
     waited = next->waited;
   }
@@ -114,13 +114,13 @@ void write(const Plan& plan, const OneBatch& work) {
                              {"baseline_bytes", plan.baseline_bytes},
                              {"strategy", plan.strategy},
                              {"segments", plan.segments},
-                             {"parks", plan.parks},
-                             {"parks_overlapped", plan.overlaps},
-                             {"parked_bytes", plan.parked_bytes},
-                             {"parked_seconds_hidden", plan.parked_seconds.hidden},
-                             {"parked_seconds_waited", plan.parked_seconds.waited},
-                             {"predicted_parked_seconds_hidden", to_json(hidden)},
-                             {"predicted_parked_seconds_waited", to_json(waited)},
+                             {"offloads", plan.offloads},
+                             {"offload_overlapped", plan.overlaps},
+                             {"offloaded_bytes", plan.offloaded_bytes},
+                             {"offload_seconds_hidden", plan.offload_seconds.hidden},
+                             {"offload_seconds_waited", plan.offload_seconds.waited},
+                             {"predicted_offload_seconds_hidden", to_json(hidden)},
+                             {"predicted_offload_seconds_waited", to_json(waited)},
                              {"predicted_peak_bytes", to_json(plan.predicted_peak_bytes)},
                              {"predicted_seconds", to_json(plan.predicted_seconds)},
                              {"reason", plan.reason}});
@@ -133,7 +133,7 @@ ExitCode run_plan(Settings settings) {
   const auto optimizer = settled_optimizer(settings.training.optimizer, work.network());
   VirtualBatch batch(work.model(), losses::cross_entropy(), work.options());
   const Plan plan = settle(batch, work.inputs(), work.targets());
-  show(work.terminal(), plan, parking_place(settings.training.step, settings.training.device));
+  show(work.terminal(), plan, offload_place(settings.training.step, settings.training.device));
   if (work.json()) write(plan, work);
   return ExitCode::ok;
 }

@@ -1,7 +1,7 @@
 #include "output/describe.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
-#include <infinitybatch/park/disk_file.hpp>
+#include <infinitybatch/offload/disk_file.hpp>
 
 #include "output/numbers.hpp"
 
@@ -65,23 +65,23 @@ std::vector<std::string> describe_job(const Dataset& data, const Settings& setti
     // Without one VirtualBatch takes most of what is free; plain training takes what it takes.
     batch += step.strategy == "native" ? "no memory budget" : "memory budget auto";
   }
-  const auto when = step.parking.when;
-  if (when != Parking::When::needed) {
-    batch += ", park " + settings.park;
+  const auto when = step.offload.when;
+  if (when != Offload::When::needed) {
+    batch += ", offload " + settings.offload;
   }
-  if (step.parking.host_budget) {
-    batch += ", host budget " + format_bytes(step.parking.host_budget->resolve(c10::kCPU));
+  if (step.offload.host_budget) {
+    batch += ", host budget " + format_bytes(step.offload.host_budget->resolve(c10::kCPU));
   }
   return {samples, model, batch};
 }
 
-std::string parking_place(const StepOptions& step, c10::Device device) {
-  const Parking& parking = step.parking;
+std::string offload_place(const StepOptions& step, c10::Device device) {
+  const Offload& offload = step.offload;
   const std::string disk =
-      "on disk (" + (parking.directory.empty() ? park::default_directory() : parking.directory) +
+      "on disk (" + (offload.directory.empty() ? offload::default_directory() : offload.directory) +
       ")";
-  if (parking.host_budget) {
-    return "on the host (up to " + format_bytes(parking.host_budget->resolve(c10::kCPU)) +
+  if (offload.host_budget) {
+    return "on the host (up to " + format_bytes(offload.host_budget->resolve(c10::kCPU)) +
            "), then " + disk;
   }
   return device.is_cpu() ? disk : "on the host (up to half of what was free), then " + disk;
@@ -105,9 +105,9 @@ nlohmann::ordered_json job_as_json(const Dataset& data, const Settings& settings
           {"batch_size", batch_size_for(step, data)},
           {"micro_batch_size", step.micro_batch_size ? Json(*step.micro_batch_size) : Json()},
           {"memory_budget", step.memory_budget ? Json(*step.memory_budget) : Json()},
-          {"park", settings.park},
+          {"offload", settings.offload},
           {"host_budget",
-           step.parking.host_budget ? Json(step.parking.host_budget->resolve(c10::kCPU)) : Json()},
+           step.offload.host_budget ? Json(step.offload.host_budget->resolve(c10::kCPU)) : Json()},
           {"device", settings.training.device.str()}};
 }
 

@@ -15,9 +15,9 @@ namespace infinitybatch::app {
 std::vector<std::string> describe_job(const Dataset& data, const Settings& settings,
                                       const Network& network);
 
-/// Where what waits for the rest of the batch is parked: "on disk (/var/tmp)", "on the host (up to
+/// Where what waits for the rest of the batch is offloaded: "on disk (/var/tmp)", "on the host (up to
 /// 64 MiB), then on disk (/var/tmp)".
-std::string parking_place(const StepOptions& step, c10::Device device);
+std::string offload_place(const StepOptions& step, c10::Device device);
 
 /// The job for machines; sizes in bytes.
 nlohmann::ordered_json job_as_json(const Dataset& data, const Settings& settings,

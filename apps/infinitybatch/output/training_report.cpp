@@ -85,7 +85,7 @@ void TrainingReport::on_epoch(const EpochResult& result) {
   peak_bytes_ = std::max(peak_bytes_, result.peak_bytes);
   restarts_ += result.restarts;
   steps_ += result.steps;
-  parked_bytes_ += result.parked_bytes;
+  offloaded_bytes_ += result.offloaded_bytes;
   if (result.held_out && (best_epoch_ == 0 || result.held_out->accuracy > best_accuracy_)) {
     best_accuracy_ = result.held_out->accuracy;
     best_epoch_ = result.epoch;
@@ -114,7 +114,7 @@ void TrainingReport::on_epoch(const EpochResult& result) {
          {"micro_batch_size", result.micro_batch_size},
          {"restarts", result.restarts},
          {"steps", result.steps},
-         {"parked_bytes", result.parked_bytes},
+         {"offloaded_bytes", result.offloaded_bytes},
          {"peak_bytes", result.peak_bytes},
          {"peak_over_budget", or_null(share)}});
   }
@@ -135,9 +135,9 @@ void TrainingReport::end() {
   }
   terminal_.line(line + ", micro-batches of " + with_commas(last_.micro_batch_size) + ", " +
                  std::to_string(restarts_) + (restarts_ == 1 ? " restart" : " restarts"));
-  if (parked_bytes_ > 0) {
-    terminal_.line("parked, and brought back, " + format_bytes(parked_bytes_ / steps_) +
-                   " a step, " + parking_place(settings_.training.step, settings_.training.device));
+  if (offloaded_bytes_ > 0) {
+    terminal_.line("offloaded and restored, " + format_bytes(offloaded_bytes_ / steps_) +
+                   " a step, " + offload_place(settings_.training.step, settings_.training.device));
   }
   if (settings_.json) {
     Json fields = {{"epochs", last_.epoch},
@@ -151,7 +151,7 @@ void TrainingReport::end() {
                    {"peak_over_budget", or_null(share)},
                    {"restarts", restarts_},
                    {"steps", steps_},
-                   {"parked_bytes", parked_bytes_}};
+                   {"offloaded_bytes", offloaded_bytes_}};
     write_json("summary", fields);
   }
 }

@@ -36,7 +36,7 @@ class TrainingReport final : public TrainingObserver {
   int64_t peak_bytes_ = 0;
   int64_t restarts_ = 0;
   int64_t steps_ = 0;
-  int64_t parked_bytes_ = 0;
+  int64_t offloaded_bytes_ = 0;
   double best_accuracy_ = 0;
   int64_t best_epoch_ = 0;
 };

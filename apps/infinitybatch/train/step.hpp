@@ -18,14 +18,14 @@ struct StepOptions {
   std::optional<int64_t> micro_batch_size;
   std::optional<int64_t> memory_budget;  ///< bytes
   std::string strategy = "auto";         ///< "auto", "stream" or "native"
-  Parking parking;
+  Offload offload;
 };
 
 struct StepOutcome {
   double loss = 0;
   int64_t micro_batch_size = 0;  ///< the largest of this step
   int64_t restarts = 0;
-  int64_t parked_bytes = 0;  ///< that left the device for host or disk
+  int64_t offloaded_bytes = 0;  ///< that left the device for host or disk
 };
 
 /// The flags that VirtualBatch takes.

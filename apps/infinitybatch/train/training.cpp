@@ -106,7 +106,7 @@ class Training {
           outcome.loss * static_cast<double>(indices.size(0)) / static_cast<double>(total);
       result.micro_batch_size = std::max(result.micro_batch_size, outcome.micro_batch_size);
       result.restarts += outcome.restarts;
-      result.parked_bytes += outcome.parked_bytes;
+      result.offloaded_bytes += outcome.offloaded_bytes;
       ++result.steps;
     }
   }

@@ -40,7 +40,7 @@ struct EpochResult {
   int64_t micro_batch_size = 0;
   int64_t restarts = 0;
   int64_t steps = 0;
-  int64_t parked_bytes = 0;  ///< that left the device for host or disk in all of these steps
+  int64_t offloaded_bytes = 0;  ///< that left the device for host or disk in all of these steps
 };
 
 /// What training tells while it runs.

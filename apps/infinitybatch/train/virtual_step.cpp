@@ -23,7 +23,7 @@ class VirtualStep final : public Step {
     on_samples_ = nullptr;
     return {report.loss.item<double>(),
             *std::max_element(report.micro_batch_sizes.begin(), report.micro_batch_sizes.end()),
-            report.restarts, report.parked_bytes};
+            report.restarts, report.offloaded_bytes};
   }
 
  private:
@@ -49,7 +49,7 @@ Options library_options(const StepOptions& options) {
     result.memory_budget = memory::Budget(*options.memory_budget);
   }
   result.micro_batch_size = options.micro_batch_size;
-  result.parking = options.parking;
+  result.offload = options.offload;
   result.interrupt = check_interrupt;
   return result;
 }

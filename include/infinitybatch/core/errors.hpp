@@ -77,11 +77,11 @@ class BudgetExceeded : public Error {
 };
 
 /// Host memory and disk cannot hold what has to wait there, or the disk failed.
-class ParkingError : public Error {
+class OffloadError : public Error {
  public:
-  /// \param needed    bytes that had to be parked
+  /// \param needed    bytes that had to be offloaded
   /// \param available bytes that there was room for, as far as that is known
-  ParkingError(int64_t needed, int64_t available, const std::string& message)
+  OffloadError(int64_t needed, int64_t available, const std::string& message)
       : Error(message), needed_(needed), available_(available) {}
   int64_t needed() const noexcept { return needed_; }
   int64_t available() const noexcept { return available_; }

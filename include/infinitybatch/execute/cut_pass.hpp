@@ -119,9 +119,9 @@ class CutPass {
   int64_t leave(Rows rows);
   /// It has left, but for what the next segment of the same stretch needs; with `back` that is the
   /// one in front of this.
-  int64_t park(Rows rows, int64_t segment, bool back);
+  int64_t offload(Rows rows, int64_t segment, bool back);
   /// All that waits of these rows has left.
-  int64_t park(Rows rows);
+  int64_t offload(Rows rows);
 
   /// With `Job::match_native_rng`, null otherwise: where the whole batch's run has its generators.
   coupled::RandomStreams* streams() noexcept { return streams_.get(); }

@@ -82,7 +82,7 @@ class Executor {
   const PassTimes& times() const noexcept { return times_; }
   /// And forgets that.
   PassTimes take_times() { return std::exchange(times_, {}); }
-  /// Of graphs that were parked.
+  /// Of graphs that were offloaded.
   GraphBytes graph_bytes() const { return two_pass_ ? two_pass_->graph_bytes() : GraphBytes(); }
   /// Whether forward has changed its inputs in place.
   bool wrote_inputs() const noexcept { return wrote_inputs_; }
@@ -193,7 +193,7 @@ class Executor {
   /// begin.
   int64_t fetch(Rows rows, int64_t segment, bool back, bool ahead);
   int64_t leave(Rows rows, int64_t segment);
-  int64_t park(Rows rows, int64_t segment, bool back);
+  int64_t offload(Rows rows, int64_t segment, bool back);
   /// With cuts, of a coupled loss's outputs; null where none wait in front of or behind this
   /// segment.
   WholeOutputs* outputs_at(Rows rows, int64_t segment);

@@ -3,7 +3,7 @@
 #include <infinitybatch/core/batch.hpp>
 #include <infinitybatch/core/callback_errors.hpp>
 #include <infinitybatch/execute/plan.hpp>
-#include <infinitybatch/park/store.hpp>
+#include <infinitybatch/offload/store.hpp>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
@@ -44,18 +44,18 @@ class GraphMemory {
   /// \throws what went wrong while noting it, too
   Batch watch(const std::function<Batch()>& forward);
 
-  /// What lives of it begins to leave; with `park` it has left. Call it when nobody uses the
+  /// What lives of it begins to leave; with `offload` it has left. Call it when nobody uses the
   /// outputs' graph.
   /// \param staying memory that others use
   /// \returns bytes whose copies begin
-  /// \throws ParkingError where there is no room
-  int64_t start_leaving(park::Store& store, const Storages& staying) {
+  /// \throws OffloadError where there is no room
+  int64_t start_leaving(offload::Store& store, const Storages& staying) {
     return leave(store, staying, /*in_background=*/true);
   }
-  int64_t park(park::Store& store, const Storages& staying);
+  int64_t offload(offload::Store& store, const Storages& staying);
 
   /// What has left is there again; with `ahead` it begins to come.
-  /// \throws what `Parked::bring_back` does
+  /// \throws what `Offloaded::bring_back` does
   int64_t fetch(bool ahead);
 
   /// What has left, and what could not.
@@ -76,27 +76,27 @@ class GraphMemory {
   void end(const at::RecordFunction& op);
   void meet(const c10::IValue& value, bool made);
   void meet(const at::Tensor& tensor, bool made);
-  int64_t leave(park::Store& store, const Storages& staying, bool in_background);
+  int64_t leave(offload::Store& store, const Storages& staying, bool in_background);
   static bool held(const Memory& memory, const c10::StorageImpl& storage);
 
   std::vector<Memory> memories_;  // in the order of the ops
   std::unordered_map<const c10::StorageImpl*, size_t> at_;
   std::unordered_map<const c10::TensorImpl*, size_t> tensors_;  // and in which memory they lie
   int depth_ = 0;                                               // of the op at work
-  std::vector<park::Parked> parked_;
+  std::vector<offload::Offloaded> offloaded_;
   CallbackErrors errors_;
 };
 
 /// The memory that these tensors lie in.
 GraphMemory::Storages memory_of(const Batch& tensors);
 
-/// Parks what the graph of these outputs keeps. Others see the outputs detached, as `seen`, and go
+/// Offloads what the graph of these outputs keeps. Others see the outputs detached, as `seen`, and go
 /// on using them: first what they do not see leaves, so that there is room to make copies of what
 /// they do, then the graph's own outputs. Call it when nobody uses the graph.
 /// \param graph outputs that want no gradient are let go of
 /// \param seen  in the same memory as `graph`, unless somebody else holds a leaf as well
 /// \returns bytes that left
-/// \throws ParkingError where there is no room
-int64_t park_graph(GraphMemory& memory, park::Store& store, Batch& graph, Batch& seen);
+/// \throws OffloadError where there is no room
+int64_t offload_graph(GraphMemory& memory, offload::Store& store, Batch& graph, Batch& seen);
 
 }  // namespace infinitybatch

@@ -8,7 +8,7 @@
 
 namespace infinitybatch {
 
-/// What the instructions of a parked plan took while it ran: compute without the waiting for
+/// What the instructions of a offloaded plan took while it ran: compute without the waiting for
 /// copies, and the bytes that each moved. Wall clock time of the calling thread, so that it says
 /// nothing of accelerators, which compute behind it.
 class PassTimes {
@@ -38,7 +38,7 @@ class PassTimes {
   double seconds_per_byte_back_ = 0;
 };
 
-/// Tells the time story of a parked plan: one thread computes and another copies, first come first
+/// Tells the time story of a offloaded plan: one thread computes and another copies, first come first
 /// served; where the first needs what the second has not finished it waits. Reads the instructions
 /// that the executor runs, as the memory simulator does.
 CopySeconds simulate_copies(const Plan& plan, const PassTimes& times);

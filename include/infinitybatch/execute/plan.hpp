@@ -32,8 +32,8 @@ enum class Operation : uint8_t {
   prefetch_back,  ///< as `fetch_back`
   leave,          ///< after `advance`: what waits begins to leave; its memory is still taken
   leave_back,     ///< the same after `backward`
-  park,           ///< after `advance`: what waits is away, its memory free
-  park_back,      ///< after `backward`
+  offload,           ///< after `advance`: what waits is away, its memory free
+  offload_back,      ///< after `backward`
   free,           ///< let go of what the micro-batch held; restore buffers
   penalty,        ///< the loss's own term on parameters, once
   hand_out,       ///< the sums become `.grad`
@@ -57,7 +57,7 @@ struct Candidate {
   bool feasible = false;                     ///< the predicted peak is inside the budget
 };
 
-/// Seconds of a step in which parked values were copied.
+/// Seconds of a step in which offloaded values were copied.
 struct CopySeconds {
   double hidden = 0;  ///< while the step computed
   double waited = 0;  ///< while it did nothing else
@@ -68,7 +68,7 @@ std::string format_seconds(double seconds);
 
 /// The memory that graphs keep for backward.
 struct GraphBytes {
-  int64_t parked = 0;  ///< left the device
+  int64_t offloaded = 0;  ///< left the device
   int64_t stayed = 0;  ///< did not: Python holds it as well, or it is not the device's allocator's
 };
 
@@ -89,21 +89,21 @@ struct Plan {
   std::string reason;  ///< what decided the size
 
   int64_t retained = 0;       ///< micro-batches that keep their graph
-  bool parks_graphs = false;  ///< then these wait away from the device, too
+  bool offloads_graphs = false;  ///< then these wait away from the device, too
   int64_t segments = 1;  ///< one more than ops that see the whole batch, or than cuts for memory
 
-  bool parks = false;          ///< what waits at cuts leaves the device
+  bool offloads = false;          ///< what waits at cuts leaves the device
   bool overlaps = false;       ///< and is copied while other micro-batches compute
-  int64_t parked_bytes = 0;    ///< in the last step that followed it; each time counted
+  int64_t offloaded_bytes = 0;    ///< in the last step that followed it; each time counted
   GraphBytes graph_bytes;      ///< of the graphs among it
-  CopySeconds parked_seconds;  ///< of the same step
+  CopySeconds offload_seconds;  ///< of the same step
   /// Of the next one: from what its instructions took, and how fast copies were. Not on
   /// accelerators, which compute behind the instructions.
-  std::optional<CopySeconds> predicted_parked_seconds;
+  std::optional<CopySeconds> predicted_offload_seconds;
 
   bool computes_whole_loss() const;  ///< on the outputs of all micro-batches
   /// Micro-batches whose graph is kept away from the device.
-  int64_t parked_graphs() const noexcept { return parks_graphs ? retained : 0; }
+  int64_t offloaded_graphs() const noexcept { return offloads_graphs ? retained : 0; }
   /// The size of the largest micro-batch.
   int64_t micro_batch_size() const;
   /// For people: what was chosen, what else was possible, what bounds it.
@@ -124,11 +124,11 @@ std::vector<int64_t> split_for_cuts(int64_t batch_size, int64_t size);
 Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty);
 
 /// The two passes of a coupled loss. The last `retained` micro-batches keep their graphs, which are
-/// consumed first, last to first, so that memory falls as backward goes. With `parks_graphs`, and
-/// `with_parking`, each of them leaves the device after its forward, and comes back for its
+/// consumed first, last to first, so that memory falls as backward goes. With `offloads_graphs`, and
+/// `with_offload`, each of them leaves the device after its forward, and comes back for its
 /// backward.
 Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained,
-                   bool parks_graphs = false);
+                   bool offloads_graphs = false);
 
 /// A micro-batch's tape between ops that see the whole batch: for each such stretch the number of
 /// the segment behind its last one. Without cuts for memory that is 1, 2, …
@@ -150,7 +150,7 @@ Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t 
 /// at work. With `overlap` a micro-batch's values come back while the one before it computes, and
 /// leave while the one after it does: two frontiers more are on the device at a time. What each
 /// instruction does to memory is the same, in another order; so one rehearsal tells both stories.
-Plan with_parking(Plan plan, bool overlap);
+Plan with_offload(Plan plan, bool overlap);
 
 /// One micro-batch that goes through its cut tape alone: a rehearsal, as `rehearsal_plan`.
 Plan cut_rehearsal_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, bool coupled);
@@ -165,8 +165,8 @@ Plan checkpoint_plan(std::vector<int64_t> micro_batch_sizes, const std::vector<i
 
 /// Micro-batches that do both passes one after the other, with a stand-in for the gradient of their
 /// outputs: a rehearsal, in which they are measured.
-/// \param parks_graphs their graphs are kept, and parked, in place of a second forward
-Plan rehearsal_plan(std::vector<int64_t> micro_batch_sizes, bool parks_graphs = false);
+/// \param offloads_graphs their graphs are kept, and offloaded, in place of a second forward
+Plan rehearsal_plan(std::vector<int64_t> micro_batch_sizes, bool offloads_graphs = false);
 
 /// What one micro-batch does while it is measured, in order: streaming, or the two passes.
 const std::vector<Operation>& stream_operations();

@@ -36,11 +36,11 @@ class TwoPass {
   /// Whether graphs of earlier rows are kept.
   bool keeps_graph_before(Rows rows) const;
 
-  /// With `Job::store`: what waits of these rows, outputs and, with `Job::parks_graphs`, a graph
+  /// With `Job::store`: what waits of these rows, outputs and, with `Job::offloads_graphs`, a graph
   /// that is kept, begins to leave the device, has left, is there again (with `ahead` it begins to
   /// come). Return the bytes whose copies begin.
   int64_t leave(Rows rows);
-  int64_t park(Rows rows);
+  int64_t offload(Rows rows);
   int64_t fetch(Rows rows, bool ahead);
 
   /// The loss of all outputs, and the gradient of the outputs. Gradients of the loss's own
@@ -63,7 +63,7 @@ class TwoPass {
   /// The outputs of all, and where they wait.
   WholeOutputs& outputs() noexcept { return outputs_; }
   const WholeOutputs& outputs() const noexcept { return outputs_; }
-  /// Of all graphs that were parked.
+  /// Of all graphs that were offloaded.
   const GraphBytes& graph_bytes() const noexcept { return graph_bytes_; }
   /// Why the user's forward ran twice; nothing where it did not.
   const std::optional<std::string>& opaque() const noexcept { return opaque_; }
@@ -75,9 +75,9 @@ class TwoPass {
     std::vector<at::Tensor> buffers;  // copies, where one micro-batch's carry on into the next
     tape::Tape tape;
     std::optional<Batch> graph;         // where retained
-    std::optional<GraphMemory> memory;  // of that, where it is parked
+    std::optional<GraphMemory> memory;  // of that, where it is offloaded
   };
-  int64_t park_graph(Part& part);
+  int64_t offload_graph(Part& part);
 
   const Job& job_;
   autograd::GradientSinks& sinks_;

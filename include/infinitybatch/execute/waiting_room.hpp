@@ -1,6 +1,6 @@
 #pragma once
 
-#include <infinitybatch/park/store.hpp>
+#include <infinitybatch/offload/store.hpp>
 #include <infinitybatch/tape/segment.hpp>
 
 #include <cstdint>
@@ -12,11 +12,11 @@
 
 namespace infinitybatch {
 
-/// What waits at the cuts of one micro-batch's tape, and where: on the device, or parked.
+/// What waits at the cuts of one micro-batch's tape, and where: on the device, or offloaded.
 class WaitingRoom {
  public:
   bool contains(tape::Crossing crossing) const { return entries_.contains(crossing); }
-  /// On the device, where it is brought first if it was away. \throws what `Parked::bring_back`
+  /// On the device, where it is brought first if it was away. \throws what `Offloaded::bring_back`
   /// does
   at::Tensor& at(tape::Crossing crossing) { return here(entries_.at(crossing)); }
   /// The same; undefined where nothing waits yet.
@@ -37,38 +37,38 @@ class WaitingRoom {
   /// Everything that is on the device, and that nobody else holds, leaves it, but for what shares
   /// memory with `staying`.
   /// \returns bytes that had not begun to leave
-  /// \throws ParkingError where there is no room; everything is as it was
-  int64_t park(park::Store& store, const std::set<tape::Crossing>& staying = {}) {
+  /// \throws OffloadError where there is no room; everything is as it was
+  int64_t offload(offload::Store& store, const std::set<tape::Crossing>& staying = {}) {
     return leave(store, staying, /*in_background=*/false);
   }
-  /// The same in the background: its memory is free once `park` was called.
-  int64_t start_leaving(park::Store& store) { return leave(store, {}, /*in_background=*/true); }
+  /// The same in the background: its memory is free once `offload` was called.
+  int64_t start_leaving(offload::Store& store) { return leave(store, {}, /*in_background=*/true); }
 
   /// Copies what segment `giver` gave in the background, while others may still hold and read it.
-  void copy_out(park::Store& store, int32_t giver);
+  void copy_out(offload::Store& store, int32_t giver);
   /// Ends what `copy_out` began: what nobody else holds any more has left, the rest is tried again
   /// by the next call.
-  void finish_leaving(park::Store& store);
+  void finish_leaving(offload::Store& store);
 
  private:
   struct Entry {
     at::Tensor tensor;
-    std::shared_ptr<park::Parked> parked;  // of all that left with it
+    std::shared_ptr<offload::Offloaded> offloaded;  // of all that left with it
   };
   /// What `copy_out` began, of one storage.
   struct Copying {
-    std::shared_ptr<park::Parked> parked;
+    std::shared_ptr<offload::Offloaded> offloaded;
     std::vector<std::pair<tape::Crossing, uint32_t>> tensors;  // with their version then
   };
 
   static at::Tensor& here(Entry& entry) {
-    if (entry.parked) {
-      entry.parked->bring_back();
-      entry.parked.reset();
+    if (entry.offloaded) {
+      entry.offloaded->bring_back();
+      entry.offloaded.reset();
     }
     return entry.tensor;
   }
-  int64_t leave(park::Store& store, const std::set<tape::Crossing>& staying, bool in_background);
+  int64_t leave(offload::Store& store, const std::set<tape::Crossing>& staying, bool in_background);
 
   std::map<tape::Crossing, Entry> entries_;
   std::vector<Copying> copying_;

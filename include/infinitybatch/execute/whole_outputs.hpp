@@ -62,7 +62,7 @@ class WholeOutputs {
   /// again (with `ahead` it begins to come), and is needed no more. Return the bytes whose copies
   /// begin.
   int64_t leave(Rows rows);
-  int64_t park(Rows rows);
+  int64_t offload(Rows rows);
   int64_t fetch(Rows rows, bool ahead);
   /// The outputs of these rows, until they wait.
   Batch& of(Rows rows) { return parts_.at(rows.begin).outputs; }
@@ -106,7 +106,7 @@ class WholeOutputs {
   void explain_compared() const;
   at::Device device() const;
   /// Those of a wrapped model, whose tapes stay, are its caller's.
-  bool parks() const {
+  bool offloads() const {
     return job_.store != nullptr && !job_.tapes_stay && device() == job_.device;
   }
   /// Where a leaf of a micro-batch waits.

@@ -33,7 +33,7 @@ class CheckpointPlanner : public Checkpoints {
   /// What it chooses for.
   struct Situation {
     int64_t available = 0;         ///< bytes for everything but what is live before the step
-    bool parked = false;           ///< what waits leaves the device
+    bool offloaded = false;           ///< what waits leaves the device
     int64_t micro_batches = 1;     ///< in the step
     bool coupled = false;          ///< the loss is computed on the outputs of all
     bool together = false;         ///< they go from op to op of the whole batch together
@@ -90,10 +90,10 @@ class CheckpointPlanner : public Checkpoints {
               const plan::NarrowPlaces& places, Known& known) const;
   void search(const Search& search, Known& known) const;
   /// Whether what waits is away, or was never there.
-  bool parked() const noexcept { return situation_.parked || forget; }
+  bool offloaded() const noexcept { return situation_.offloaded || forget; }
   /// Whether frontiers may come back while others are at work.
   bool may_overlap() const noexcept {
-    return parked() && !situation_.coupled && !situation_.together && !forget && !in_turn_;
+    return offloaded() && !situation_.coupled && !situation_.together && !forget && !in_turn_;
   }
   void start_over();
   void start_afresh();

@@ -24,10 +24,10 @@ struct Request {
   bool penalty = false;
   bool two_pass = false;      ///< measured in a rehearsal: a coupled loss, or tapes that are cut
   int64_t segments = 0;       ///< where above 0: of cut tapes
-  bool parked = false;        ///< what waits leaves the device, so no graph is kept there
-  bool outputs_park = false;  ///< outputs of a coupled loss and their gradients among it
+  bool offloaded = false;        ///< what waits leaves the device, so no graph is kept there
+  bool outputs_offload = false;  ///< outputs of a coupled loss and their gradients among it
   bool keeps_graphs = true;   ///< with `two_pass`: as many as fit
-  bool parks_graphs = false;  ///< with `parked`: all are kept, away from the device
+  bool offloads_graphs = false;  ///< with `offloaded`: all are kept, away from the device
   bool whole_loss = true;     ///< with `two_pass`: the loss is computed on the outputs of all
   /// Nothing refuses what passes the budget (accelerators): only sizes that fit by all that is
   /// known are tried, from two samples on, and blocks are rounded.
@@ -87,7 +87,7 @@ class Planner {
   /// stretch of a rehearsal instead, whose gradients are thrown away; empty as soon as enough is
   /// known.
   std::optional<Piece> next();
-  /// With `Request::parks_graphs`, after `begin`: whether what is parked is copied in turn, in
+  /// With `Request::offloads_graphs`, after `begin`: whether what is offloaded is copied in turn, in
   /// larger micro-batches, or sizes leave room for copies beside compute.
   void copy_in_turn(bool in_turn);
   /// Where there is a rehearsal: the step itself.
@@ -148,7 +148,7 @@ class Planner {
     int64_t most_retained = INT64_MAX;  // more have run out of memory
     int shortages = 0;                  // how often `largest` or `most_retained` fell
     int64_t calm = 0;                   // attempts since they last did
-    bool in_turn = false;               // copies beside compute have; of what is parked
+    bool in_turn = false;               // copies beside compute have; of what is offloaded
     // Of samples of unequal length in one logical batch:
     bool ragged = false;
     std::optional<Dims> lengths;      // of the first micro-batch that was seen
@@ -185,7 +185,7 @@ class Planner {
   /// What the smallest plan consists of, for people.
   std::string smallest_plan() const;
   /// The step itself, where there is a rehearsal.
-  /// \param overlap of a parked plan: copies run while other micro-batches compute
+  /// \param overlap of a offloaded plan: copies run while other micro-batches compute
   Plan whole_plan(int64_t size, int64_t retained, bool overlap = false) const;
   int64_t two_pass_peak(int64_t size, int64_t retained) const;
   /// Of a whole plan, as the simulator tells it.
@@ -244,7 +244,7 @@ class Planner {
   bool smallest_failed_ = false;
   int64_t attempted_ = 0;           // the largest micro-batch of the current attempt
   int64_t attempted_retained_ = 0;  // of a coupled loss: graphs it wanted to keep
-  bool attempted_overlap_ = false;  // of what is parked
+  bool attempted_overlap_ = false;  // of what is offloaded
 };
 
 }  // namespace infinitybatch

@@ -30,7 +30,7 @@ using Loss = std::variant<SeparableLoss, CoupledLoss>;
 
 /// Where what waits at the cuts of tapes goes: an arena on the host, and beyond it an anonymous
 /// file on disk, which is gone with the process however that ends.
-struct Parking {
+struct Offload {
   enum class When : uint8_t {
     needed,  ///< where no plan fits otherwise
     always,  ///< wherever tapes are cut, or outputs wait for a coupled loss; graphs if that pays
@@ -77,7 +77,7 @@ struct Options {
   bool match_native_rng = false;
   BatchCoupling batch_coupling = BatchCoupling::exact;
   /// Where what waits at the cuts of tapes goes when the device is full.
-  Parking parking = {};
+  Offload offload = {};
   /// Keep the outputs of all micro-batches and return them, detached, in the report.
   bool keep_outputs = false;
   /// Called after each micro-batch's loss, for metrics that need outputs.
@@ -99,8 +99,8 @@ struct StepReport {
   std::optional<int64_t> predicted_peak_bytes;
   std::vector<int64_t> micro_batch_sizes;  ///< in the order they ran
   double seconds = 0;
-  int64_t parked_bytes = 0;    ///< that left the device for host or disk, each time counted
-  CopySeconds parked_seconds;  ///< of their copies, out and back
+  int64_t offloaded_bytes = 0;    ///< that left the device for host or disk, each time counted
+  CopySeconds offload_seconds;  ///< of their copies, out and back
   int64_t restarts = 0;        ///< begun again with a smaller plan after running out of memory
   /// "stream", "replay" (a coupled loss, each forward of the user's ran once), "rerun" (some
   /// forwards ran twice; `strategy_reason` says why), "cut" (ops of the model see the whole batch),

@@ -51,7 +51,7 @@ struct WrapOptions {
   /// size `always` keeps the graphs of all micro-batches away from the device, in place of second
   /// forwards, as long as there is room for them. All calls of one Wrap share one store, one thread
   /// at a time.
-  Parking parking = {};
+  Offload offload = {};
   Reduce reduce = Reduce::none;
   /// The dimension of outputs along which samples lie, where more than one could be it. Without it
   /// outputs are joined along the only dimension whose size follows the micro-batch's.
@@ -78,15 +78,15 @@ struct WrapReport {
   /// "replay" (each forward of the user's ran once), "rerun" (backward runs some of them again,
   /// `strategy_reason` says why), "cut" (ops of the model see the whole batch: from cut to cut),
   /// "forward" (no gradient is wanted) or "native" (no budget, and one micro-batch). With `always`
-  /// and a plan the reason says of "replay" why graphs are parked or not.
+  /// and a plan the reason says of "replay" why graphs are offloaded or not.
   std::string strategy;
   std::string strategy_reason;
   /// Attributes of modules (and what hooks hold) in which each micro-batch left another tensor that
   /// is none of the outputs and could not be joined: whoever reads one sees the last micro-batch's
   /// alone.
   std::vector<std::string> left_on_module;
-  int64_t parked_bytes = 0;    ///< that left the device for host or disk, each time counted
-  CopySeconds parked_seconds;  ///< of their copies, out and back
+  int64_t offloaded_bytes = 0;    ///< that left the device for host or disk, each time counted
+  CopySeconds offload_seconds;  ///< of their copies, out and back
   GraphBytes graph_bytes;      ///< of the graphs that wait away from the device
   // With a memory budget:
   std::optional<int64_t> memory_budget;         ///< in bytes
@@ -112,7 +112,7 @@ struct WrapReport {
 /// Where ops of the model see the whole batch (BatchNorm in training mode, `across_batch`) forward
 /// goes from one to the next with all micro-batches, as VirtualBatch does, and buffers get the
 /// statistics of the whole batch once; what each such op was given waits until backward, which goes
-/// the same way back, and may be parked meanwhile. A backward that fails half way uses this up,
+/// the same way back, and may be offloaded meanwhile. A backward that fails half way uses this up,
 /// unless the graph was to be kept.
 ///
 /// With a memory budget the micro-batch size is the fastest that fits, and as many micro-batches as
@@ -144,7 +144,7 @@ class Wrap {
   ///               loss has left too little, or has itself passed the budget while no graph was
   ///               kept; `.grad` is as before then, and the next forward plans with that
   /// \throws StateError    another thread is at work in this object, with gradients
-  /// \throws ParkingError  where host and disk have no room for what is parked
+  /// \throws OffloadError  where host and disk have no room for what is offloaded
   /// and whatever the model throws; buffers and random state are as before then.
   Batch forward(const Batch& inputs) const;
 

@@ -29,8 +29,8 @@ struct Forward {
   }
 };
 
-park::Store host() {
-  return park::Store(at::kCPU, {.host_bytes = 1 << 20, .disk = false});
+offload::Store host() {
+  return offload::Store(at::kCPU, {.host_bytes = 1 << 20, .disk = false});
 }
 
 at::Tensor gradient(const Forward& forward, const Batch& outputs) {
@@ -44,7 +44,7 @@ TEST(GraphMemory, LeavesAndComesBackBitForBit) {
   const at::Tensor x = random({8, 16});
   Forward forward;
   const at::Tensor wanted = gradient(forward, forward(x));
-  park::Store store = host();
+  offload::Store store = host();
   for (const bool beside : {false, true}) {
     GraphMemory memory;
     Batch outputs = memory.watch([&] { return forward(x); });
@@ -54,9 +54,9 @@ TEST(GraphMemory, LeavesAndComesBackBitForBit) {
     if (beside) {
       EXPECT_GT(memory.start_leaving(store, {}), 0);
     }
-    memory.park(store, {});
+    memory.offload(store, {});
     // h, its sine, the exponential and the output: each once, and nothing of x or the weight.
-    EXPECT_EQ(memory.bytes().parked, 4 * kBytes);
+    EXPECT_EQ(memory.bytes().offloaded, 4 * kBytes);
     EXPECT_EQ(memory.bytes().stayed, 0);
     EXPECT_EQ(before - memory::stats(at::kCPU).live, 4 * kBytes);
     EXPECT_EQ(store.statistics().host_bytes, 4 * kBytes);
@@ -75,11 +75,11 @@ TEST(GraphMemory, LeavesAndComesBackBitForBit) {
 TEST(GraphMemory, WhatOthersUseStays) {
   const at::Tensor x = random({8, 16});
   Forward forward;
-  park::Store store = host();
+  offload::Store store = host();
   GraphMemory memory;
   Batch outputs = memory.watch([&] { return forward(x); });
-  memory.park(store, {forward.outside.storage().unsafeGetStorageImpl()});
-  EXPECT_EQ(memory.bytes().parked, 3 * kBytes);
+  memory.offload(store, {forward.outside.storage().unsafeGetStorageImpl()});
+  EXPECT_EQ(memory.bytes().offloaded, 3 * kBytes);
   EXPECT_EQ(memory.bytes().stayed, kBytes);
   EXPECT_TRUE(forward.outside.abs().sum().item<float>() > 0);
 }
@@ -88,13 +88,13 @@ TEST(GraphMemory, OutputsThatOthersSeeBecomeCopies) {
   const at::Tensor x = random({8, 16});
   Forward forward;
   const at::Tensor wanted = gradient(forward, forward(x));
-  park::Store store = host();
+  offload::Store store = host();
   GraphMemory memory;
   Batch graph = memory.watch([&] { return forward(x); });
   forward.outside.reset();
   Batch seen(graph.leaves()[0].tensor.detach());
   const at::Tensor values = seen.leaves()[0].tensor.clone();
-  EXPECT_EQ(park_graph(memory, store, graph, seen), 4 * kBytes);
+  EXPECT_EQ(offload_graph(memory, store, graph, seen), 4 * kBytes);
   EXPECT_TRUE(at::equal(seen.leaves()[0].tensor, values));
   memory.fetch(/*ahead=*/false);
   EXPECT_TRUE(at::equal(gradient(forward, graph), wanted));
@@ -102,7 +102,7 @@ TEST(GraphMemory, OutputsThatOthersSeeBecomeCopies) {
 
 TEST(GraphMemory, InputsThatWereMadeForItBelongToIt) {
   Forward forward;
-  park::Store store = host();
+  offload::Store store = host();
   for (const bool shared : {false, true}) {
     GraphMemory memory;
     Batch inputs(random({8, 16}));
@@ -111,8 +111,8 @@ TEST(GraphMemory, InputsThatWereMadeForItBelongToIt) {
     Batch outputs = memory.watch([&] { return forward(at::Tensor(inputs.leaves()[0].tensor)); });
     forward.outside.reset();
     inputs = Batch();
-    memory.park(store, {});
-    EXPECT_EQ(memory.bytes().parked, (shared ? 4 : 5) * kBytes);
+    memory.offload(store, {});
+    EXPECT_EQ(memory.bytes().offloaded, (shared ? 4 : 5) * kBytes);
     if (shared) {
       EXPECT_TRUE(whole.abs().sum().item<float>() > 0);
     }
@@ -122,13 +122,13 @@ TEST(GraphMemory, InputsThatWereMadeForItBelongToIt) {
 TEST(GraphMemory, AnythingLetGoOfWhileItIsAwayIsGone) {
   const at::Tensor x = random({8, 16});
   Forward forward;
-  park::Store store = host();
+  offload::Store store = host();
   const int64_t before = memory::stats(at::kCPU).live;
   {
     GraphMemory memory;
     Batch outputs = memory.watch([&] { return forward(x); });
     forward.outside.reset();
-    memory.park(store, {});
+    memory.offload(store, {});
     outputs = Batch();
     memory.fetch(/*ahead=*/false);
   }

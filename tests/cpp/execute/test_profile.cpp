@@ -191,13 +191,13 @@ TEST(Simulator, WhatExistsOnceIsMadeByTheFirstMicroBatchAlone) {
   EXPECT_EQ(simulate_peak(plan, *profile, 0), 64 + 3 * 80 + 100 + 20);
 }
 
-/// One micro-batch whose outputs, 8 bytes a sample, are parked until a coupled loss is known and
+/// One micro-batch whose outputs, 8 bytes a sample, are offloaded until a coupled loss is known and
 /// come back to be compared with their replay; the graph takes 20 bytes a sample, the weight's
 /// gradient 100 bytes. What stands for the outputs' gradient comes after the replay.
-MicroBatchTrace parked_outputs(int64_t n) {
+MicroBatchTrace offloaded_outputs(int64_t n) {
   Script script(n);
   script.begin().allocate(1, 20 * n).allocate(2, 8 * n).free(1);  // record
-  script.begin().free(2);                                         // park
+  script.begin().free(2);                                         // offload
   script.begin().allocate(3, 8 * n);                              // fetch
   script.begin().allocate(4, 20 * n).allocate(5, 8 * n);          // replay
   script.begin().allocate(6, 8 * n);                              // seed
@@ -206,15 +206,15 @@ MicroBatchTrace parked_outputs(int64_t n) {
   return script.trace();
 }
 
-TEST(Simulator, AParkedGradientComesWithTheOutputsAndGoesWithTheMicroBatch) {
-  const std::vector<Step> steps = steps_of(with_parking(rehearsal_plan({2}), /*overlap=*/false));
+TEST(Simulator, AOffloadedGradientComesWithTheOutputsAndGoesWithTheMicroBatch) {
+  const std::vector<Step> steps = steps_of(with_offload(rehearsal_plan({2}), /*overlap=*/false));
   ASSERT_EQ(steps.size(), 7U);
-  const auto profile = MicroBatchProfile::fit(parked_outputs(2), parked_outputs(4), steps);
+  const auto profile = MicroBatchProfile::fit(offloaded_outputs(2), offloaded_outputs(4), steps);
   ASSERT_TRUE(profile);
   const auto peak = [&](bool overlap, int64_t whole_loss) {
-    return simulate_peak(with_parking(two_pass_plan({10, 10, 10}, /*retained=*/0), overlap),
+    return simulate_peak(with_offload(two_pass_plan({10, 10, 10}, /*retained=*/0), overlap),
                          *profile, /*baseline=*/0, /*begun=*/false, {whole_loss, 0},
-                         /*outputs_park=*/true);
+                         /*outputs_offload=*/true);
   };
   // Outputs and their gradient come, the replay has its own outputs beside them; from the second on
   // the gradient of the weight is beside its sum.

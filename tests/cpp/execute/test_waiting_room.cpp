@@ -11,11 +11,11 @@ namespace {
 constexpr tape::Crossing kWhole{0, 0};
 constexpr tape::Crossing kAlias{1, 0};
 
-park::Store store() {
-  park::StoreOptions options;
+offload::Store store() {
+  offload::StoreOptions options;
   options.host_bytes = 1 << 20;
   options.disk = false;
-  return park::Store(at::kCPU, options);
+  return offload::Store(at::kCPU, options);
 }
 
 /// A tensor and a view of it.
@@ -28,7 +28,7 @@ struct Room {
 };
 
 TEST(WaitingRoom, AStorageAndItsAliasesLeaveOnceAndComeBack) {
-  park::Store store = infinitybatch::store();
+  offload::Store store = infinitybatch::store();
   Room room;
   const int64_t live = memory::stats(at::kCPU).live;
   room.waiting.copy_out(store, /*giver=*/0);
@@ -42,7 +42,7 @@ TEST(WaitingRoom, AStorageAndItsAliasesLeaveOnceAndComeBack) {
 }
 
 TEST(WaitingRoom, WhatIsWrittenAfterItsCopyBeganIsCopiedAnew) {
-  park::Store store = infinitybatch::store();
+  offload::Store store = infinitybatch::store();
   // Each raises the version of both, by way of either.
   for (const tape::Crossing written : {kWhole, kAlias}) {
     Room room;
@@ -56,7 +56,7 @@ TEST(WaitingRoom, WhatIsWrittenAfterItsCopyBeganIsCopiedAnew) {
 }
 
 TEST(WaitingRoom, WhatSomebodyElseHoldsStaysUntilTheNextTime) {
-  park::Store store = infinitybatch::store();
+  offload::Store store = infinitybatch::store();
   Room room;
   const int64_t live = memory::stats(at::kCPU).live;
   at::Tensor graph = room.waiting.at(kAlias).detach();

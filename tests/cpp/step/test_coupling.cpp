@@ -126,7 +126,7 @@ TEST(Coupling, WithABudgetTooSmallForTheFrontiersItIsNamed) {
   const auto buffers = copies(net->buffers());
   Options options;
   options.memory_budget = memory::stats(at::kCPU).live + (int64_t{1} << 20);
-  options.parking.when = Parking::When::never;
+  options.offload.when = Offload::When::never;
   VirtualBatch batch(net, losses::mse(), options);
   for (int attempt = 0; attempt < 2; ++attempt) {
     expect_says(message_of<BudgetExceeded>([&] { batch.backward(inputs, targets); }),

@@ -2,7 +2,7 @@
 // offloaded behind them.
 #include "step/support.hpp"
 
-#include <infinitybatch/park/store.hpp>
+#include <infinitybatch/offload/store.hpp>
 #include <infinitybatch/step/wrap.hpp>
 
 #include <functional>
@@ -73,7 +73,7 @@ TEST(Threads, StepsOfDifferentModels) {
 
 TEST(Threads, StepsThatOffloadBehindTheirWork) {
   Options options = of_size(4);
-  options.parking.when = Parking::When::always;
+  options.offload.when = Offload::When::always;
   in_threads<Normed>(3, [&](Normed& model) {
     steps(model, losses::mse(), options, [](Normed& each) { return each.native_gradients(); });
     steps(model, losses::coupled(coupled), options, of_coupled);
@@ -141,16 +141,16 @@ TEST(Threads, CopiesBehindTheWorkOfEach) {
   std::vector<std::thread> threads;
   for (int t = 0; t < 2; ++t) {
     threads.emplace_back([t] {
-      park::Store store(at::kCPU, {.host_bytes = 1 << 20, .disk = false, .bandwidth = 1e9});
+      offload::Store store(at::kCPU, {.host_bytes = 1 << 20, .disk = false, .bandwidth = 1e9});
       for (int i = 0; i < 20; ++i) {
         const std::vector<at::Tensor> values{at::full({10000}, t * 100 + i, at::kDouble)};
-        park::Parked parked = store.start_put(values);
+        offload::Offloaded offloaded = store.start_put(values);
         const double read = values[0].sum().item<double>();  // while the copy runs
         EXPECT_EQ(read, 10000.0 * (t * 100 + i));
-        parked.finish_put();
-        parked.prefetch();
+        offloaded.finish_put();
+        offloaded.prefetch();
         EXPECT_GT(store.statistics().seconds_copying, 0);
-        parked.bring_back();
+        offloaded.bring_back();
         EXPECT_TRUE(values[0].eq(t * 100 + i).all().item<bool>());
       }
     });

@@ -19,7 +19,7 @@ def test_help_names_every_flag():
     text = run("train", "--help").stdout
     for flag in (
         "data labels model config epochs lr optimizer batch-size micro-batch-size memory-budget "
-        "strategy seed device json park host-budget park-directory"
+        "strategy seed device json offload host-budget offload-directory"
     ).split():
         assert f"--{flag}" in text, flag
 
@@ -112,8 +112,8 @@ MISUSES = {
         USAGE,
         "means nothing with --strategy native.*leave one of them out",
     ),
-    "park word": (("train", "--park", "often"), USAGE, "often not in {needed,always,never}"),
-    "park nothing": (("plan", "--park"), USAGE, "--park.*; see: infinitybatch plan --help"),
+    "offload word": (("train", "--offload", "often"), USAGE, "often not in {auto,always,never}"),
+    "offload nothing": (("plan", "--offload"), USAGE, "--offload.*; see: infinitybatch plan --help"),
     "host budget word": (
         ("train", "--host-budget", "lots"),
         USAGE,
@@ -124,20 +124,20 @@ MISUSES = {
         USAGE,
         "--host-budget is .*at least one byte",
     ),
-    "no such park directory": (
-        ("bench", "--park-directory", "{folder}/nowhere"),
+    "no such offload directory": (
+        ("bench", "--offload-directory", "{folder}/nowhere"),
         USAGE,
-        "--park-directory .*nowhere is no folder; name one",
+        "--offload-directory .*nowhere is no folder; name one",
     ),
-    "a file as park directory": (
-        ("train", "--park-directory", "{folder}/x.npy"),
+    "a file as offload directory": (
+        ("train", "--offload-directory", "{folder}/x.npy"),
         USAGE,
         "x.npy is no folder; name one",
     ),
-    "native parks": (
-        ("train", "--strategy", "native", "--park", "always"),
+    "native offloads": (
+        ("train", "--strategy", "native", "--offload", "always"),
         USAGE,
-        "--park always means nothing with --strategy native.*leave one of them out",
+        "--offload always means nothing with --strategy native.*leave one of them out",
     ),
     "native host budget": (
         ("train", "--strategy", "native", "--host-budget", "1GiB"),
@@ -145,11 +145,11 @@ MISUSES = {
         "--host-budget means nothing with --strategy native.*leave one of them out",
     ),
     "never into a directory": (
-        ("train", "--park", "never", "--park-directory", "."),
+        ("train", "--offload", "never", "--offload-directory", "."),
         USAGE,
-        "--park-directory means nothing with --park never; leave one of them out",
+        "--offload-directory means nothing with --offload never; leave one of them out",
     ),
-    "doctor parks": (("doctor", "--park", "always"), USAGE, "--park is not known"),
+    "doctor offloads": (("doctor", "--offload", "always"), USAGE, "--offload is not known"),
     # A program in the wheel's layout knows no third place.
     "no such data": (
         ("train", "--data", "nowhere"),
@@ -320,7 +320,7 @@ BAD_CONFIGS = {
     "no key": ("\nwhatever\n", "line 2: 'whatever' is not: key = value"),
     "bad value": ('epochs = "many"\n', "--epochs.*many.*; see: infinitybatch train --help"),
     "out of range": ("epochs = 0\n", "--epochs.*0 not in range"),
-    "park": ('park = "often"\n', "--park.*often not in {needed,always,never}.*; see"),
+    "offload": ('offload = "often"\n', "--offload.*often not in {auto,always,never}.*; see"),
     "itself": ('config = "other.toml"\n', "the key 'config' is not known"),
 }
 

@@ -29,8 +29,8 @@ def test_plan_agrees_with_training(pair, model):
     assert len(peaks) >= 5 and peaks == sorted(peaks)
 
 
-@pytest.mark.parametrize("model, parks", [("resnet", True), ("resnet-groupnorm", False)])
-def test_training_has_the_peak_that_was_planned(pair, model, parks):
+@pytest.mark.parametrize("model, offloads", [("resnet", True), ("resnet-groupnorm", False)])
+def test_training_has_the_peak_that_was_planned(pair, model, offloads):
     settings = (
         *pair,
         "--model",
@@ -44,12 +44,12 @@ def test_training_has_the_peak_that_was_planned(pair, model, parks):
         "--json",
     )
     plan = events(run("plan", *settings, "--memory-budget", TIGHT))[-1]
-    assert plan["parks"] is parks
-    if parks:
+    assert plan["offloads"] is offloads
+    if offloads:
         # Without a budget copies would overlap; this one has room for the first step, which looks
         # twice, but not for that.
         room = int(1.3 * plan["predicted_peak_bytes"])
-        settings += ("--park", "always", "--memory-budget", str(room))
+        settings += ("--offload", "always", "--memory-budget", str(room))
     size = plan["micro_batch_size"]
     ours = epochs(run("train", *settings, "--micro-batch-size", size, "--epochs", "3"))
     # The first step has no optimizer state yet; the order of the samples, 2.4 kB, is not planned.

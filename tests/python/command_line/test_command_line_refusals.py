@@ -98,7 +98,7 @@ def test_a_model_without_end_can_be_interrupted(pair):
         assert process.stderr.read() == "infinitybatch: interrupted\n"
 
 
-FLAGS = ("--memory-budget", "--host-budget", "--park-directory", "--data", "--labels")
+FLAGS = ("--memory-budget", "--host-budget", "--offload-directory", "--data", "--labels")
 
 
 @pytest.mark.parametrize("flag", FLAGS)

@@ -1,0 +1,78 @@
+// The part of CutPass that moves what waits off the device and back.
+#include <infinitybatch/execute/cut_pass.hpp>
+
+#include <infinitybatch/tape/arguments.hpp>
+
+#include <cstdint>
+
+namespace infinitybatch {
+
+CutPass::Needs CutPass::needs(const Part& part, int64_t segment, bool back) const {
+  Needs needs;
+  const tape::Segment& here = segment_of(part, segment);
+  for (const tape::Take& take : here.takes) {
+    needs.waiting.insert(take.from);
+    // Gradients of what several segments use are summed up.
+    if (back) needs.gradients.insert(take.from);
+  }
+  if (back) {
+    for (const tape::ValueId value : here.gives) {
+      needs.gradients.insert({value, static_cast<int32_t>(segment)});
+    }
+  }
+  if (is_last(part, segment) || !has_op_before(part, segment + 1)) return needs;
+  // The op behind it is given this before it is combined, and some of it to correct it.
+  const tape::Segment& next = segment_of(part, segment + 1);
+  size_t left = back ? op_before(part, segment + 1).corrected() : SIZE_MAX;
+  tape::for_each_argument(part.recorded->tape, part.recorded->first_op(segment + 1),
+                          [&](tape::ValueId value, const tape::Slot&) {
+                            if (left == 0) return;
+                            --left;
+                            for (const tape::Take& take : next.takes) {
+                              if (take.from.value != value) continue;
+                              needs.waiting.insert(take.from);
+                              if (back) needs.gradients.insert(take.from);
+                            }
+                          });
+  return needs;
+}
+
+int64_t CutPass::fetch(Rows rows, int64_t segment, bool back, bool ahead) {
+  Part& part = parts_.at(rows.begin);
+  const Needs needs = this->needs(part, segment, back);
+  const int64_t bytes = part.waiting.fetch(needs.waiting, ahead);
+  return bytes + part.gradients.fetch(needs.gradients, ahead);
+}
+
+int64_t CutPass::leave(Rows rows) {
+  Part& part = parts_.at(rows.begin);
+  const int64_t bytes = part.waiting.start_leaving(*job_.store);
+  return bytes + part.gradients.start_leaving(*job_.store);
+}
+
+int64_t CutPass::offload(Rows rows, int64_t segment, bool back) {
+  const auto found = parts_.find(rows.begin);
+  if (found == parts_.end()) return 0;  // nothing of it is used again
+  Part& part = found->second;
+  const Recorded& recorded = *part.recorded;
+  if (segment == (back ? recorded.first_beside(segment) : recorded.last_beside(segment))) {
+    return offload(rows);
+  }
+  if (!back) return keep_for(part, segment + 1, /*back=*/false);
+  drop(part, segment);
+  return keep_for(part, segment - 1, /*back=*/true);
+}
+
+int64_t CutPass::offload(Rows rows) {
+  Part& part = parts_.at(rows.begin);
+  const int64_t bytes = part.waiting.offload(*job_.store);
+  return bytes + part.gradients.offload(*job_.store);
+}
+
+int64_t CutPass::keep_for(Part& part, int64_t segment, bool back) {
+  const Needs needs = this->needs(part, segment, back);
+  const int64_t bytes = part.waiting.offload(*job_.store, needs.waiting);
+  return bytes + part.gradients.offload(*job_.store, needs.gradients);
+}
+
+}  // namespace infinitybatch
