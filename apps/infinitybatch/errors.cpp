@@ -62,8 +62,8 @@ Failure describe_current_exception() {
   } catch (const BudgetExceeded& error) {
     return {ExitCode::out_of_memory, with_flags(one_line(error.what_without_backtrace()))};
   } catch (const OffloadError& error) {
-    return {ExitCode::out_of_memory,
-            one_line(error.what_without_backtrace()) + "; see --offload-directory and --host-budget"};
+    return {ExitCode::out_of_memory, one_line(error.what_without_backtrace()) +
+                                         "; see --offload-directory and --host-budget"};
   } catch (const c10::OutOfMemoryError& error) {
     return {ExitCode::out_of_memory,
             "out of memory: " + cause_of(error) +

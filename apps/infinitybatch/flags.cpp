@@ -145,7 +145,7 @@ void add_micro_batch(CLI::App& app, Settings& settings) {
 /// Where what waits for the rest of the batch goes (BatchNorm, samples that do not fit).
 void add_offload(CLI::App& app, Settings& settings) {
   app.add_option("--offload", settings.offload,
-                 "move what waits for the rest of the batch off the device: needed (where nothing "
+                 "move what waits for the rest of the batch off the device: auto (where nothing "
                  "fits otherwise), always or never")
       ->check(one_of(offload_names()))
       ->type_name("WHEN")

@@ -143,7 +143,7 @@ std::string describe(const CLI::App& app, const CLI::ParseError& error,
 }  // namespace
 
 const std::vector<std::string>& offload_names() {
-  static const std::vector<std::string> names = {"needed", "always", "never"};
+  static const std::vector<std::string> names = {"auto", "always", "never"};
   return names;
 }
 

@@ -24,7 +24,7 @@ struct Settings {
   BenchOptions bench;
   std::string memory_budget;  ///< as written: "24MiB", "0.8", "auto", or empty
   std::string host_budget;    ///< alike
-  std::string offload = "needed";
+  std::string offload = "auto";
   bool json = false;
 
   // Written as text so that "all" and device names can be checked with messages of our own.
@@ -33,7 +33,7 @@ struct Settings {
   std::string config;
 };
 
-/// "needed", "always" and "never", in the order of Offload::When.
+/// "auto", "always" and "never", in the order of Offload::When.
 const std::vector<std::string>& offload_names();
 
 /// What a parse led to: settings, or a text to print (help, version).

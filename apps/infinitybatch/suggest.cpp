@@ -1,6 +1,7 @@
 #include "suggest.hpp"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 
 namespace infinitybatch::app {
@@ -22,11 +23,19 @@ size_t distance(const std::string& a, const std::string& b) {
   return row.back();
 }
 
+/// What flags of before are called now, without dashes.
+const std::map<std::string, std::string> kRenamed = {{"park", "offload"},
+                                                     {"park-directory", "offload-directory"}};
+
 }  // namespace
 
 std::string suggestion(const std::string& written, const std::vector<std::string>& known) {
   std::string text = written.substr(0, written.find('='));
   std::replace(text.begin(), text.end(), '_', '-');
+  const std::string dashes = text.substr(0, text.find_first_not_of('-'));
+  if (const auto now = kRenamed.find(text.substr(dashes.size())); now != kRenamed.end()) {
+    return ": use " + dashes + now->second;
+  }
   size_t best = std::max<size_t>(text.size() / 3, 2) + 1;
   std::string nearest;
   for (const std::string& name : known) {

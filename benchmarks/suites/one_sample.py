@@ -23,7 +23,10 @@ EXPLANATION = (
 )
 SECONDS = 60  # of rounds for each workload
 NATIVE, CHECKPOINT = "native", "torch.utils.checkpoint, each block"
-SEGMENTS, OFFLOADED = "infinitybatch, checkpoint_segments", "infinitybatch, the same, offloaded to disk"
+SEGMENTS, OFFLOADED = (
+    "infinitybatch, checkpoint_segments",
+    "infinitybatch, the same, offloaded to disk",
+)
 MOST_SEGMENTS = 64
 
 

@@ -47,6 +47,7 @@ from .errors import (
     Unsupported,
     UnwrappedMethodNotice,
 )
+from ._offload import Offload
 from .sources import from_batches, from_dataset
 from .verify import verify
 from .virtual_batch import MicroBatch, VirtualBatch
@@ -67,6 +68,7 @@ __all__ = [
     "InvalidType",
     "LeftTensorNotice",
     "MicroBatch",
+    "Offload",
     "OffloadError",
     "Plan",
     "StateError",

@@ -1,15 +1,17 @@
 """Checks of options: each wrong one is an error that says which, what it was and what it may be."""
 
+import functools
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 
 from .errors import InvalidArgument, InvalidType
 
 _LARGEST = 2**63 - 1
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def truth(name: str, value: Any) -> bool:
@@ -89,3 +91,19 @@ def _from_torch(name: str, value: Any, make: Callable[[], torch.device]) -> torc
         raise InvalidType(
             f'{name} must be a torch.device or its name ("cpu"), not {type(value).__name__}'
         ) from None
+
+
+def renamed(names: Mapping[str, str]) -> Callable[[_Function], _Function]:
+    """For a function whose arguments had other names once: those raise an error that says what to
+    write now. The signature that editors and type checkers see stays the function's own."""
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old in names.keys() & kwargs.keys():
+                raise InvalidArgument(f"{old} is not an argument any more: use {names[old]}")
+            return function(*args, **kwargs)
+
+        return cast(_Function, call)
+
+    return decorate

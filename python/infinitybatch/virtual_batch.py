@@ -12,6 +12,8 @@ from . import _C, _criteria, _options, _tree
 from ._C import BatchSource, Plan, StepReport
 from ._C.losses import CoupledLoss, SeparableLoss
 from ._model import CallableModel, ModelView
+from ._offload import OLD_NAMES, Offload, When
+from ._offload import resolve as resolve_offload
 from ._rows import explain_lists, refuse_lists_of_samples
 from .errors import BatchError, Error, InvalidType, Unsupported
 
@@ -70,22 +72,15 @@ class VirtualBatch:
             layers that see the whole batch (BatchNorm), is cut into about as many segments (2 or
             more), which are played again one after the other, last first. A plan for a
             `memory_budget` does so by itself where one sample does not fit.
-        offload: where recordings are cut (BatchNorm and its like, or one sample that does not fit) what
-            waits at the cuts leaves the device "needed" (where no plan fits otherwise), "always" or
-            "never" (one sample that does not fit computes it again instead, in time that grows with
-            the square of its depth; of a whole batch: BudgetExceeded). So do outputs that wait for a
-            coupled loss, and their gradients after it, and with `retained_micro_batches` the graphs
-            that are kept for it; "always" is for all of these. A plan then keeps all graphs of a
-            coupled loss away from the device, or none, whichever takes less time. Copies run while
-            others compute where the budget has room for two frontiers more, else in turn.
-        host_budget: what offloaded tensors may take of the host's memory, as `memory_budget`; beyond it
-            they go to disk. By default half of what is available, and on the CPU, where the host is
-            the device, nothing.
-        offload_on_disk: whether offloaded tensors may go to disk: into a file without a name, which is
-            gone with the process however that ends.
-        offload_directory: where that file lies; $TMPDIR, else /var/tmp, by default.
-        host_bandwidth: on the CPU, to find out what a link to a device would cost: copies to and
-            from the host's arena take at least their bytes divided by this, in bytes per second.
+        offload: what leaves the device while it waits: "auto" (where no plan fits otherwise),
+            "always", "never" (one sample that does not fit computes it again instead, in time that
+            grows with the square of its depth; of a whole batch: BudgetExceeded), or an `Offload`,
+            which says where to as well. It is for what waits at the cuts of recordings (BatchNorm
+            and its like, or one sample that does not fit), for outputs that wait for a coupled loss
+            and their gradients after it, and for the graphs of `retained_micro_batches`. With
+            "always" a plan keeps all graphs of a coupled loss away from the device, or none,
+            whichever takes less time. Copies run while others compute where the budget has room for
+            two frontiers more, else in turn.
         match_native_rng: whether dropout, rand, randn and their like give the numbers that the whole
             batch's run would draw from the same generator (after the same torch.manual_seed), which
             is left where that run leaves it. What draws in a way whose numbers for the whole batch
@@ -106,6 +101,7 @@ class VirtualBatch:
         InvalidArgument: for options out of range.
     """
 
+    @_options.renamed(OLD_NAMES)
     def __init__(
         self,
         model: nn.Module | CallableModel,
@@ -117,11 +113,7 @@ class VirtualBatch:
         use_tapes: bool = True,
         static_graph: bool = False,
         checkpoint_segments: int | None = None,
-        offload: Literal["needed", "always", "never"] = "needed",
-        host_budget: int | float | str | None = None,
-        offload_on_disk: bool = True,
-        offload_directory: str = "",
-        host_bandwidth: float = 0.0,
+        offload: When | Offload = "auto",
         match_native_rng: bool = False,
         batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
         keep_outputs: bool = False,
@@ -129,7 +121,6 @@ class VirtualBatch:
         grad_scaler: Any = None,
     ) -> None:
         _options.one_of("batch_coupling", batch_coupling, "exact", "per_micro_batch")
-        _options.one_of("offload", offload, "needed", "always", "never")
         if on_micro_batch is not None and not callable(on_micro_batch):
             raise InvalidType(
                 f"on_micro_batch must be callable with a MicroBatch, not "
@@ -156,10 +147,6 @@ class VirtualBatch:
             "static_graph": static_graph,
             "checkpoint_segments": checkpoint_segments,
             "offload": offload,
-            "host_budget": host_budget,
-            "offload_on_disk": offload_on_disk,
-            "offload_directory": offload_directory,
-            "host_bandwidth": host_bandwidth,
             "match_native_rng": match_native_rng,
             "batch_coupling": batch_coupling,
             "keep_outputs": keep_outputs,
@@ -180,11 +167,7 @@ class VirtualBatch:
             "checkpoint_segments": _options.optional_whole_number(
                 "checkpoint_segments", checkpoint_segments, "segments"
             ),
-            "offload": offload,
-            "host_budget": host_budget,
-            "offload_on_disk": _options.truth("offload_on_disk", offload_on_disk),
-            "offload_directory": _options.path("offload_directory", offload_directory),
-            "host_bandwidth": _options.bandwidth("host_bandwidth", host_bandwidth),
+            "offload": resolve_offload(offload),
             "match_native_rng": _options.truth("match_native_rng", match_native_rng),
             "exact_coupling": batch_coupling == "exact",
             "keep_outputs": _options.truth("keep_outputs", keep_outputs),

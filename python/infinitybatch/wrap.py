@@ -9,11 +9,14 @@ from torch import distributed, nn
 from . import _C, _options
 from ._caches import Dropped
 from ._model import ModelView
+from ._offload import OLD_NAMES, Offload, When
+from ._offload import resolve as resolve_offload
 from ._packed import keep_longest
 from ._wrapped import Wrapped, unwrap, wrapped
 from .errors import InvalidArgument, InvalidType, StateError
 
 
+@_options.renamed(OLD_NAMES)
 def wrap(
     model: nn.Module,
     *,
@@ -23,11 +26,7 @@ def wrap(
     batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
     match_native_rng: bool = False,
     static_graph: bool = False,
-    offload: Literal["needed", "always", "never"] = "needed",
-    host_budget: int | float | str | None = None,
-    offload_on_disk: bool = True,
-    offload_directory: str = "",
-    host_bandwidth: float = 0.0,
+    offload: When | Offload = "auto",
     reduce: Literal["sum", "mean"] | None = None,
     output_batch_dim: int | None = None,
     methods: tuple[str, ...] = (),
@@ -95,21 +94,13 @@ def wrap(
             is used again, in later calls too: your code, hooks on modules and Python's random
             numbers run no more. A forward that is another program raises Unsupported, as far as it
             runs at all. Batches of one micro-batch run natively, where nothing but a size was given.
-        offload: what waits for BatchNorm and its like, and for backward, leaves the device "needed"
-            (where no size fits the budget otherwise), "always" or "never" (BudgetExceeded). Of other
-            models the graphs of `retained_micro_batches` do; with "always" a plan for a
-            `memory_budget` keeps all graphs away from the device, in place of second forwards, as
-            long as there is room for them. Copies run while others compute where nothing but a size
-            was given, or where the budget has room; else in turn. Offloaded, one thread at a time may
-            use the module.
-        host_budget: what offloaded tensors of all calls may take of the host's memory, as
-            `memory_budget`; beyond it they go to disk. By default half of what is available, and on
-            the CPU, where the host is the device, nothing.
-        offload_on_disk: whether offloaded tensors may go to disk: into a file without a name, which is
-            gone with the process however that ends.
-        offload_directory: where that file lies; $TMPDIR, else /var/tmp, by default.
-        host_bandwidth: on the CPU, to find out what a link to a device would cost: copies to and
-            from the host's arena take at least their bytes divided by this, in bytes per second.
+        offload: what leaves the device while it waits for BatchNorm and its like, and for backward:
+            "auto" (where no size fits the budget otherwise), "always", "never" (BudgetExceeded), or
+            an `Offload`, which says where to as well; all calls share it. Of other models the graphs
+            of `retained_micro_batches` leave; with "always" a plan for a `memory_budget` keeps all
+            graphs away from the device, in place of second forwards, as long as there is room for
+            them. Copies run while others compute where nothing but a size was given, or where the
+            budget has room; else in turn. With it one thread at a time may use the module.
         reduce: what an output that is one number for each micro-batch is: a "sum" or a "mean" over
             samples. A mean over tokens some of whose labels are ignored (a Hugging Face model's own
             loss) is no mean over samples: take the loss of the logits, or VirtualBatch with
@@ -153,7 +144,6 @@ def wrap(
     if not isinstance(model, nn.Module):
         raise InvalidType(f"model must be a torch.nn.Module, not {type(model).__name__}")
     _options.one_of("batch_coupling", batch_coupling, "exact", "per_micro_batch")
-    _options.one_of("offload", offload, "needed", "always", "never")
     _options.one_of("reduce", reduce, "sum", "mean", None)
     return make(
         model,
@@ -168,11 +158,7 @@ def wrap(
             "exact_coupling": batch_coupling == "exact",
             "match_native_rng": _options.truth("match_native_rng", match_native_rng),
             "static_graph": _options.truth("static_graph", static_graph),
-            "offload": offload,
-            "host_budget": host_budget,
-            "offload_on_disk": _options.truth("offload_on_disk", offload_on_disk),
-            "offload_directory": _options.path("offload_directory", offload_directory),
-            "host_bandwidth": _options.bandwidth("host_bandwidth", host_bandwidth),
+            "offload": resolve_offload(offload),
             "reduce": reduce,
             "output_batch_dim": _options.dimension("output_batch_dim", output_batch_dim),
         },

@@ -42,9 +42,8 @@ class PyVirtualBatch {
                  std::optional<int64_t> micro_batch_size, int64_t retained_micro_batches,
                  bool exact_coupling, bool keep_outputs, const py::object& on_micro_batch,
                  const py::object& loss_scale, bool use_tapes, bool static_graph,
-                 std::optional<int64_t> checkpoint_segments, const std::string& offload,
-                 const py::object& host_budget, bool offload_on_disk,
-                 const std::string& offload_directory, double host_bandwidth, bool match_native_rng) {
+                 std::optional<int64_t> checkpoint_segments, const py::object& offload,
+                 bool match_native_rng) {
     Options options;
     if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
     options.micro_batch_size = micro_batch_size;
@@ -52,7 +51,7 @@ class PyVirtualBatch {
     options.use_tapes = use_tapes;
     options.static_graph = static_graph;
     options.checkpoint_segments = checkpoint_segments;
-    options.offload = to_offload(offload, host_budget, offload_on_disk, offload_directory, host_bandwidth);
+    options.offload = to_offload(offload);
     options.match_native_rng = match_native_rng;
     options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
     options.keep_outputs = keep_outputs;
@@ -237,16 +236,12 @@ void bind_virtual_batch(py::module_& module) {
   py::class_<PyVirtualBatch>(module, "VirtualBatch", garbage_collected<PyVirtualBatch>())
       .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,
                     int64_t, bool, bool, const py::object&, const py::object&, bool, bool,
-                    std::optional<int64_t>, const std::string&, const py::object&, bool,
-                    const std::string&, double, bool>(),
+                    std::optional<int64_t>, const py::object&, bool>(),
            py::kw_only(), py::arg("model"), py::arg("loss"), py::arg("memory_budget"),
            py::arg("micro_batch_size"), py::arg("retained_micro_batches"),
            py::arg("exact_coupling"), py::arg("keep_outputs"), py::arg("on_micro_batch"),
-           py::arg("loss_scale"), py::arg("use_tapes") = true, py::arg("static_graph") = false,
-           py::arg("checkpoint_segments") = py::none(), py::arg("offload") = "needed",
-           py::arg("host_budget") = py::none(), py::arg("offload_on_disk") = true,
-           py::arg("offload_directory") = "", py::arg("host_bandwidth") = 0.0,
-           py::arg("match_native_rng") = false)
+           py::arg("loss_scale"), py::arg("use_tapes"), py::arg("static_graph"),
+           py::arg("checkpoint_segments"), py::arg("offload"), py::arg("match_native_rng"))
       .def("backward", &PyVirtualBatch::backward, py::arg("inputs"), py::arg("targets"))
       .def("verify", &PyVirtualBatch::verify, py::arg("inputs"), py::arg("targets"),
            py::arg("native"))

@@ -50,15 +50,14 @@ class PyWrap {
   PyWrap(const py::object& model, const py::object& forward, const py::object& budget,
          std::optional<int64_t> micro_batch_size, bool exact_coupling,
          const std::optional<std::string>& reduce, std::optional<int64_t> output_batch_dim,
-         const py::object& agree, const std::string& offload, const py::object& host_budget,
-         bool offload_on_disk, const std::string& offload_directory, double host_bandwidth,
-         bool match_native_rng, bool static_graph, int64_t retained_micro_batches) {
+         const py::object& agree, const py::object& offload, bool match_native_rng,
+         bool static_graph, int64_t retained_micro_batches) {
     WrapOptions options;
     if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
     options.micro_batch_size = micro_batch_size;
     options.retained_micro_batches = retained_micro_batches;
     options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
-    options.offload = to_offload(offload, host_budget, offload_on_disk, offload_directory, host_bandwidth);
+    options.offload = to_offload(offload);
     options.match_native_rng = match_native_rng;
     options.static_graph = static_graph;
     options.reduce = to_reduce(reduce);
@@ -148,9 +147,10 @@ void bind_wrap_report(py::module_& module) {
                     "\"replay\" (each forward ran once), \"rerun\" (backward runs some again), "
                     "\"cut\" (ops of the model see the whole batch), \"forward\" (no gradient "
                     "wanted) or \"native\".")
-      .def_readonly("strategy_reason", &WrapReport::strategy_reason,
-                    "Why forwards run twice; under a plan with offload=\"always\" else why graphs are "
-                    "offloaded or not; empty where there is nothing to say.")
+      .def_readonly(
+          "strategy_reason", &WrapReport::strategy_reason,
+          "Why forwards run twice; under a plan with offload=\"always\" else why graphs are "
+          "offloaded or not; empty where there is nothing to say.")
       .def_readonly("left_on_module", &WrapReport::left_on_module,
                     "Attributes in which each micro-batch left another tensor that is no output "
                     "and could not be joined: whoever reads one finds the last micro-batch's "
@@ -182,12 +182,10 @@ void bind_wrap(py::module_& module) {
                      garbage_collected<PyWrap>())
       .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,
                     bool, const std::optional<std::string>&, std::optional<int64_t>,
-                    const py::object&, const std::string&, const py::object&, bool,
-                    const std::string&, double, bool, bool, int64_t>(),
+                    const py::object&, const py::object&, bool, bool, int64_t>(),
            py::kw_only(), py::arg("model"), py::arg("forward"), py::arg("memory_budget"),
            py::arg("micro_batch_size"), py::arg("exact_coupling"), py::arg("reduce"),
-           py::arg("output_batch_dim"), py::arg("agree"), py::arg("offload"), py::arg("host_budget"),
-           py::arg("offload_on_disk"), py::arg("offload_directory"), py::arg("host_bandwidth"),
+           py::arg("output_batch_dim"), py::arg("agree"), py::arg("offload"),
            py::arg("match_native_rng"), py::arg("static_graph"), py::arg("retained_micro_batches"))
       .def("forward", &PyWrap::forward, py::arg("arguments"), py::arg("keywords"))
       .def("last_report", &PyWrap::last_report);

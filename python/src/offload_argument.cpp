@@ -2,21 +2,22 @@
 
 #include "budget_argument.hpp"
 
-#include <utility>
+#include <string>
 
 namespace infinitybatch::python {
 
-Offload to_offload(const std::string& when, pybind11::handle host_budget, bool disk,
-                   std::string directory, double host_bandwidth) {
-  Offload offload;
-  offload.when = when == "always"  ? Offload::When::always
-                 : when == "never" ? Offload::When::never
-                                   : Offload::When::needed;
-  if (!host_budget.is_none()) offload.host_budget = to_budget(host_budget, "host_budget");
-  offload.disk = disk;
-  offload.directory = std::move(directory);
-  offload.host_bandwidth = host_bandwidth;
-  return offload;
+Offload to_offload(pybind11::handle offload) {
+  Offload result;
+  const auto when = offload.attr("when").cast<std::string>();
+  result.when = when == "always"  ? Offload::When::always
+                : when == "never" ? Offload::When::never
+                                  : Offload::When::automatic;
+  const pybind11::object host_budget = offload.attr("host_budget");
+  if (!host_budget.is_none()) result.host_budget = to_budget(host_budget, "host_budget");
+  result.disk = offload.attr("disk").cast<bool>();
+  result.directory = offload.attr("directory").cast<std::string>();
+  result.host_bandwidth = offload.attr("host_bandwidth").cast<double>();
+  return result;
 }
 
 }  // namespace infinitybatch::python

@@ -4,14 +4,10 @@
 
 #include <pybind11/pybind11.h>
 
-#include <string>
-
 namespace infinitybatch::python {
 
-/// Offload as Python's users write it; names are checked in Python.
-/// \param when "needed", "always" or "never"
+/// \param offload an infinitybatch.Offload, which has checked its values but the host budget
 /// \throws InvalidType, InvalidArgument for a host budget that is none
-Offload to_offload(const std::string& when, pybind11::handle host_budget, bool disk,
-                   std::string directory, double host_bandwidth);
+Offload to_offload(pybind11::handle offload);
 
 }  // namespace infinitybatch::python

@@ -150,23 +150,24 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
       return resume(rows, segment);
     case Operation::combine_gradients:
       return cut_pass_->combine_gradients(segment);
-    case Operation::fetch:
+    case Operation::restore:
     case Operation::prefetch:
       copied_bytes_ =
           fetch(rows, segment, /*back=*/false, instruction.operation == Operation::prefetch);
       return;
-    case Operation::fetch_back:
+    case Operation::restore_back:
     case Operation::prefetch_back:
       copied_bytes_ =
           fetch(rows, segment, /*back=*/true, instruction.operation == Operation::prefetch_back);
       return;
-    case Operation::leave:
-    case Operation::leave_back:
+    case Operation::start_offload:
+    case Operation::start_offload_back:
       copied_bytes_ = leave(rows, segment);
       return;
-    case Operation::offload:
-    case Operation::offload_back:
-      copied_bytes_ = offload(rows, segment, instruction.operation == Operation::offload_back);
+    case Operation::finish_offload:
+    case Operation::finish_offload_back:
+      copied_bytes_ =
+          offload(rows, segment, instruction.operation == Operation::finish_offload_back);
       return;
     case Operation::backward:
       return backward(rows, segment);

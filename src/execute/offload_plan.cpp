@@ -95,7 +95,7 @@ class Weaver {
     const size_t end = end_of(begin);
     if (ahead_ != begin) {
       settle(here.micro_batch);
-      add(is_back(here) ? Operation::fetch_back : Operation::fetch, here);
+      add(is_back(here) ? Operation::restore_back : Operation::restore, here);
     }
     const std::optional<size_t> next = overlap_ ? next_visit(end) : std::nullopt;
     // What a visit leaves behind is not there before its end, unless it has been all the while.
@@ -117,9 +117,10 @@ class Weaver {
   /// What waits after a visit; what left before is away.
   void leave(const Instruction& visit) {
     settle();
-    const Operation away = is_back(visit) ? Operation::offload_back : Operation::offload;
+    const Operation away =
+        is_back(visit) ? Operation::finish_offload_back : Operation::finish_offload;
     if (overlap_ && !alone_) {
-      add(is_back(visit) ? Operation::leave_back : Operation::leave, visit);
+      add(is_back(visit) ? Operation::start_offload_back : Operation::start_offload, visit);
       leaving_ = Instruction{away, visit.micro_batch, visit.segment};
     } else {
       add(away, visit);
@@ -128,9 +129,9 @@ class Weaver {
 
   const std::vector<Instruction>& given_;
   bool overlap_;
-  bool alone_;         // visits of one micro-batch follow each other: what the next one needs stays
+  bool alone_;  // visits of one micro-batch follow each other: what the next one needs stays
   bool offloads_graphs_;  // those that are kept leave with the outputs
-  bool replays_;       // a coupled loss without cuts: outputs wait, and their gradients
+  bool replays_;          // a coupled loss without cuts: outputs wait, and their gradients
   std::vector<Instruction> woven_;
   std::optional<size_t> ahead_;         // the visit that was fetched for
   std::optional<Instruction> leaving_;  // what ends it

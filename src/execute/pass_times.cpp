@@ -59,25 +59,26 @@ class CopyClock {
     };
     const Operation operation = instruction.operation;
     switch (operation) {
-      case fetch:
+      case restore:
       case prefetch:
-        back_[who] = copy(bytes({fetch, prefetch}) * times_.seconds_per_byte_back_);
+        back_[who] = copy(bytes({restore, prefetch}) * times_.seconds_per_byte_back_);
         break;
-      case fetch_back:
+      case restore_back:
       case prefetch_back:
-        back_[who] = copy(bytes({fetch_back, prefetch_back}) * times_.seconds_per_byte_back_);
+        back_[who] = copy(bytes({restore_back, prefetch_back}) * times_.seconds_per_byte_back_);
         break;
-      case leave:
-        away_[who] =
-            copy(bytes({left_by(leave, offload, instruction.segment)}) * times_.seconds_per_byte_out_);
-        break;
-      case leave_back:
-        away_[who] = copy(bytes({left_by(leave_back, offload_back, instruction.segment)}) *
+      case start_offload:
+        away_[who] = copy(bytes({left_by(start_offload, finish_offload, instruction.segment)}) *
                           times_.seconds_per_byte_out_);
         break;
-      case offload:
-      case offload_back: {
-        const Operation begun = operation == offload ? leave : leave_back;
+      case start_offload_back:
+        away_[who] =
+            copy(bytes({left_by(start_offload_back, finish_offload_back, instruction.segment)}) *
+                 times_.seconds_per_byte_out_);
+        break;
+      case finish_offload:
+      case finish_offload_back: {
+        const Operation begun = operation == finish_offload ? start_offload : start_offload_back;
         const bool all =
             away_.contains(who) && left_by(begun, operation, instruction.segment) == operation;
         wait_for(away_, who);
@@ -102,7 +103,7 @@ class CopyClock {
         break;
     }
     now_ += seconds_of(told_by(instruction), instruction.segment) * static_cast<double>(samples);
-    if (operation == fetch || operation == fetch_back) wait_for(back_, who);
+    if (operation == restore || operation == restore_back) wait_for(back_, who);
     if (operation == record || operation == whole_loss) wait_for(away_, who);
   }
 
@@ -127,9 +128,9 @@ class CopyClock {
     return kept && instruction.operation == replay ? retain : instruction.operation;
   }
 
-  /// Who copied what `leave` would: in turn `offload` does.
-  Operation left_by(Operation leave, Operation offload, int64_t segment) const {
-    return times_.taken_.contains({leave, segment}) ? leave : offload;
+  /// Who copied what `start_offload` would: in turn `finish_offload` does it all.
+  Operation left_by(Operation start, Operation finish, int64_t segment) const {
+    return times_.taken_.contains({start, segment}) ? start : finish;
   }
 
   void wait_for(std::map<int64_t, double>& ends, int64_t who) {

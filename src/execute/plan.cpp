@@ -39,18 +39,18 @@ const char* name_of(Operation operation) {
       return "resume";
     case Operation::combine_gradients:
       return "combine gradients";
-    case Operation::fetch:
-    case Operation::fetch_back:
-      return "fetch";
+    case Operation::restore:
+    case Operation::restore_back:
+      return "restore";
     case Operation::prefetch:
     case Operation::prefetch_back:
       return "prefetch";
-    case Operation::leave:
-    case Operation::leave_back:
-      return "leave";
-    case Operation::offload:
-    case Operation::offload_back:
-      return "offload";
+    case Operation::start_offload:
+    case Operation::start_offload_back:
+      return "start offload";
+    case Operation::finish_offload:
+    case Operation::finish_offload_back:
+      return "finish offload";
     case Operation::free:
       return "free";
     case Operation::penalty:
@@ -348,10 +348,11 @@ std::string Plan::explain() const {
             (together ? " micro-batch by micro-batch" : "") +
             ", last segment first: resume, backward, free; hand out once\n";
   } else {
-    text += "instructions: record each micro-batch (" + std::to_string(retained) + " of " +
-            std::to_string(micro_batch_sizes.size()) + " keep their graph" +
-            (offloads_graphs ? ", " + std::to_string(offloaded_graphs()) + " of these offloaded" : "") +
-            "), loss of all, then last to first: replay, backward, free; then hand out once\n";
+    text +=
+        "instructions: record each micro-batch (" + std::to_string(retained) + " of " +
+        std::to_string(micro_batch_sizes.size()) + " keep their graph" +
+        (offloads_graphs ? ", " + std::to_string(offloaded_graphs()) + " of these offloaded" : "") +
+        "), loss of all, then last to first: replay, backward, free; then hand out once\n";
   }
   if (budget_bytes) text += "budget " + format_bytes(*budget_bytes) + "; ";
   text += "live before the step " + format_bytes(baseline_bytes);
@@ -362,8 +363,9 @@ std::string Plan::explain() const {
     text += "what waits is offloaded to host or disk, " +
             std::string(overlaps ? "and copied while other micro-batches, or segments, compute"
                         : offloads_graphs ? "in turn"
-                                       : "in turn: there is no room for copies beside compute") +
-            ": " + format_bytes(offloaded_bytes) + " left the device, and came back, in the last step";
+                                          : "in turn: there is no room for copies beside compute") +
+            ": " + format_bytes(offloaded_bytes) +
+            " left the device, and came back, in the last step";
     if (offloads_graphs) {
       text += ", of these " + format_bytes(graph_bytes.offloaded) + " of " +
               std::to_string(offloaded_graphs()) + (offloaded_graphs() == 1 ? " graph" : " graphs");

@@ -56,11 +56,11 @@ class Effects {
         return {effect.rise, effect.net + tell({Operation::seed, instruction.segment}, size).net};
       }
       case Operation::prefetch:
-        return tell({Operation::fetch, instruction.segment}, size);
-      case Operation::fetch_back:
+        return tell({Operation::restore, instruction.segment}, size);
+      case Operation::restore_back:
       case Operation::prefetch_back: {
         // The outputs' gradient comes with what waits; while measuring, its stand-in came later.
-        const Effect effect = tell({Operation::fetch_back, instruction.segment}, size);
+        const Effect effect = tell({Operation::restore_back, instruction.segment}, size);
         if (!outputs_offload_) return effect;
         const int64_t gradient = tell({Operation::seed, instruction.segment}, size).net;
         return {std::max(effect.rise, effect.net + gradient), effect.net + gradient};
@@ -98,8 +98,8 @@ class Effects {
     Operation operation = instruction.operation;
     if (operation == Operation::retain && !plan_.offloads_graphs) operation = Operation::record;
     if (operation == Operation::advance_retained) operation = Operation::advance;
-    if (operation == Operation::prefetch) operation = Operation::fetch;
-    if (operation == Operation::prefetch_back) operation = Operation::fetch_back;
+    if (operation == Operation::prefetch) operation = Operation::restore;
+    if (operation == Operation::prefetch_back) operation = Operation::restore_back;
     again_ = !done_.insert({operation, instruction.segment}).second;
   }
 

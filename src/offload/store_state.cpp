@@ -66,7 +66,8 @@ void StoreState::note_moved(int64_t out, int64_t back) noexcept {
   statistics_.moved_back += back;
 }
 
-OffloadedState::OffloadedState(std::shared_ptr<StoreState> store, std::vector<c10::Storage> storages)
+OffloadedState::OffloadedState(std::shared_ptr<StoreState> store,
+                               std::vector<c10::Storage> storages)
     : store_(std::move(store)) {
   items_.reserve(storages.size());
   int64_t row = 0;

@@ -54,9 +54,9 @@ int64_t result_bytes(const tape::Tape& tape) {
 class CheckpointPlanner::Search {
  public:
   struct Beside {
-    bool offloaded = false;    // what waits leaves the device
-    int64_t others = 0;     // micro-batches at all of whose cuts something waits
-    int64_t elsewhere = 0;  // bytes that are there all the while
+    bool offloaded = false;  // what waits leaves the device
+    int64_t others = 0;      // micro-batches at all of whose cuts something waits
+    int64_t elsewhere = 0;   // bytes that are there all the while
   };
   /// \param begin, end of the stretch, as indices into the places
   Search(const plan::NarrowPlaces& places, size_t begin, size_t end, const Beside& beside)

@@ -158,9 +158,10 @@ Piece Planner::two_pass() {
     const int64_t size = size_under(fastest());
     const int64_t retained = most_retained(size);
     piece.plan = whole_plan(size, retained, overlaps(size));
-    // What a offloaded step finds on the device differs by a few bytes from what its rehearsal did, so
-    // that another size may be the largest that fits: one that was not timed.
-    if (knows_whole_loss(piece.plan.micro_batch_sizes.size()) && (settled() || request_.offloaded)) {
+    // What a offloaded step finds on the device differs by a few bytes from what its rehearsal did,
+    // so that another size may be the largest that fits: one that was not timed.
+    if (knows_whole_loss(piece.plan.micro_batch_sizes.size()) &&
+        (settled() || request_.offloaded)) {
       if (known_->profile) piece.plan.predicted_peak_bytes = corrected(peak_of(piece.plan));
       if (settled()) settled_plan_ = piece.plan;
     }

@@ -162,7 +162,8 @@ class Race {
       options.use_tapes = true;
     }
     // Kept graphs are those on the device.
-    if (options.offload.when == Offload::When::needed) options.offload.when = Offload::When::never;
+    if (options.offload.when == Offload::When::automatic)
+      options.offload.when = Offload::When::never;
     if (count > 1) {
       options.retained_micro_batches = count / 2;
       add("retain-half", loss, options);

@@ -87,10 +87,12 @@ std::optional<GraphChoice> GraphChoices::compare(Planner& planner, const offload
     best_in_turn = in_turn;
   }
   begin(best_in_turn);
-  const auto all = static_cast<int64_t>(offloaded->times.bytes_per_sample(Operation::offload) *
-                                        static_cast<double>(asked.batch_size));
+  const auto all =
+      static_cast<int64_t>(offloaded->times.bytes_per_sample(Operation::finish_offload) *
+                           static_cast<double>(asked.batch_size));
   if (!store.options().disk && all > store.options().host_bytes) {
-    return GraphChoice{false, "graphs are not offloaded: there is no room for " + format_bytes(all)};
+    return GraphChoice{false,
+                       "graphs are not offloaded: there is no room for " + format_bytes(all)};
   }
   const double more = forwards.seconds - forwards.waited - (offloaded->seconds - offloaded->waited);
   GraphChoice choice;

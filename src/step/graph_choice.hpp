@@ -54,8 +54,9 @@ class GraphChoices {
     double waited = 0;  // of these, for copies
   };
   Timed timed(const Plan& plan, const Request& request, const offload::Store& store) const;
-  std::optional<GraphChoice> compare(Planner& planner, const offload::Store& store, const Plan& again,
-                                     const Request& asked, const OffloadWay& offload_way) const;
+  std::optional<GraphChoice> compare(Planner& planner, const offload::Store& store,
+                                     const Plan& again, const Request& asked,
+                                     const OffloadWay& offload_way) const;
 
   /// By what the planner was asked: by micro-batch size.
   std::map<std::string, std::map<int64_t, PassTimes>> rehearsed_;

@@ -21,7 +21,7 @@ std::unique_ptr<offload::Store> make_store(const Offload& offload, at::Device de
 }
 
 OffloadedMeanwhile::OffloadedMeanwhile(const offload::StoreStatistics& before,
-                                 const offload::StoreStatistics& now)
+                                       const offload::StoreStatistics& now)
     : bytes(now.moved_out - before.moved_out) {
   const double copying = now.seconds_copying - before.seconds_copying;
   const double waited = std::min(now.seconds_waited - before.seconds_waited, copying);

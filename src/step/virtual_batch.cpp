@@ -100,7 +100,7 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   }
   const bool waits = job.cut || job.coupled != nullptr;
   const bool offloads = options_.offload.when == Offload::When::always ||
-                     ((job.cut || keeps_graphs(job)) && offloaded_.contains(signature_of(job)));
+                        ((job.cut || keeps_graphs(job)) && offloaded_.contains(signature_of(job)));
   if (waits && offloads) job.store = store(job.device);
   job.offloads_graphs = job.store != nullptr && keeps_graphs(job);
   if (job.coupled != nullptr) job.output_law = &output_laws_[program_kind_of(job)];

@@ -59,8 +59,8 @@ class VirtualBatch::State {
   bool rehearse(const Job& job, int64_t budget);
   /// Whether graphs are offloaded by choice.
   bool offloads_graphs(const Job& job) const;
-  /// Of a coupled loss that offloads, once it is rehearsed: finds out whether offloading all graphs takes
-  /// less time than second forwards.
+  /// Of a coupled loss that offloads, once it is rehearsed: finds out whether offloading all graphs
+  /// takes less time than second forwards.
   void choose_graphs(const Job& job, int64_t budget);
   /// From now on second forwards instead; false where no graph was offloaded by choice.
   bool give_up_graphs(const Job& job);
@@ -120,8 +120,8 @@ class VirtualBatch::State {
   Options options_;
   Planner planner_;
   Plan plan_;
-  PassTimes times_;                      // of the last step, where it offloaded
-  GraphBytes graph_bytes_;               // the same
+  PassTimes times_;                            // of the last step, where it offloaded
+  GraphBytes graph_bytes_;                     // the same
   offload::StoreStatistics offloaded_before_;  // when it began
   GraphChoices graph_choices_;
   bool use_tapes_ = true;
@@ -131,7 +131,7 @@ class VirtualBatch::State {
   mutable std::map<std::string, StaticTapes> static_tapes_;  // by kind of batch
   /// Kinds of batches one sample of which does not fit.
   mutable std::map<std::string, CheckpointPlanner> checkpoints_;
-  std::set<std::string> offloaded_;   // kinds of batches what waits of which does not fit
+  std::set<std::string> offloaded_;  // kinds of batches what waits of which does not fit
   std::set<std::string> in_turn_;  // of these: nor what is copied beside other micro-batches' work
   mutable std::unique_ptr<offload::Store> store_;
   mutable std::map<std::string, coupled::DrawLaws> draw_laws_;  // by kind of batch

@@ -128,7 +128,7 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
     row += size;
   }
   plan_ = offloaded(job.alone ? checkpoint_plan(sizes, segments, coupled, has_penalty())
-                           : cut_plan(sizes, stretches, /*retained=*/0, coupled, has_penalty()));
+                              : cut_plan(sizes, stretches, /*retained=*/0, coupled, has_penalty()));
   if (together) {
     row = 0;
     const auto& instructions = plan_.instructions;
@@ -172,7 +172,7 @@ Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   request.offloads_graphs = job.offloads_graphs;
   if (request.offloads_graphs) request.signature += "|graphs, too";
   request.outputs_offload = request.offloaded && job.coupled != nullptr &&
-                         job.coupled->device().value_or(job.device) == job.device;
+                            job.coupled->device().value_or(job.device) == job.device;
   request.dims = lengths_of(job);
   request.batch_size = job.batch_size();
   request.baseline_bytes = memory::stats(job.device).live;

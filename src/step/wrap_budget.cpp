@@ -240,12 +240,12 @@ void BudgetedForward::choose_store() {
   }
   store_ = offloads ? wrapped_->store_on(job_.device) : nullptr;
   job_.store = store_.get();
-  job_.offloads_graphs =
-      offloads && !job_.cut && (fixed || wrapped_->graph_choices[planner_].offloads(signature_of(job_)));
+  job_.offloads_graphs = offloads && !job_.cut &&
+                         (fixed || wrapped_->graph_choices[planner_].offloads(signature_of(job_)));
 }
 
-/// Under a plan, once it is known what the loss needs: whether graphs are offloaded, or run again as
-/// far as they do not fit.
+/// Under a plan, once it is known what the loss needs: whether graphs are offloaded, or run again
+/// as far as they do not fit.
 void BudgetedForward::choose_graphs() {
   if (!may_offload_graphs() || !planner().settled()) return;
   GraphChoices& choices = wrapped_->graph_choices[planner_];

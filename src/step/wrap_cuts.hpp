@@ -47,8 +47,8 @@ class WrapCuts final : public OutsideLoss {
   /// What waits is offloaded next time, where that is allowed and this call's was not.
   void offload_next_time() const;
 
-  /// Runs the instructions of a `cut_plan`, offloaded where the job has a store, after the recordings,
-  /// up to the outputs of all.
+  /// Runs the instructions of a `cut_plan`, offloaded where the job has a store, after the
+  /// recordings, up to the outputs of all.
   void forward(Plan plan);
   /// What the model gave, detached, micro-batch by micro-batch.
   std::vector<Batch> take_outputs();
@@ -85,9 +85,9 @@ class WrapCuts final : public OutsideLoss {
   Job job_;
   coupled::DrawLaws draw_laws_;
   StaticForward known_;
-  std::string kind_;                    // of forward, with static_graph
+  std::string kind_;                       // of forward, with static_graph
   std::shared_ptr<offload::Store> store_;  // the job's
-  std::optional<Executor> executor_;    // none after a backward that used it up
+  std::optional<Executor> executor_;       // none after a backward that used it up
   Plan plan_;
   size_t loss_at_ = 0;  // the instruction in whose place the caller's loss stands
   struct Part {

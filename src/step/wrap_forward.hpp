@@ -116,7 +116,8 @@ class ForwardPass {
   void learn_from_recording(const Batch& outputs, const Batch& micro, uint64_t first_node);
   /// The same, in a graph that ends in sinks of its own.
   Batch call_model_and_keep(const Batch& micro, GraphMemory* memory);
-  /// With `Job::offloads_graphs`: the graph of this part begins to leave, what left before it is away.
+  /// With `Job::offloads_graphs`: the graph of this part begins to leave, what left before it is
+  /// away.
   void leave(size_t part);
   void settle();
   /// \param dropped nobody but whoever kept a tensor of it goes back through this graph

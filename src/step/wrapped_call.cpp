@@ -162,8 +162,10 @@ StoreUse::StoreUse(Wrapped& wrapped, const offload::Store* store) {
   if (store == nullptr) return;
   if (wrapped.copying.exchange(true)) {
     throw StateError(
-        "this wrapped model is at work already, in another thread; where what waits is offloaded one "
-        "thread at a time may call it or run backward through it; give offload=\"never\" where memory "
+        "this wrapped model is at work already, in another thread; where what waits is offloaded "
+        "one "
+        "thread at a time may call it or run backward through it; give offload=\"never\" where "
+        "memory "
         "allows, or wrap the model once for each thread");
   }
   wrapped_ = &wrapped;

@@ -214,8 +214,8 @@ struct WrappedCall {
   std::vector<int> gradient_of_output;   ///< which of the node's inputs a leaf is; -1 for none
 
   std::shared_ptr<offload::Store> store;  ///< where kept graphs wait; null where they do not leave
-  bool overlaps = false;               ///< they are copied while other micro-batches compute
-  OffloadedMeanwhile offloaded;              ///< so far
+  bool overlaps = false;                  ///< they are copied while other micro-batches compute
+  OffloadedMeanwhile offloaded;           ///< so far
   GraphBytes graph_bytes;
 
   // With a memory budget:

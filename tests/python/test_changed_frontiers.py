@@ -47,8 +47,7 @@ def settled(model: nn.Module, room: float, offload: str) -> tuple[ib.StepReport,
         model,
         LOSS,
         memory_budget=live + int(room * COUNT * WIDE * 8),
-        offload=offload,
-        **({"host_budget": "64MiB"} if offload == "always" else {}),
+        offload=ib.Offload("always", host_budget="64MiB") if offload == "always" else offload,
     )
     for _ in range(20):
         for parameter in model.parameters():

@@ -384,7 +384,9 @@ def test_one_sample_beyond_the_device_with_a_coupled_loss(
     wanted = native_gradients(model, contrast, inputs, targets)
     sums = sum(parameter.nbytes for parameter in model.parameters())
     budget = ib.memory.stats("cpu").live + sums + above * 1024
-    batch = ib.VirtualBatch(model, ib.losses.coupled(contrast), memory_budget=budget, offload=offload)
+    batch = ib.VirtualBatch(
+        model, ib.losses.coupled(contrast), memory_budget=budget, offload=offload
+    )
     for _ in range(3):
         model.zero_grad()
         model.take_counts()

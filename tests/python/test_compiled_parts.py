@@ -49,7 +49,11 @@ def test_wrapped_by_batches_of_several_lengths(options, dynamic):
     [
         dict(micro_batch_size=4),
         dict(micro_batch_size=4, retained_micro_batches=2),
-        dict(micro_batch_size=4, retained_micro_batches=2, offload=ib.Offload("always", host_budget="16MiB")),
+        dict(
+            micro_batch_size=4,
+            retained_micro_batches=2,
+            offload=ib.Offload("always", host_budget="16MiB"),
+        ),
         dict(memory_budget="64MiB"),
     ],
 )

@@ -59,7 +59,7 @@ def test_offloaded_steps_are_bit_equal_to_others(kind, retained, where):
     if kind == "segments":
         options = {"checkpoint_segments": 3}
     wanted, _, _ = steps(kind, offload="never", **options)
-    found, batch, model = steps(kind, offload="always", **options, **WHERE[where])
+    found, batch, model = steps(kind, offload=ib.Offload("always", **WHERE[where]), **options)
     assert all(map(torch.equal, wanted, found))
     if kind != "dropout":
         assert gradient_error(model, native_gradients(model, spread, *data())) <= 1e-12
@@ -87,7 +87,11 @@ def test_outputs_of_all_shapes():
         return ((rows @ columns) * same).mean() + outputs["halves"].float().std() + targets.sum()
 
     found = []
-    for options in ({"offload": "never"}, {"offload": "always"}, {"offload": ib.Offload("always", **HOST)}):
+    for options in (
+        {"offload": "never"},
+        {"offload": "always"},
+        {"offload": ib.Offload("always", **HOST)},
+    ):
         for keep in (False, True):
             torch.manual_seed(0)
             model = Calls(forward, net=nn.Linear(6, WIDTH)).double()

@@ -437,7 +437,11 @@ MISUSES = {
         ib.InvalidType,
         "match_native_rng is None",
     ),
-    "a bandwidth below 0": (lambda: step(offload=ib.Offload(host_bandwidth=-1)), ib.InvalidArgument, "is -1"),
+    "a bandwidth below 0": (
+        lambda: step(offload=ib.Offload(host_bandwidth=-1)),
+        ib.InvalidArgument,
+        "is -1",
+    ),
     "a bandwidth that is no number": (
         lambda: ib.wrap(mlp(), offload=ib.Offload(host_bandwidth=float("nan"))),
         ib.InvalidArgument,
@@ -448,7 +452,11 @@ MISUSES = {
         ib.InvalidType,
         "host_bandwidth must be a number of bytes per second, not 'fast'",
     ),
-    "a directory that is a number": (lambda: step(offload=ib.Offload(directory=3)), ib.InvalidType, "a path"),
+    "a directory that is a number": (
+        lambda: step(offload=ib.Offload(directory=3)),
+        ib.InvalidType,
+        "a path",
+    ),
     "retained_micro_batches without a size": (
         lambda: step(retained_micro_batches=2),
         ib.InvalidArgument,

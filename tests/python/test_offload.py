@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import resource
 import signal
 import textwrap
+from collections.abc import Callable
+from typing import Any
 
 import infinitybatch as ib
 import pytest
@@ -75,7 +78,10 @@ def test_the_peak_is_flat_in_the_number_of_micro_batches() -> None:
         model = network(channels=4, layers=3)
         images, labels = samples(4 * micro_batches)
         batch = ib.VirtualBatch(
-            model, nn.CrossEntropyLoss(), micro_batch_size=4, offload=ib.Offload("always", **SIMULATED_HOST)
+            model,
+            nn.CrossEntropyLoss(),
+            micro_batch_size=4,
+            offload=ib.Offload("always", **SIMULATED_HOST),
         )
         batch.backward(images, labels)
         model.zero_grad()
@@ -93,9 +99,9 @@ def test_a_budget_that_frontiers_do_not_fit_into_is_kept_by_offload(divisor: int
     whole = 256 * 8 * 144 * 8 * 4  # of the frontiers alone, about
     budget = live + whole // divisor + 2**20
     with pytest.raises(ib.BudgetExceeded):
-        ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget=budget, offload="never").backward(
-            images, labels
-        )
+        ib.VirtualBatch(
+            model, nn.CrossEntropyLoss(), memory_budget=budget, offload="never"
+        ).backward(images, labels)
     batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget=budget)
     for _ in range(20):
         model.zero_grad()
@@ -225,7 +231,10 @@ def test_a_budget_decides_whether_copies_overlap_and_the_peak_is_predicted(room:
         images, labels = samples(count)
         budget = live_bytes() + int(room * 2**20 / 2) + 2**20
         batch = ib.VirtualBatch(
-            model, nn.CrossEntropyLoss(), memory_budget=budget, offload=ib.Offload("always", **SIMULATED_HOST)
+            model,
+            nn.CrossEntropyLoss(),
+            memory_budget=budget,
+            offload=ib.Offload("always", **SIMULATED_HOST),
         )
         reports = []
         for _ in range(2):  # the first one's peak is that of its rehearsals
@@ -356,8 +365,7 @@ def test_nothing_is_left_behind_after_a_kill(tmp_path) -> None:
         images, labels = torch.randn(64, 3, 12, 12), torch.randint(0, 10, (64,))
         model(images)
         # While the last segment is at work the frontiers of all are away.
-        batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4, offload="always",
-                                offload_directory=sys.argv[1],
+        batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4, offload=ib.Offload("always", directory=sys.argv[1]),
                                 on_micro_batch=lambda _: os.kill(os.getpid(), signal.SIGKILL))
         batch.backward(images, labels)
         """)
@@ -365,18 +373,50 @@ def test_nothing_is_left_behind_after_a_kill(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("offload", "message"),
     [
-        ({"offload": "sometimes"}, "auto"),
-        ({"host_budget": "lots"}, '^host_budget is "lots", which is not a valid memory budget'),
-        ({"host_budget": 0}, "^host_budget is 0"),
-        ({"offload": ib.Offload("always", directory="/nowhere/at/all")}, "nowhere"),
-        ({"offload": ib.Offload("always", host_bandwidth=-1)}, "bandwidth"),
+        (lambda: "sometimes", "auto"),
+        (
+            lambda: ib.Offload(host_budget="lots"),
+            '^host_budget is "lots", which is not a valid memory budget',
+        ),
+        (lambda: ib.Offload(host_budget=0), "^host_budget is 0"),
+        (lambda: ib.Offload("always", directory="/nowhere/at/all"), "nowhere"),
+        (lambda: ib.Offload("always", host_bandwidth=-1), "bandwidth"),
     ],
 )
-def test_misuse(options: dict, message: str) -> None:
+def test_misuse(offload: Callable[[], object], message: str) -> None:
     images, labels = samples(8)
     with pytest.raises(ib.Error, match=message):
-        ib.VirtualBatch(network(), nn.CrossEntropyLoss(), micro_batch_size=4, **options).backward(
-            images, labels
-        )
+        ib.VirtualBatch(
+            network(), nn.CrossEntropyLoss(), micro_batch_size=4, offload=offload()
+        ).backward(images, labels)
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        {"park": "always"},
+        {"host_budget": "1GiB"},
+        {"park_on_disk": False},
+        {"park_directory": "/tmp"},
+        {"host_bandwidth": 1e9},
+    ],
+    ids=lambda old: next(iter(old)),
+)
+@pytest.mark.parametrize("way", ["VirtualBatch", "wrap"])
+def test_arguments_of_before_say_what_takes_their_place(way: str, old: dict[str, Any]) -> None:
+    name = next(iter(old))
+    with pytest.raises(
+        ib.InvalidArgument, match=rf"^{name} is not an argument any more: .*offload="
+    ):
+        if way == "wrap":
+            ib.wrap(network(), micro_batch_size=4, **old)
+        else:
+            ib.VirtualBatch(network(), nn.CrossEntropyLoss(), micro_batch_size=4, **old)
+
+
+def test_editors_see_the_arguments_of_today() -> None:
+    for function in (ib.wrap, ib.VirtualBatch):
+        names = inspect.signature(function).parameters
+        assert "offload" in names and not names.keys() & {"park", "kwargs", "args"}

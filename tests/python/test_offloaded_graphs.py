@@ -259,7 +259,7 @@ def test_the_peak_is_flat_in_the_number_of_micro_batches():
     assert above["never"][2] > 5 * above["always"][2]
 
 
-def planned(bandwidth, room=2.0, width=64, count=64, steps=8, **options):
+def planned(bandwidth, room=2.0, width=64, count=64, steps=8, **where):
     """A budget of so many MiB more than there is; the last of a few steps, and the plan."""
     model = Calls(lambda self, x: self.net(x).mean(1), net=wide(8, width))
     x = torch.randn(count, 16, width).double()
@@ -270,8 +270,7 @@ def planned(bandwidth, room=2.0, width=64, count=64, steps=8, **options):
         model,
         ib.losses.coupled(centred),
         memory_budget=ib.memory.stats("cpu").live + gradients + int(room * 2**20),
-        offload=ib.Offload("always", host_bandwidth=bandwidth),
-        **{**HOST, **options},
+        offload=ib.Offload("always", host_bandwidth=bandwidth, **{**HOST, **where}),
     )
     for _ in range(steps):
         calls.clear()
@@ -320,7 +319,7 @@ def test_a_slow_link_does_not():
 
 
 def test_a_host_that_is_too_small_for_graphs_is_no_error():
-    report, plan, _, _ = planned(0.0, offload=ib.Offload(host_budget="100KiB"), steps=3)
+    report, plan, _, _ = planned(0.0, host_budget="100KiB", steps=3)
     assert plan.offloaded_graphs == 0
     assert "graphs are not offloaded: offload" in plan.reason
     assert 0 < report.offloaded_bytes
@@ -371,8 +370,7 @@ def test_nothing_is_left_behind_after_a_kill(tmp_path):
         model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
         # While the loss is at work the graphs of all are away.
         batch = ib.VirtualBatch(model, ib.losses.coupled(lambda *_: os.kill(os.getpid(), signal.SIGKILL)),
-                                micro_batch_size=4, retained_micro_batches=16, offload="always",
-                                offload_directory=sys.argv[1])
+                                micro_batch_size=4, retained_micro_batches=16, offload=ib.Offload("always", directory=sys.argv[1]))
         batch.backward(torch.randn(64, 32))
         """)
     assert_a_kill_leaves_nothing(script, tmp_path)

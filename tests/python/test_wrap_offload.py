@@ -91,7 +91,9 @@ def test_between_the_passes_only_outputs_are_on_the_device():
     above = {}
     for offload in ("never", "always"):
         for micro_batches in (4, 32):
-            wrapped = ib.wrap(Residual(2).double(), micro_batch_size=4, offload=ib.Offload(offload, **HOST))
+            wrapped = ib.wrap(
+                Residual(2).double(), micro_batch_size=4, offload=ib.Offload(offload, **HOST)
+            )
             x = images(4 * micro_batches)[0]
             wrapped(x).sum().backward()
             before = live()
@@ -235,7 +237,9 @@ def test_one_thread_at_a_time():
 
 def test_copies_offload_too_and_without_gradients():
     torch.manual_seed(9)
-    wrapped = copy.deepcopy(ib.wrap(small(), micro_batch_size=4, offload=ib.Offload("always", **HOST)))
+    wrapped = copy.deepcopy(
+        ib.wrap(small(), micro_batch_size=4, offload=ib.Offload("always", **HOST))
+    )
     native = copy.deepcopy(ib.unwrap(wrapped))
     with torch.no_grad():
         close(wrapped(X), native(X))

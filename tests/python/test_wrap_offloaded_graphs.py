@@ -139,7 +139,10 @@ def test_between_the_passes_no_kept_graph_is_on_the_device():
     for offload in ("never", "always"):
         for count in (4, 16, 64):
             wrapped = ib.wrap(
-                wide(), micro_batch_size=8, retained_micro_batches=count, offload=ib.Offload(offload, **HOST)
+                wide(),
+                micro_batch_size=8,
+                retained_micro_batches=count,
+                offload=ib.Offload(offload, **HOST),
             )
             x = torch.randn(8 * count, 64).double()
             wrapped(x).square().sum().backward()
@@ -189,7 +192,10 @@ def test_what_others_hold_stays_where_it_is(how):
     if how == "hook":
         head.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
     wrapped = ib.wrap(
-        inner, micro_batch_size=SIZE, retained_micro_batches=COUNT, offload=ib.Offload("always", **HOST)
+        inner,
+        micro_batch_size=SIZE,
+        retained_micro_batches=COUNT,
+        offload=ib.Offload("always", **HOST),
     )
     x, y = data()
     outputs = wrapped(x)
@@ -225,7 +231,10 @@ def test_what_the_library_itself_keeps_of_a_forward_stays():
     inner, x, y = rescaled([])
     native = copy.deepcopy(inner)
     wrapped = ib.wrap(
-        inner, micro_batch_size=SIZE, retained_micro_batches=COUNT, offload=ib.Offload("always", **HOST)
+        inner,
+        micro_batch_size=SIZE,
+        retained_micro_batches=COUNT,
+        offload=ib.Offload("always", **HOST),
     )
     for _ in range(2):
         close(step(wrapped, x, y, 2), step(native, x, y, 2))
@@ -238,7 +247,10 @@ def test_a_forward_that_fails_puts_back_what_it_wrote():
     inner, x, y = rescaled(fail)
     native = copy.deepcopy(inner)
     wrapped = ib.wrap(
-        inner, micro_batch_size=SIZE, retained_micro_batches=COUNT, offload=ib.Offload("always", **HOST)
+        inner,
+        micro_batch_size=SIZE,
+        retained_micro_batches=COUNT,
+        offload=ib.Offload("always", **HOST),
     )
     state, before = State(inner), live()
     for _ in range(2):
@@ -255,7 +267,9 @@ def test_several_calls_before_backward_share_the_arena():
     inner = model_of("plain")
     native = copy.deepcopy(inner)
     x, y = data()
-    tries = ib.wrap(inner, micro_batch_size=SIZE, retained_micro_batches=9, offload=ib.Offload("always", **HOST))
+    tries = ib.wrap(
+        inner, micro_batch_size=SIZE, retained_micro_batches=9, offload=ib.Offload("always", **HOST)
+    )
     tries(x)
     one = tries.last_report.offloaded_graph_bytes
     wrapped = ib.wrap(
@@ -292,7 +306,10 @@ def test_buffers_that_forward_writes_leave_no_graph_to_keep():
     inner = Calls(forward, net=linear(), steps=torch.zeros(2)).double()
     native = copy.deepcopy(inner)
     wrapped = ib.wrap(
-        inner, micro_batch_size=SIZE, retained_micro_batches=COUNT, offload=ib.Offload("always", **HOST)
+        inner,
+        micro_batch_size=SIZE,
+        retained_micro_batches=COUNT,
+        offload=ib.Offload("always", **HOST),
     )
     close(step(wrapped, *data()), step(native, *data()))
     assert wrapped.last_report.retained == wrapped.last_report.offloaded_bytes == 0
@@ -302,7 +319,10 @@ def test_layers_that_see_the_whole_batch_keep_none():
     inner = nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), nn.Tanh(), linear()).double()
     native = copy.deepcopy(inner)
     wrapped = ib.wrap(
-        inner, micro_batch_size=SIZE, retained_micro_batches=COUNT, offload=ib.Offload("always", **HOST)
+        inner,
+        micro_batch_size=SIZE,
+        retained_micro_batches=COUNT,
+        offload=ib.Offload("always", **HOST),
     )
     x, y = torch.randn(SAMPLES, WIDTH).double(), data()[1]
     for _ in range(2):
@@ -321,7 +341,10 @@ def test_layers_that_see_the_whole_batch_keep_none():
 def test_copies_and_one_thread_at_a_time():
     inner = model_of("plain")
     wrapped = ib.wrap(
-        inner, micro_batch_size=SIZE, retained_micro_batches=COUNT, offload=ib.Offload("always", **HOST)
+        inner,
+        micro_batch_size=SIZE,
+        retained_micro_batches=COUNT,
+        offload=ib.Offload("always", **HOST),
     )
     x, y = data()
     wanted = step(wrapped, x, y)
@@ -372,7 +395,10 @@ def test_a_refused_allocation_anywhere():
     """Backward that fails loses its graphs, and runs the tapes the next time."""
     inner = model_of("plain")
     wrapped = ib.wrap(
-        inner, micro_batch_size=SIZE, retained_micro_batches=COUNT, offload=ib.Offload("always", **HOST)
+        inner,
+        micro_batch_size=SIZE,
+        retained_micro_batches=COUNT,
+        offload=ib.Offload("always", **HOST),
     )
     x, y = data()
     for _ in range(2):  # the first two look at rows
@@ -442,7 +468,7 @@ def test_graphs_that_do_not_fit_are_offloaded_where_they_were_asked_for(offload)
     assert restarts[0] > 0 and restarts[1] == 0
 
 
-def planned(bandwidth, room=2.0, width=64, count=64, calls=8, **options):
+def planned(bandwidth, room=2.0, width=64, count=64, calls=8, **where):
     """A budget of so many MiB more than there is, and the last of a few calls."""
     inner = Calls(lambda self, x: self.net(x).mean(1), net=wide(8, width))
     native = copy.deepcopy(inner)
@@ -457,8 +483,7 @@ def planned(bandwidth, room=2.0, width=64, count=64, calls=8, **options):
     wrapped = ib.wrap(
         inner,
         memory_budget=live() + gradients + int(room * 2**20),
-        offload=ib.Offload("always", host_bandwidth=bandwidth),
-        **{**HOST, **options},
+        offload=ib.Offload("always", host_bandwidth=bandwidth, **{**HOST, **where}),
     )
     for _ in range(calls):
         ran.clear()
@@ -492,7 +517,7 @@ def test_a_slow_link_does_not():
 
 
 def test_a_host_that_is_too_small_for_graphs_is_no_error():
-    report, _ = planned(0.0, offload=ib.Offload(host_budget="100KiB"), calls=4)
+    report, _ = planned(0.0, host_budget="100KiB", calls=4)
     assert report.offloaded_bytes == 0
     assert "graphs are not offloaded: " in report.strategy_reason
 

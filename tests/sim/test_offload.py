@@ -31,7 +31,9 @@ def test_what_layers_of_the_whole_batch_are_given_leaves_the_device(coupled):
     # All boundary activations are 256 KiB: 256 samples with 64 numbers at two layers.
     budget = live_bytes() + 280 * 1024
     with pytest.raises(ib.BudgetExceeded):
-        ib.VirtualBatch(model, loss, memory_budget=budget, offload="never").backward(inputs, targets)
+        ib.VirtualBatch(model, loss, memory_budget=budget, offload="never").backward(
+            inputs, targets
+        )
     batch = ib.VirtualBatch(model, loss, memory_budget=budget, **HOST)
     for _ in range(4):
         model.zero_grad()
@@ -51,7 +53,9 @@ def test_one_sample_beyond_the_device(offload):
     del whole
     # Of each sample 60 layers of 32 KiB, twice.
     budget = live_bytes() + sum(p.nbytes for p in model.parameters()) + 120 * 512 + 480 * 1024
-    batch = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=budget, offload=ib.Offload(offload, **HOST))
+    batch = ib.VirtualBatch(
+        model, nn.MSELoss(), memory_budget=budget, offload=ib.Offload(offload, **HOST)
+    )
     for _ in range(3):
         model.zero_grad()
         report = batch.backward(inputs, targets)

@@ -66,7 +66,7 @@ std::vector<std::string> describe_job(const Dataset& data, const Settings& setti
     batch += step.strategy == "native" ? "no memory budget" : "memory budget auto";
   }
   const auto when = step.offload.when;
-  if (when != Offload::When::needed) {
+  if (when != Offload::When::automatic) {
     batch += ", offload " + settings.offload;
   }
   if (step.offload.host_budget) {

@@ -15,8 +15,8 @@ namespace infinitybatch::app {
 std::vector<std::string> describe_job(const Dataset& data, const Settings& settings,
                                       const Network& network);
 
-/// Where what waits for the rest of the batch is offloaded: "on disk (/var/tmp)", "on the host (up to
-/// 64 MiB), then on disk (/var/tmp)".
+/// Where what waits for the rest of the batch is offloaded: "on disk (/var/tmp)", "on the host (up
+/// to 64 MiB), then on disk (/var/tmp)".
 std::string offload_place(const StepOptions& step, c10::Device device);
 
 /// The job for machines; sizes in bytes.

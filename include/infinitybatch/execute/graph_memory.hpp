@@ -90,9 +90,9 @@ class GraphMemory {
 /// The memory that these tensors lie in.
 GraphMemory::Storages memory_of(const Batch& tensors);
 
-/// Offloads what the graph of these outputs keeps. Others see the outputs detached, as `seen`, and go
-/// on using them: first what they do not see leaves, so that there is room to make copies of what
-/// they do, then the graph's own outputs. Call it when nobody uses the graph.
+/// Offloads what the graph of these outputs keeps. Others see the outputs detached, as `seen`, and
+/// go on using them: first what they do not see leaves, so that there is room to make copies of
+/// what they do, then the graph's own outputs. Call it when nobody uses the graph.
 /// \param graph outputs that want no gradient are let go of
 /// \param seen  in the same memory as `graph`, unless somebody else holds a leaf as well
 /// \returns bytes that left

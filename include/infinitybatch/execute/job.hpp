@@ -51,8 +51,8 @@ struct Job {
   Checkpoints* checkpoints = nullptr;      ///< with `cut`: tapes are cut for memory, too
   bool alone = false;                      ///< then: nothing sees the whole batch, each
                                            ///< micro-batch goes through its tape by itself
-  offload::Store* store = nullptr;            ///< where what waits at the cuts goes, and outputs
-  bool offloads_graphs = false;               ///< and graphs that are kept for a coupled loss
+  offload::Store* store = nullptr;         ///< where what waits at the cuts goes, and outputs
+  bool offloads_graphs = false;            ///< and graphs that are kept for a coupled loss
   bool waits = false;                      ///< for the device after each instruction, to time it
   bool match_native_rng = false;           ///< random numbers are those of the whole batch's run
   coupled::DrawLaws* draw_laws = nullptr;  ///< then: what is known of this kind of batch

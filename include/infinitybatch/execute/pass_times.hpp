@@ -38,9 +38,9 @@ class PassTimes {
   double seconds_per_byte_back_ = 0;
 };
 
-/// Tells the time story of a offloaded plan: one thread computes and another copies, first come first
-/// served; where the first needs what the second has not finished it waits. Reads the instructions
-/// that the executor runs, as the memory simulator does.
+/// Tells the time story of a offloaded plan: one thread computes and another copies, first come
+/// first served; where the first needs what the second has not finished it waits. Reads the
+/// instructions that the executor runs, as the memory simulator does.
 CopySeconds simulate_copies(const Plan& plan, const PassTimes& times);
 
 /// When the step ends in that story, in seconds: computing, and waiting for copies.

@@ -26,17 +26,17 @@ enum class Operation : uint8_t {
   resume,             ///< play a segment with its graph
   combine_gradients,  ///< the op in front of the segment has the gradients of all micro-batches
   // Where what waits leaves the device:
-  fetch,          ///< what `advance` needs of what waits is on the device again
-  fetch_back,     ///< what `resume` and `backward` need of it
-  prefetch,       ///< as `fetch`, but copied while something else computes: memory is taken now
-  prefetch_back,  ///< as `fetch_back`
-  leave,          ///< after `advance`: what waits begins to leave; its memory is still taken
-  leave_back,     ///< the same after `backward`
-  offload,           ///< after `advance`: what waits is away, its memory free
-  offload_back,      ///< after `backward`
-  free,           ///< let go of what the micro-batch held; restore buffers
-  penalty,        ///< the loss's own term on parameters, once
-  hand_out,       ///< the sums become `.grad`
+  restore,        ///< what `advance` needs of what waits is on the device again
+  restore_back,   ///< what `resume` and `backward` need of it
+  prefetch,       ///< as `restore`, but copied while something else computes: memory is taken now
+  prefetch_back,  ///< as `restore_back`
+  start_offload,  ///< after `advance`: what waits begins to leave; its memory is still taken
+  start_offload_back,   ///< the same after `backward`
+  finish_offload,       ///< after `advance`: what waits is away, its memory free
+  finish_offload_back,  ///< after `backward`
+  free,                 ///< let go of what the micro-batch held; restore buffers
+  penalty,              ///< the loss's own term on parameters, once
+  hand_out,             ///< the sums become `.grad`
 };
 
 const char* name_of(Operation operation);
@@ -88,14 +88,14 @@ struct Plan {
   std::vector<Candidate> candidates;
   std::string reason;  ///< what decided the size
 
-  int64_t retained = 0;       ///< micro-batches that keep their graph
+  int64_t retained = 0;          ///< micro-batches that keep their graph
   bool offloads_graphs = false;  ///< then these wait away from the device, too
   int64_t segments = 1;  ///< one more than ops that see the whole batch, or than cuts for memory
 
-  bool offloads = false;          ///< what waits at cuts leaves the device
-  bool overlaps = false;       ///< and is copied while other micro-batches compute
-  int64_t offloaded_bytes = 0;    ///< in the last step that followed it; each time counted
-  GraphBytes graph_bytes;      ///< of the graphs among it
+  bool offloads = false;        ///< what waits at cuts leaves the device
+  bool overlaps = false;        ///< and is copied while other micro-batches compute
+  int64_t offloaded_bytes = 0;  ///< in the last step that followed it; each time counted
+  GraphBytes graph_bytes;       ///< of the graphs among it
   CopySeconds offload_seconds;  ///< of the same step
   /// Of the next one: from what its instructions took, and how fast copies were. Not on
   /// accelerators, which compute behind the instructions.
@@ -124,8 +124,8 @@ std::vector<int64_t> split_for_cuts(int64_t batch_size, int64_t size);
 Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty);
 
 /// The two passes of a coupled loss. The last `retained` micro-batches keep their graphs, which are
-/// consumed first, last to first, so that memory falls as backward goes. With `offloads_graphs`, and
-/// `with_offload`, each of them leaves the device after its forward, and comes back for its
+/// consumed first, last to first, so that memory falls as backward goes. With `offloads_graphs`,
+/// and `with_offload`, each of them leaves the device after its forward, and comes back for its
 /// backward.
 Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained,
                    bool offloads_graphs = false);

@@ -149,8 +149,8 @@ class Store {
   /// Moves storages, whoever holds them: the caller answers for all.
   Offloaded put(at::ArrayRef<c10::Storage> storages);
 
-  /// The same, copying in the background: memory is freed by `Offloaded::finish_put`. Until then the
-  /// tensors may be read, but not written. On accelerators the copy waits for what the current
+  /// The same, copying in the background: memory is freed by `Offloaded::finish_put`. Until then
+  /// the tensors may be read, but not written. On accelerators the copy waits for what the current
   /// stream was given before, and nothing else.
   /// \throws OffloadError where there is no room; what the disk does is thrown by `finish_put`
   Offloaded start_put(at::ArrayRef<at::Tensor> tensors, Others others = Others::none);

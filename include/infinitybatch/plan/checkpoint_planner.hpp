@@ -33,7 +33,7 @@ class CheckpointPlanner : public Checkpoints {
   /// What it chooses for.
   struct Situation {
     int64_t available = 0;         ///< bytes for everything but what is live before the step
-    bool offloaded = false;           ///< what waits leaves the device
+    bool offloaded = false;        ///< what waits leaves the device
     int64_t micro_batches = 1;     ///< in the step
     bool coupled = false;          ///< the loss is computed on the outputs of all
     bool together = false;         ///< they go from op to op of the whole batch together

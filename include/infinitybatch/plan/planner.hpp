@@ -22,13 +22,13 @@ struct Request {
   int64_t baseline_bytes = 0;  ///< live on the device when the first instruction starts
   int64_t budget_bytes = 0;
   bool penalty = false;
-  bool two_pass = false;      ///< measured in a rehearsal: a coupled loss, or tapes that are cut
-  int64_t segments = 0;       ///< where above 0: of cut tapes
+  bool two_pass = false;         ///< measured in a rehearsal: a coupled loss, or tapes that are cut
+  int64_t segments = 0;          ///< where above 0: of cut tapes
   bool offloaded = false;        ///< what waits leaves the device, so no graph is kept there
   bool outputs_offload = false;  ///< outputs of a coupled loss and their gradients among it
-  bool keeps_graphs = true;   ///< with `two_pass`: as many as fit
+  bool keeps_graphs = true;      ///< with `two_pass`: as many as fit
   bool offloads_graphs = false;  ///< with `offloaded`: all are kept, away from the device
-  bool whole_loss = true;     ///< with `two_pass`: the loss is computed on the outputs of all
+  bool whole_loss = true;        ///< with `two_pass`: the loss is computed on the outputs of all
   /// Nothing refuses what passes the budget (accelerators): only sizes that fit by all that is
   /// known are tried, from two samples on, and blocks are rounded.
   bool measured = false;
@@ -87,8 +87,8 @@ class Planner {
   /// stretch of a rehearsal instead, whose gradients are thrown away; empty as soon as enough is
   /// known.
   std::optional<Piece> next();
-  /// With `Request::offloads_graphs`, after `begin`: whether what is offloaded is copied in turn, in
-  /// larger micro-batches, or sizes leave room for copies beside compute.
+  /// With `Request::offloads_graphs`, after `begin`: whether what is offloaded is copied in turn,
+  /// in larger micro-batches, or sizes leave room for copies beside compute.
   void copy_in_turn(bool in_turn);
   /// Where there is a rehearsal: the step itself.
   Piece two_pass();

@@ -32,12 +32,12 @@ using Loss = std::variant<SeparableLoss, CoupledLoss>;
 /// file on disk, which is gone with the process however that ends.
 struct Offload {
   enum class When : uint8_t {
-    needed,  ///< where no plan fits otherwise
-    always,  ///< wherever tapes are cut, or outputs wait for a coupled loss; graphs if that pays
-    never,   ///< one sample that does not fit computes it again instead, which takes time that
-             ///< grows with the square of its depth; of a whole batch: BudgetExceeded
+    automatic,  ///< where no plan fits otherwise
+    always,     ///< wherever tapes are cut, or outputs wait for a coupled loss; graphs if that pays
+    never,      ///< one sample that does not fit computes it again instead, which takes time that
+                ///< grows with the square of its depth; of a whole batch: BudgetExceeded
   };
-  When when = When::needed;
+  When when = When::automatic;
   /// What the arena may take of the host's memory. Nothing: half of what is available, and on the
   /// CPU, where the host is the device, none.
   std::optional<memory::Budget> host_budget = {};
@@ -99,9 +99,9 @@ struct StepReport {
   std::optional<int64_t> predicted_peak_bytes;
   std::vector<int64_t> micro_batch_sizes;  ///< in the order they ran
   double seconds = 0;
-  int64_t offloaded_bytes = 0;    ///< that left the device for host or disk, each time counted
+  int64_t offloaded_bytes = 0;  ///< that left the device for host or disk, each time counted
   CopySeconds offload_seconds;  ///< of their copies, out and back
-  int64_t restarts = 0;        ///< begun again with a smaller plan after running out of memory
+  int64_t restarts = 0;         ///< begun again with a smaller plan after running out of memory
   /// "stream", "replay" (a coupled loss, each forward of the user's ran once), "rerun" (some
   /// forwards ran twice; `strategy_reason` says why), "cut" (ops of the model see the whole batch),
   /// or "checkpoint" (the graph of one micro-batch was never there as a whole).

@@ -85,9 +85,9 @@ struct WrapReport {
   /// is none of the outputs and could not be joined: whoever reads one sees the last micro-batch's
   /// alone.
   std::vector<std::string> left_on_module;
-  int64_t offloaded_bytes = 0;    ///< that left the device for host or disk, each time counted
+  int64_t offloaded_bytes = 0;  ///< that left the device for host or disk, each time counted
   CopySeconds offload_seconds;  ///< of their copies, out and back
-  GraphBytes graph_bytes;      ///< of the graphs that wait away from the device
+  GraphBytes graph_bytes;       ///< of the graphs that wait away from the device
   // With a memory budget:
   std::optional<int64_t> memory_budget;         ///< in bytes
   std::optional<int64_t> predicted_peak_bytes;  ///< once it is known what comes in between

@@ -3,6 +3,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._offload import Offload
 from . import losses as losses
 from . import memory as memory
 from . import tape as tape
@@ -242,15 +243,11 @@ class VirtualBatch:
         keep_outputs: bool,
         on_micro_batch: Callable[[int, int, Any, Any], None] | None,
         loss_scale: Callable[[], Tensor] | None,
-        use_tapes: bool = ...,
-        static_graph: bool = ...,
-        checkpoint_segments: int | None = ...,
-        offload: str = ...,
-        host_budget: int | float | str | None = ...,
-        offload_on_disk: bool = ...,
-        offload_directory: str = ...,
-        host_bandwidth: float = ...,
-        match_native_rng: bool = ...,
+        use_tapes: bool,
+        static_graph: bool,
+        checkpoint_segments: int | None,
+        offload: Offload,
+        match_native_rng: bool,
     ) -> None: ...
     def backward(self, inputs: Any, targets: Any) -> StepReport: ...
     def plan(self, inputs: Any, targets: Any) -> Plan: ...
@@ -314,11 +311,7 @@ class Wrap:
         agree: Callable[[bool], None] | None,
         match_native_rng: bool,
         static_graph: bool,
-        offload: str,
-        host_budget: int | float | str | None,
-        offload_on_disk: bool,
-        offload_directory: str,
-        host_bandwidth: float,
+        offload: Offload,
         retained_micro_batches: int,
     ) -> None: ...
     def forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any: ...

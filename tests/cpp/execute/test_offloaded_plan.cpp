@@ -29,23 +29,25 @@ Plan cut(int64_t micro_batches, bool coupled) {
 TEST(OffloadPlan, InTurnEachVisitFetchesAndOffloads) {
   EXPECT_EQ(tell(with_offload(cut(2, /*coupled=*/false), /*overlap=*/false)),
             "record 0, record 1, "
-            "fetch 0.0, advance 0.0, offload 0.0, fetch 1.0, advance 1.0, offload 1.0, combine.1, "
-            "fetch 0.1, resume 0.1, loss 0, backward 0.1, free 0.1, offload 0.1, "
-            "fetch 1.1, resume 1.1, loss 1, backward 1.1, free 1.1, offload 1.1, "
+            "restore 0.0, advance 0.0, finish offload 0.0, restore 1.0, advance 1.0, finish "
+            "offload 1.0, combine.1, "
+            "restore 0.1, resume 0.1, loss 0, backward 0.1, free 0.1, finish offload 0.1, "
+            "restore 1.1, resume 1.1, loss 1, backward 1.1, free 1.1, finish offload 1.1, "
             "combine gradients.1, "
-            "fetch 1.0, resume 1.0, backward 1.0, free 1.0, offload 1.0, "
-            "fetch 0.0, resume 0.0, backward 0.0, free 0.0, offload 0.0, hand out");
+            "restore 1.0, resume 1.0, backward 1.0, free 1.0, finish offload 1.0, "
+            "restore 0.0, resume 0.0, backward 0.0, free 0.0, finish offload 0.0, hand out");
 }
 
 TEST(OffloadPlan, OutputsWaitForALossAndComeBackToBeReplayed) {
   const Plan plan = two_pass_plan({4, 4}, /*retained=*/0);
   EXPECT_EQ(tell(with_offload(plan, /*overlap=*/false)),
-            "record 0, offload 0, record 1, offload 1, loss of all, "
-            "fetch 1, replay 1, backward 1, free 1, fetch 0, replay 0, backward 0, free 0, "
+            "record 0, finish offload 0, record 1, finish offload 1, loss of all, "
+            "restore 1, replay 1, backward 1, free 1, restore 0, replay 0, backward 0, free 0, "
             "hand out");
   EXPECT_EQ(tell(with_offload(plan, /*overlap=*/true)),
-            "record 0, leave 0, record 1, offload 0, leave 1, offload 1, loss of all, "
-            "fetch 1, prefetch 0, replay 1, backward 1, free 1, replay 0, backward 0, free 0, "
+            "record 0, start offload 0, record 1, finish offload 0, start offload 1, finish "
+            "offload 1, loss of all, "
+            "restore 1, prefetch 0, replay 1, backward 1, free 1, replay 0, backward 0, free 0, "
             "hand out");
 }
 
@@ -53,33 +55,39 @@ TEST(OffloadPlan, GraphsThatAreKeptLeaveWithTheOutputs) {
   const Plan some = two_pass_plan({4, 4, 4}, /*retained=*/2, /*offloads_graphs=*/true);
   EXPECT_EQ(some.offloaded_graphs(), 2);
   EXPECT_EQ(tell(with_offload(some, /*overlap=*/true)),
-            "record 0, leave 0, retain 1, offload 0, leave 1, retain 2, offload 1, leave 2, offload 2, "
-            "loss of all, fetch 2, prefetch 1, replay 2, backward 2, free 2, "
+            "record 0, start offload 0, retain 1, finish offload 0, start offload 1, retain 2, "
+            "finish offload 1, start offload 2, finish offload 2, "
+            "loss of all, restore 2, prefetch 1, replay 2, backward 2, free 2, "
             "prefetch 0, replay 1, backward 1, free 1, replay 0, backward 0, free 0, hand out");
   EXPECT_EQ(tell(with_offload(rehearsal_plan({4}, /*offloads_graphs=*/true), /*overlap=*/false)),
-            "retain 0, offload 0, fetch 0, replay 0, seed 0, backward 0, free 0");
+            "retain 0, finish offload 0, restore 0, replay 0, seed 0, backward 0, free 0");
   // Where they stay nothing of them leaves.
   const Plan kept = two_pass_plan({4, 4}, /*retained=*/1);
   EXPECT_EQ(kept.offloaded_graphs(), 0);
-  EXPECT_EQ(tell(with_offload(kept, /*overlap=*/false)),
-            "record 0, offload 0, retain 1, loss of all, fetch 1, replay 1, backward 1, free 1, "
-            "fetch 0, replay 0, backward 0, free 0, hand out");
+  EXPECT_EQ(
+      tell(with_offload(kept, /*overlap=*/false)),
+      "record 0, finish offload 0, retain 1, loss of all, restore 1, replay 1, backward 1, free 1, "
+      "restore 0, replay 0, backward 0, free 0, hand out");
 }
 
 TEST(OffloadPlan, OverlappedTheNextComesAndTheLastLeavesMeanwhile) {
-  EXPECT_EQ(tell(with_offload(cut(3, /*coupled=*/false), /*overlap=*/true)),
-            "record 0, record 1, record 2, "
-            "fetch 0.0, prefetch 1.0, advance 0.0, leave 0.0, "
-            "prefetch 2.0, advance 1.0, offload 0.0, leave 1.0, "
-            "prefetch 0.1, advance 2.0, offload 1.0, leave 2.0, combine.1, "
-            "prefetch 1.1, resume 0.1, loss 0, backward 0.1, free 0.1, offload 2.0, leave 0.1, "
-            "prefetch 2.1, resume 1.1, loss 1, backward 1.1, free 1.1, offload 0.1, leave 1.1, "
-            // The last one begins the way back: what it leaves behind is what it needs.
-            "resume 2.1, loss 2, backward 2.1, free 2.1, offload 1.1, leave 2.1, "
-            "combine gradients.1, offload 2.1, "
-            "fetch 2.0, prefetch 1.0, resume 2.0, backward 2.0, free 2.0, leave 2.0, "
-            "prefetch 0.0, resume 1.0, backward 1.0, free 1.0, offload 2.0, leave 1.0, "
-            "resume 0.0, backward 0.0, free 0.0, offload 1.0, leave 0.0, offload 0.0, hand out");
+  EXPECT_EQ(
+      tell(with_offload(cut(3, /*coupled=*/false), /*overlap=*/true)),
+      "record 0, record 1, record 2, "
+      "restore 0.0, prefetch 1.0, advance 0.0, start offload 0.0, "
+      "prefetch 2.0, advance 1.0, finish offload 0.0, start offload 1.0, "
+      "prefetch 0.1, advance 2.0, finish offload 1.0, start offload 2.0, combine.1, "
+      "prefetch 1.1, resume 0.1, loss 0, backward 0.1, free 0.1, finish offload 2.0, start offload "
+      "0.1, "
+      "prefetch 2.1, resume 1.1, loss 1, backward 1.1, free 1.1, finish offload 0.1, start offload "
+      "1.1, "
+      // The last one begins the way back: what it leaves behind is what it needs.
+      "resume 2.1, loss 2, backward 2.1, free 2.1, finish offload 1.1, start offload 2.1, "
+      "combine gradients.1, finish offload 2.1, "
+      "restore 2.0, prefetch 1.0, resume 2.0, backward 2.0, free 2.0, start offload 2.0, "
+      "prefetch 0.0, resume 1.0, backward 1.0, free 1.0, finish offload 2.0, start offload 1.0, "
+      "resume 0.0, backward 0.0, free 0.0, finish offload 1.0, start offload 0.0, finish offload "
+      "0.0, hand out");
 }
 
 TEST(OffloadPlan, NothingIsOnItsWayWhileTheLossOfAllIsComputed) {
@@ -89,12 +97,12 @@ TEST(OffloadPlan, NothingIsOnItsWayWhileTheLossOfAllIsComputed) {
     int64_t coming = 0;
     for (const Instruction& instruction : plan.instructions) {
       switch (instruction.operation) {
-        case Operation::leave:
-        case Operation::leave_back:
+        case Operation::start_offload:
+        case Operation::start_offload_back:
           ++leaving;
           break;
-        case Operation::offload:
-        case Operation::offload_back:
+        case Operation::finish_offload:
+        case Operation::finish_offload_back:
           --leaving;
           break;
         case Operation::prefetch:
@@ -120,11 +128,12 @@ TEST(OffloadPlan, NothingIsOnItsWayWhileTheLossOfAllIsComputed) {
 }
 
 TEST(OffloadPlan, SegmentsOfOneMicroBatchComeWhileTheOneBehindThemIsAtWork) {
-  EXPECT_EQ(tell(with_offload(checkpoint_plan({4}, {3}, /*coupled=*/false, /*penalty=*/false),
-                              /*overlap=*/true)),
-            "record 0, fetch 0.2, prefetch 0.1, resume 0.2, loss 0, backward 0.2, free 0.2, "
-            "offload 0.2, prefetch 0.0, resume 0.1, backward 0.1, free 0.1, offload 0.1, "
-            "resume 0.0, backward 0.0, free 0.0, offload 0.0, hand out");
+  EXPECT_EQ(
+      tell(with_offload(checkpoint_plan({4}, {3}, /*coupled=*/false, /*penalty=*/false),
+                        /*overlap=*/true)),
+      "record 0, restore 0.2, prefetch 0.1, resume 0.2, loss 0, backward 0.2, free 0.2, "
+      "finish offload 0.2, prefetch 0.0, resume 0.1, backward 0.1, free 0.1, finish offload 0.1, "
+      "resume 0.0, backward 0.0, free 0.0, finish offload 0.0, hand out");
 }
 
 // Two segments in front of the op that sees the whole batch, one behind it; the other micro-batch's
@@ -141,14 +150,16 @@ TEST(OffloadPlan, AStretchThatIsCutForMemoryIsMadeAgainOnTheWayBack) {
             "combine gradients.1, "
             "resume 1.1, backward 1.1, free 1.1, resume 1.0, backward 1.0, free 1.0, "
             "resume 0.1, backward 0.1, free 0.1, resume 0.0, backward 0.0, free 0.0, hand out");
-  EXPECT_EQ(tell(with_offload(cut_plan({4}, {{1, 3}}, /*retained=*/0, /*coupled=*/true,
-                                       /*penalty=*/false),
-                              /*overlap=*/false)),
-            "record 0, fetch 0.0, advance 0.0, offload 0.0, combine.1, "
-            "fetch 0.1, advance 0.1, offload 0.1, fetch 0.2, advance 0.2, offload 0.2, loss of all, "
-            "fetch 0.2, resume 0.2, backward 0.2, free 0.2, offload 0.2, "
-            "fetch 0.1, resume 0.1, backward 0.1, free 0.1, offload 0.1, combine gradients.1, "
-            "fetch 0.0, resume 0.0, backward 0.0, free 0.0, offload 0.0, hand out");
+  EXPECT_EQ(
+      tell(with_offload(cut_plan({4}, {{1, 3}}, /*retained=*/0, /*coupled=*/true,
+                                 /*penalty=*/false),
+                        /*overlap=*/false)),
+      "record 0, restore 0.0, advance 0.0, finish offload 0.0, combine.1, "
+      "restore 0.1, advance 0.1, finish offload 0.1, restore 0.2, advance 0.2, finish offload 0.2, "
+      "loss of all, "
+      "restore 0.2, resume 0.2, backward 0.2, free 0.2, finish offload 0.2, "
+      "restore 0.1, resume 0.1, backward 0.1, free 0.1, finish offload 0.1, combine gradients.1, "
+      "restore 0.0, resume 0.0, backward 0.0, free 0.0, finish offload 0.0, hand out");
 }
 
 /// Every `advance` and `resume` of 4 samples takes a second, each fetch and each put moves 40
@@ -211,11 +222,11 @@ TEST(OffloadPlan, ARehearsalInTurnTellsOfCopiesBesideCompute) {
   };
   PassTimes times;
   add(times, Operation::retain, 1, 0);
-  add(times, Operation::offload, 0, 40);
-  add(times, Operation::fetch_back, 0, 40);
+  add(times, Operation::finish_offload, 0, 40);
+  add(times, Operation::restore_back, 0, 40);
   add(times, Operation::backward, 1, 0);
   times.set_link(40, 0.5, 40, 0.5);
-  EXPECT_NEAR(times.bytes_per_sample(Operation::offload), 10, 1e-9);
+  EXPECT_NEAR(times.bytes_per_sample(Operation::finish_offload), 10, 1e-9);
   const CopySeconds in_turn = simulate_copies(with_offload(plan, /*overlap=*/false), times);
   EXPECT_NEAR(in_turn.waited, 3 * 2 * 0.5, 1e-9);
   EXPECT_NEAR(simulate_seconds(with_offload(plan, /*overlap=*/false), times), 6 + 3, 1e-9);
@@ -226,7 +237,7 @@ TEST(OffloadPlan, ARehearsalInTurnTellsOfCopiesBesideCompute) {
   EXPECT_NEAR(simulate_seconds(with_offload(plan, /*overlap=*/true), times), 6 + 1, 1e-9);
   // What was not told to begin with `leave` is waited for.
   PassTimes late = times;
-  add(late, Operation::leave, 0, 40);
+  add(late, Operation::start_offload, 0, 40);
   EXPECT_NEAR(simulate_copies(with_offload(plan, /*overlap=*/true), late).waited, 5 * 0.5, 1e-9);
 }
 

@@ -129,7 +129,7 @@ TEST(Background, SeveralAtATimeInOrder) {
   std::vector<Offloaded> offloaded;
   for (size_t i = 0; i < values.size(); ++i) {
     offloaded.push_back(i % 3 == 2 ? store.put(values[i].tensors)
-                                : store.start_put(values[i].tensors));
+                                   : store.start_put(values[i].tensors));
   }
   for (size_t i = values.size(); i-- > 0;) offloaded[i].prefetch();
   for (size_t i = 0; i < values.size(); ++i) {

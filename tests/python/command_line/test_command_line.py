@@ -46,6 +46,7 @@ MISUSES = {
         USAGE,
         "--epoch is not known, did you mean --epochs?",
     ),
+    "flag of before": (("train", "--park", "always"), USAGE, "--park is not known: use --offload"),
     "bench: no rounds": (("bench", "--rounds", "0"), USAGE, "--rounds.*0 not in range 1"),
     "bench: rounds word": (("bench", "--rounds", "many"), USAGE, "--rounds.*many"),
     "bench: no time": (("bench", "--seconds", "0"), USAGE, "--seconds.*0 not in range 0.001"),
@@ -113,7 +114,11 @@ MISUSES = {
         "means nothing with --strategy native.*leave one of them out",
     ),
     "offload word": (("train", "--offload", "often"), USAGE, "often not in {auto,always,never}"),
-    "offload nothing": (("plan", "--offload"), USAGE, "--offload.*; see: infinitybatch plan --help"),
+    "offload nothing": (
+        ("plan", "--offload"),
+        USAGE,
+        "--offload.*; see: infinitybatch plan --help",
+    ),
     "host budget word": (
         ("train", "--host-budget", "lots"),
         USAGE,
@@ -312,6 +317,7 @@ def test_bench_says_when_nothing_fits_the_budget(pair):
 
 BAD_CONFIGS = {
     "unknown key": ("epoch = 3\n", r"the key 'epoch' is not known, did you mean epochs\?"),
+    "key of before": ('park = "always"\n', "the key 'park' is not known: use offload"),
     "underscore": ("batch_size = 3\n", r"did you mean batch-size\?"),
     "section": ("[train]\nepochs = 3\n", r"line 1: \[train\] is a section"),
     "list": ("epochs = [1\n", r"line 1: epochs = \[1 is a list; each key has one value"),

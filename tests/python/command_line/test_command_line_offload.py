@@ -128,7 +128,9 @@ def test_a_full_disk_is_one_line_and_a_larger_host_budget_the_way_out(pair, host
 
 def test_config_has_the_same_names(pair, tmp_path):
     config = tmp_path / "run.toml"
-    config.write_text(f'offload = "always"\nhost-budget = "2MiB"\noffload-directory = "{tmp_path}"\n')
+    config.write_text(
+        f'offload = "always"\nhost-budget = "2MiB"\noffload-directory = "{tmp_path}"\n'
+    )
     settings = (*pair, *RESNET, *ALL, "--micro-batch-size", "60", "--config", config, "--json")
     result = run("train", *settings)
     assert all(epoch["offloaded_bytes"] > 0 for epoch in epochs(result))
