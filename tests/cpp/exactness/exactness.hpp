@@ -39,7 +39,7 @@ struct Pair {
 };
 
 /// Every criterion in every hard case, each on a few families that change from row to row; with
-/// INFINITYBATCH_LONG_TESTS on all of them.
+/// INFINITYBATCH_LONG_TESTS on twice as many, with INFINITYBATCH_LONG_TESTS=all on all of them.
 const std::vector<Pair>& pairs();
 
 /// \throws std::out_of_range for a name that is none
