@@ -113,7 +113,7 @@ struct Checkpoint : Streamed<Checkpoint> {
 struct Offload : Streamed<Offload> {
   static std::string name() { return "offload"; }
   static Names names() { return {"stream", "cut", "checkpoint"}; }
-  static void set(Options& options) { options.offload.when = Offload::When::always; }
+  static void set(Options& options) { options.offload.when = infinitybatch::Offload::When::always; }
 };
 
 struct OffloadedCheckpoint : Streamed<OffloadedCheckpoint> {
