@@ -293,7 +293,8 @@ void Executor::forward(Rows rows) {
 
 void Executor::note_own_backward() {
   if (own_backward_ || job_.rows_seen == nullptr) return;
-  if (!job_.rows_seen->due(job_.batch_size())) return;
+  // Once: backward may talk to other ranks, who need not look in the same steps.
+  if (job_.rows_seen->looked > 0) return;
   own_backward_ = own_backward_of(outputs_);
 }
 

@@ -128,8 +128,9 @@ void Executor::compare_rows() {
   if (rows == 0 || rows >= job_.batch_size()) return;
   // Rows of the user's own making are asked for again in first steps alone: they may be drawn.
   const bool whole = job_.outside != nullptr || keeps_rows(*job_.inputs);
-  const bool due = whole || job_.rows_seen->rows == 0 ? job_.rows_seen->due(job_.batch_size(), rows)
-                                                      : rows < job_.rows_seen->rows;
+  const bool due = whole || job_.rows_seen->steps == 0
+                       ? job_.rows_seen->due(job_.batch_size(), rows)
+                       : rows < job_.rows_seen->rows;
   if (!due) return job_.rows_seen->pass();
   looked_ = true;
   RowLook look;
@@ -159,7 +160,11 @@ void Executor::compare_rows() {
     return side_by_side(pieces);
   };
   look.run = [this](const Batch& inputs, int64_t count) { return try_forward(inputs, count); };
-  MovedValues moved(job_.parameters, buffers_.written_buffers(), watch_.memory());
+  // Calls of a wrapped model without gradients exclude nobody, who may read parameters.
+  const bool moves = job_.outside == nullptr || at::GradMode::is_enabled();
+  MovedValues moved(moves ? job_.parameters : std::vector<NamedParameter>(),
+                    moves ? buffers_.written_buffers() : std::vector<at::Tensor>(),
+                    watch_.memory());
   look.moved = &moved;
   if (own_backward_.value_or(false)) {
     look.gradients.emplace();
@@ -181,6 +186,7 @@ void Executor::compare_rows() {
   if (rows_differ_) {
     throw infinitybatch::rows_differ(seen, job_.batch_size(), *job_.rows_seen);
   }
+  if (!seen.compared) return job_.rows_seen->pass();
   job_.rows_seen->note(job_.batch_size(), rows, std::move(seen.dims));
 }
 

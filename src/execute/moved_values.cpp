@@ -21,6 +21,9 @@
 namespace infinitybatch {
 namespace {
 
+/// Whoever holds it may move values, of any model: they may share memory.
+std::mutex one_at_a_time;
+
 constexpr int64_t kPiece = int64_t{1} << 16;  // numbers that go over the host at a time
 
 template <typename Number>
@@ -281,6 +284,10 @@ void MovedValues::renew_copy(const Values& values) const {
 }
 
 MovedValues::Nudge::Nudge(MovedValues& values, uint32_t which) : values_(values), which_(which) {
+  if (!values_.on_) {
+    alone_ = std::unique_lock(one_at_a_time, std::try_to_lock);
+    if (!alone_) return;
+  }
   const Unwatched unseen;
   const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
   for (; nudged_ < values_.values_.size(); ++nudged_) {
@@ -304,6 +311,8 @@ MovedValues::Nudge::~Nudge() {
 
 void MovedValues::on() {
   if (on_) return;
+  alone_ = std::unique_lock(one_at_a_time, std::try_to_lock);
+  if (!alone_) return;
   const Unwatched unseen;
   const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
   on_ = true;
@@ -318,6 +327,7 @@ void MovedValues::off() {
   const Unwatched unseen;
   const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
   on_ = false;
+  const std::unique_lock<std::mutex> until_then = std::move(alone_);
   for (; moved_ > 0; --moved_) {
     const Values& values = values_[moved_ - 1];
     move(values, values.flat, /*there=*/false);

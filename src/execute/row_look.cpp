@@ -156,6 +156,7 @@ RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, in
       const auto differs = several_places(whole, part, look.compared);
       return differs ? RowLook::Seen{differs->what, {}} : RowLook::Seen{};
     }
+    seen.compared = true;
     if (seen.dims.empty()) seen.dims = dims_of_rows(whole, part);
     if (!difference(whole, part, look.compared, /*noise=*/nullptr)) continue;
     // What one sample moves says little of what it might have: all of them are moved then.
@@ -189,7 +190,9 @@ RowLook::Seen compare(const RowLook& look, Rows here, int64_t fewer) {
   } catch (const BatchError&) {
     return {};  // pieces of a source that do not fit together: of other lengths
   }
-  if (look.moved == nullptr || look.moved->empty()) return compare(look, inputs, more, fewer);
+  if (look.again || look.moved == nullptr || look.moved->empty()) {
+    return compare(look, inputs, more, fewer);
+  }
   struct Back {
     MovedValues& moved;
     ~Back() { moved.off(); }

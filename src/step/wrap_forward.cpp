@@ -333,7 +333,7 @@ Batch ForwardPass::call_model(const Batch& micro, GraphMemory* memory) {
   const CarriedState::Scope stateful(exact_ ? state_at_work_ : nullptr, part_, rows_.size);
   const auto forward = [&] { return run_model(micro); };
   Batch outputs = memory != nullptr ? memory->watch(forward) : forward();
-  if (exact_ && recording_ && !own_backward_ && call_->rows_seen.due(rows_.size)) {
+  if (exact_ && recording_ && !own_backward_ && call_->rows_seen.looked == 0) {
     own_backward_ = own_backward_of(outputs);
   }
   watch_.rethrow();

@@ -100,7 +100,7 @@ RowsSeen Wrapped::rows_seen_of(const BatchSource& rows, const Job& job) {
 }
 
 void Wrapped::note_rows_seen(const BatchSource& rows, const Job& job, const RowsSeen& seen) {
-  if (seen.rows == 0) return;
+  if (seen.steps == 0) return;
   const std::lock_guard<std::mutex> lock(mutex);
   rows_seen[kind_of(rows, job)] = seen;
 }

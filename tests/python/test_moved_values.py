@@ -2,6 +2,7 @@
 stand, the gradient of the factor does. Rows are compared at other values of the parameters."""
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import infinitybatch as ib
 import pytest
 import torch
 import torch.nn.functional as F
-from support import Calls, classification, native, result_of, worst_error
+from support import Calls, Log, classification, looks, native, result_of, worst_error
 from torch import nn
 
 N = 12
@@ -284,3 +285,43 @@ def test_autocast_keeps_no_cast_of_other_values() -> None:
         outputs = ib.wrap(model, micro_batch_size=4)(x)
         assert torch.equal(outputs, wanted)
         assert torch.equal(model(x), wanted)
+
+
+def test_later_looks_leave_parameters_where_they_are() -> None:
+    """Somebody may read them: an evaluation in another thread, a signal handler."""
+    torch.manual_seed(0)
+    seen = Log()
+    model = Calls(lambda self, x: (seen.append(float(self.net.weight.sum())), self.net(x))[1])
+    model.net = nn.Linear(6, 5)
+    model.double()
+    own = float(model.net.weight.sum())
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4)
+    for number in range(1, 9):
+        seen.clear()
+        batch.backward(X, Y)
+        assert (set(seen) == {own}) == (number > 1), number
+        assert len(seen) == N // 4 + looks(number - 1)
+
+
+def test_threads_that_only_read_do_not_meet_moved_parameters() -> None:
+    """Calls without gradients exclude nobody; two that moved the same memory would not undo each
+    other."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 5)).double()
+    before = copy.deepcopy(model)
+    wanted = before(X).detach()
+    wrapped = ib.wrap(model, micro_batch_size=4)
+    wrong: list[float] = []
+
+    def read() -> None:
+        with torch.no_grad():
+            for _ in range(40):
+                wrong.append((wrapped(X) - wanted).abs().max().item())
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 120 and max(wrong) < 1e-12
+    assert all(map(torch.equal, model.parameters(), before.parameters()))

@@ -58,8 +58,7 @@ def test_offloaded_steps_are_bit_equal_to_others(where: dict, coupled: bool, ret
             loss,
             micro_batch_size=4,
             retained_micro_batches=retained,
-            offload=offload,
-            **(where if offload == "always" else {}),
+            offload=ib.Offload("always", **where) if offload == "always" else offload,
         )
         report = batch.backward(images, labels)
         assert (report.offloaded_bytes > 0) == (offload == "always")
@@ -237,7 +236,7 @@ def test_a_budget_decides_whether_copies_overlap_and_the_peak_is_predicted(room:
             offload=ib.Offload("always", **SIMULATED_HOST),
         )
         reports = []
-        for _ in range(2):  # the first one's peak is that of its rehearsals
+        for _ in range(3):  # the first one rehearses, and the first two look at rows
             for parameter in model.parameters():
                 parameter.grad = None
             reports.append(batch.backward(images, labels))

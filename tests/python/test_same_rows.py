@@ -483,3 +483,23 @@ def test_a_choice_that_rounding_turns_is_no_matter_of_other_samples(way: str, of
         model = Calls(by_last_bits, net=nn.Embedding(7, 5))
     step(way, model.double(), x, micro_batch_size=4)
     assert any(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_nobody_could_compare_is_not_said_to_have_been_equal(way: str) -> None:
+    """Forward refuses other numbers of rows in the first two steps."""
+    torch.manual_seed(0)
+    settings = {"strict": True}
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if settings["strict"] and len(x) != 4:
+            raise ValueError("four rows, please")
+        return self.net(Triple.apply(x - x.mean(0)))
+
+    one = steps(way, Calls(forward, net=nn.Linear(6, 5)).double(), micro_batch_size=4)
+    for number in range(3):
+        settings["strict"] = number < 2
+        one(X, Y)
+    with pytest.raises(ib.CouplingError) as raised:
+        one(X, Y)
+    assert "differed in step" not in str(raised.value)

@@ -258,6 +258,11 @@ def test_ctrl_c_reaches_a_step_that_runs_no_python_at_all():
         retained_micro_batches=0,
         exact_coupling=True,
         keep_outputs=False,
+        use_tapes=True,
+        static_graph=False,
+        checkpoint_segments=None,
+        offload=ib.Offload(),
+        match_native_rng=False,
         **dict.fromkeys(("memory_budget", "on_micro_batch", "loss_scale")),
     )
     main = threading.main_thread().ident

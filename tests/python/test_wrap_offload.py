@@ -39,14 +39,14 @@ def test_offloaded_calls_are_bit_equal_to_others(where, size):
     native = Residual(3).double()
     x = images(14)[0]
     found = []
-    for options in ({"offload": "never"}, {"offload": "always", **WHERE[where]}):
+    for offload in ("never", ib.Offload("always", **WHERE[where])):
         inner = copy.deepcopy(native)
-        wrapped = ib.wrap(inner, micro_batch_size=size, **options)
+        wrapped = ib.wrap(inner, micro_batch_size=size, offload=offload)
         for times in (1, 1, 2):
             found.append(step(wrapped, x, times))
             report = wrapped.last_report
             assert report.strategy == "cut"
-            assert (report.offloaded_bytes > 0) == (options["offload"] == "always")
+            assert (report.offloaded_bytes > 0) == (offload != "never")
     half = len(found) // 2
     for on_device, offloaded in zip(found[:half], found[half:], strict=True):
         assert all(map(torch.equal, on_device, offloaded))

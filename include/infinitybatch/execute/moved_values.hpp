@@ -6,6 +6,7 @@
 #include <ATen/core/TensorBody.h>
 
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 namespace infinitybatch {
@@ -20,6 +21,7 @@ namespace infinitybatch {
 /// of its place, and no draw. The step between both is its own inverse (bits are exchanged), so no
 /// copy is needed, and `off` gives every bit back. No version counter moves, and no op runs on the
 /// CPU. Frozen parameters, and tensors whose memory torch does not own plainly, stay as they are.
+/// One look at a time moves anything: two that met on the same memory would not undo each other.
 class MovedValues {
  public:
   /// \param buffers which forward writes
@@ -33,6 +35,7 @@ class MovedValues {
 
   class Nudge;
 
+  /// Nothing where somebody else has moved values.
   void on();
   void off();
   bool is_on() const noexcept { return on_; }
@@ -57,6 +60,7 @@ class MovedValues {
 
   const coupled::WatchedMemory& memory_;
   std::vector<Values> values_;
+  std::unique_lock<std::mutex> alone_;
   size_t moved_ = 0;  // of `values_`
   bool on_ = false;
 };
@@ -74,6 +78,7 @@ class MovedValues::Nudge {
  private:
   MovedValues& values_;
   uint32_t which_;
+  std::unique_lock<std::mutex> alone_;
   size_t nudged_ = 0;
 };
 

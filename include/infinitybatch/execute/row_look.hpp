@@ -30,18 +30,18 @@ struct RowsSeen {
   int64_t rows = 0;  ///< of the smallest micro-batch that was compared with a larger one; 0: none
   std::vector<int64_t> dims;  ///< along which samples lie in each leaf of outputs; -1: not known
   int64_t steps = 0;          ///< so far
-  int64_t looked = 0;         ///< the last of them that looked
+  int64_t looked = 0;         ///< the last of them that could compare any; 0: none
   int64_t samples = 0;        ///< of the smallest batch that was looked at
 
   /// Whether the step at work, with so many samples, looks whatever its micro-batches are.
   bool due(int64_t batch_size) const noexcept {
-    return rows == 0 || batch_size < samples || (steps & (steps + 1)) == 0;
+    return batch_size < samples || (steps & (steps + 1)) == 0;
   }
   /// Whether it looks, with micro-batches of no fewer than `least` rows.
   bool due(int64_t batch_size, int64_t least) const noexcept {
     return due(batch_size) || least < rows;
   }
-  /// The step at work has ended without a look.
+  /// The step at work has ended without a look, or nobody could tell.
   void pass() noexcept { ++steps; }
   /// It has looked, and found nothing.
   void note(int64_t batch_size, int64_t least, std::vector<int64_t> found);
@@ -74,7 +74,8 @@ struct RowLook {
   /// what it gave cannot be compared.
   std::function<std::optional<TrialOutputs>(const Batch& inputs, int64_t rows)> run;
   /// Parameters at other values while forward runs, unless it fails there, or gives numbers that
-  /// are not finite; null where they stay.
+  /// are not finite. Not `again`: somebody else may read them meanwhile, and behind the first steps
+  /// they have values of their own. Null where they stay.
   MovedValues* moved = nullptr;
   std::optional<GradientLook> gradients;  ///< where going back runs code of the user's
 
@@ -82,6 +83,7 @@ struct RowLook {
     std::optional<std::string> differs;  ///< what, for people
     std::vector<int64_t> dims;           ///< along which samples lie in each leaf; -1: nobody knows
     bool backward = false;               ///< gradients differ, and outputs do not
+    bool compared = false;               ///< some rows with others
   };
   /// Whether rows differ: nothing where all rows are the same, or nobody can tell: forward
   /// refuses other numbers of rows, it draws numbers that cannot be fixed, or the device has no
