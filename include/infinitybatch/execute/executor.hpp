@@ -44,8 +44,8 @@ class Executor {
   /// Whether ordinary ops mix samples, as soon as a micro-batch has been recorded for it; comes by
   /// itself in front of the hand-out. Between micro-batches only. \throws CouplingError
   void examine();
-  /// Whether the same rows, split otherwise, give the same rows of outputs: once for each kind of
-  /// batch, and again where micro-batches are smaller. Comes by itself in front of the hand-out;
+  /// Whether the same rows, split otherwise, give the same rows of outputs, in steps 1, 2, 4, 8, ...
+  /// of a kind of batch and where it is smaller. Comes by itself in front of the hand-out;
   /// with `Job::outside` call it once the outputs are there. What it finds is thrown by the
   /// hand-out or `finish_forward`, where nothing else says more.
   void look_at_rows();
