@@ -141,7 +141,7 @@ def test_new_and_freed_memory_is_poison():
 
 def test_out_of_memory():
     with sim.settings(capacity=1 << 22), pytest.raises(torch.OutOfMemoryError):
-        torch.empty(1 << 23, dtype=torch.uint8)
+        torch.empty(1 << 30, dtype=torch.uint8)  # no block that is cached is as large
     with sim.settings(fail_after=1):
         torch.empty(1)
         with pytest.raises(torch.OutOfMemoryError):

@@ -19,7 +19,7 @@
 //     const bool registered = register_exactness<MyStrategy>();
 // It may say `static std::vector<std::string> names()`, what StepReport::strategy may be, in place
 // of being held to one forward for each micro-batch, `static bool takes(const Family&)`, and, where
-// memory falls with the micro-batch size, `second_step`, which takes two steps.
+// memory falls with the micro-batch size, `third_step`, which takes three steps.
 namespace infinitybatch::testing {
 
 struct Sizes {
@@ -50,7 +50,8 @@ inline void expect_none(const std::vector<Excess>& values) {
 }
 
 /// Takes the look at the same rows out: more samples than a micro-batch has (all, where there is
-/// room), then two or three parts of the smallest micro-batch's size, or up to 16 single samples.
+/// room; else as many at four places), then two or three parts of the smallest micro-batch's size,
+/// or up to 16 single samples.
 inline void forget_look(std::vector<int64_t>& ran, const std::vector<int64_t>& sizes) {
   // The last one: before it one forward on other rows may tell how outputs follow them.
   auto look = ran.end();
@@ -60,7 +61,10 @@ inline void forget_look(std::vector<int64_t>& ran, const std::vector<int64_t>& s
   const int64_t parts = sizes.front() == 1         ? std::min<int64_t>(*look, 16)
                         : *look - sizes.back() > 1 ? 3
                                                    : 2;
-  ran.erase(look, look + std::min<std::ptrdiff_t>(parts + 1, ran.end() - look));
+  const std::ptrdiff_t count = parts + 1;
+  auto first = look;
+  while (first - ran.begin() >= count && *(first - count) == *look) first -= count;
+  ran.erase(first, look + std::min<std::ptrdiff_t>(count, ran.end() - look));
 }
 
 /// Cost and bookkeeping: one forward for each micro-batch, of the sizes that were asked for. Where
@@ -185,8 +189,8 @@ class PeakFalls : public ::testing::Test {
       subject->drop_gradients();
       const MaybeAutocast casting(family_.autocast);
       const StepReport report =
-          Strategy::second_step(Model(subject), criterion.loss(at::TensorOptions(at::kFloat)),
-                                data.inputs, data.targets, size);
+          Strategy::third_step(Model(subject), criterion.loss(at::TensorOptions(at::kFloat)),
+                               data.inputs, data.targets, size);
       peaks.push_back(report.peak_bytes - memory::stats(at::kCPU).live);
     }
     // Above what the step leaves behind: a quarter of the samples takes two thirds at most.
@@ -230,7 +234,7 @@ bool register_exactness(const TableRows& rows = {}) {
     add(pair.family->autocast ? "autocast" : "fp32", name,
         [pair]() -> ::testing::Test* { return new ExactInFloat<Strategy>(pair); });
   }
-  if constexpr (requires { &Strategy::second_step; }) {
+  if constexpr (requires { &Strategy::third_step; }) {
     for (const Family& family : families()) {
       add("peak_falls", family.name,
           [&family]() -> ::testing::Test* { return new PeakFalls<Strategy>(family); });

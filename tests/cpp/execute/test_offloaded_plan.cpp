@@ -162,16 +162,16 @@ TEST(OffloadPlan, AStretchThatIsCutForMemoryIsMadeAgainOnTheWayBack) {
       "restore 0.0, resume 0.0, backward 0.0, free 0.0, finish offload 0.0, hand out");
 }
 
-/// Every `advance` and `resume` of 4 samples takes a second, each fetch and each put moves 40
-/// bytes.
+/// Every `advance` and `resume` of 4 samples takes a second, each copy to the device or away
+/// moves 40 bytes.
 PassTimes one_second_each(const Plan& plan, double seconds_for_40_bytes) {
   PassTimes times;
   for (const Instruction& instruction : plan.instructions) {
     const Operation operation = instruction.operation;
     const bool computes = operation == Operation::advance || operation == Operation::resume;
     const std::string name = name_of(operation);
-    const bool begins_out = plan.overlaps ? name == "leave" : name == "offload";
-    const bool copies = name == "fetch" || name == "prefetch" || begins_out;
+    const bool begins_out = name == (plan.overlaps ? "start offload" : "finish offload");
+    const bool copies = name == "restore" || name == "prefetch" || begins_out;
     times.add(instruction, 4, computes ? 1 : 0, copies ? 40 : 0);
   }
   times.set_link(40, seconds_for_40_bytes, 40, seconds_for_40_bytes);
@@ -181,7 +181,7 @@ PassTimes one_second_each(const Plan& plan, double seconds_for_40_bytes) {
 TEST(OffloadPlan, InTurnNothingIsHidden) {
   const Plan plan = with_offload(cut(5, /*coupled=*/false), /*overlap=*/false);
   const CopySeconds seconds = simulate_copies(plan, one_second_each(plan, 0.25));
-  // 15 visits, each of which fetches and offloads.
+  // 15 visits, each of which restores and offloads.
   EXPECT_NEAR(seconds.waited, 15 * 2 * 0.25, 1e-9);
   EXPECT_NEAR(seconds.hidden, 0, 1e-9);
 }

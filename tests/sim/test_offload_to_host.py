@@ -34,7 +34,7 @@ def test_what_layers_of_the_whole_batch_are_given_leaves_the_device(coupled):
         ib.VirtualBatch(model, loss, memory_budget=budget, offload="never").backward(
             inputs, targets
         )
-    batch = ib.VirtualBatch(model, loss, memory_budget=budget, **HOST)
+    batch = ib.VirtualBatch(model, loss, memory_budget=budget, offload=ib.Offload(**HOST))
     for _ in range(4):
         model.zero_grad()
         report = batch.backward(inputs, targets)
@@ -42,7 +42,7 @@ def test_what_layers_of_the_whole_batch_are_given_leaves_the_device(coupled):
     assert report.restarts == 0 and report.peak_bytes <= budget and report.offloaded_bytes > 0
 
 
-@pytest.mark.parametrize("offload", ["needed", "never"])
+@pytest.mark.parametrize("offload", ["auto", "never"])
 def test_one_sample_beyond_the_device(offload):
     layers = [layer for _ in range(60) for layer in (nn.Linear(8, 8), nn.Tanh())]
     model = nn.Sequential(*layers, nn.Linear(8, 1)).double()
