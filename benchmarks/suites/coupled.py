@@ -21,22 +21,22 @@ TITLE = "Coupled losses: time and peak beside native, gradient caching and check
 ROOM = 1.25
 EXPLANATION = (
     "InfoNCE over the whole batch, whose first half are the anchors and whose second half their "
-    "partners, encoded by one model in micro-batches that are equally large on all sides. The accumulated pass is the same loop with the outputs' gradient given: forward "
+    "partners, encoded by one model in micro-batches that are equally large on all sides.\n\nThe accumulated pass is the same loop with the outputs' gradient given: forward "
     "and backward once, which no coupled loss can do with less. A second forward is needed for the "
     "share 1 - r of micro-batches that keep no graph, so the bound is "
-    "1 + (1 - r) F / (F + B) times the accumulated pass, with F / (F + B) measured in the same run. "
+    "1 + (1 - r) F / (F + B) times the accumulated pass, with F / (F + B) measured in the same run.\n\n"
     "Gradient caching by hand is a forward without grad, the loss on all outputs, and a second "
     "forward with grad; GradCache and sentence-transformers' CachedMultipleNegativesRankingLoss do "
     "the same and are used themselves (sentence-transformers computes its loss in micro-batches "
-    "too). Checkpointing is torch.utils.checkpoint, not re-entrant, of each micro-batch. "
+    "too). Checkpointing is torch.utils.checkpoint, not re-entrant, of each micro-batch.\n\n"
     '"Tuned" caches take the fastest of five micro-batch sizes, from a quarter to twice the given '
     "one, that needs no more than the largest peak of the caches at the given one; "
     '"infinitybatch, at the peak of" one of them is given that one\'s peak as its memory '
     "budget and plans by itself: which micro-batch size, how many graphs are retained; "
-    f'"infinitybatch, where it fits" has {ROOM:.2f} of native\'s peak and plans by itself too. With '
+    f'"infinitybatch, where it fits" has {ROOM:.2f} of native\'s peak and plans by itself too.\n\nWith '
     "all graphs retained in micro-batches of the given size the accumulated pass is the least that "
     "there is, so where that takes longer than native (each micro-batch adds its gradients of the "
-    "weights to the sums, which the whole batch writes once) ours does as well. "
+    "weights to the sums, which the whole batch writes once) ours does as well.\n\n"
     "Contestants run in "
     "turn, in a new order each round; CPU is the process's time over all threads; ratios are medians "
     "of the rounds' ratios with 95 % bootstrap intervals."

@@ -124,9 +124,9 @@ std::string tell(const Batch& outputs, size_t leaf, const Leaves& leaves, double
   return text.str();
 }
 
-}  // namespace
-
-Batch moved_by_rounding(const Batch& inputs) {
+/// With `changed` of each tensor of numbers in place of it.
+template <typename Change>
+Batch with_numbers_changed(const Batch& inputs, const Change& changed) {
   const at::NoGradGuard no_grad;
   std::vector<Leaf> leaves = inputs.leaves();
   for (Leaf& leaf : leaves) {
@@ -134,30 +134,31 @@ Batch moved_by_rounding(const Batch& inputs) {
     if (!tensor.defined() || !tensor.is_floating_point() || tensor.layout() != at::kStrided) {
       continue;
     }
-    const double eps = tensor.scalar_type() == at::kDouble ? 4.5e-16 : 2.4e-7;
-    leaf.tensor = tensor.detach().mul(1 + eps);
+    leaf.tensor = changed(tensor.detach());
   }
   return {std::move(leaves), inputs.structure()};
 }
 
+}  // namespace
+
+Batch moved_by_rounding(const Batch& inputs) {
+  return with_numbers_changed(inputs, [](const at::Tensor& tensor) {
+    const double eps = tensor.scalar_type() == at::kDouble ? 4.5e-16 : 2.4e-7;
+    return tensor.mul(1 + eps);
+  });
+}
+
 Batch nudged(const Batch& inputs, uint32_t which) {
-  const at::NoGradGuard no_grad;
-  std::vector<Leaf> leaves = inputs.leaves();
-  for (Leaf& leaf : leaves) {
-    const at::Tensor& tensor = leaf.tensor;
-    if (!tensor.defined() || !tensor.is_floating_point() || tensor.layout() != at::kStrided) {
-      continue;
-    }
+  return with_numbers_changed(inputs, [which](const at::Tensor& tensor) {
     const at::ScalarType type = tensor.scalar_type();
     const double eps = type == at::kDouble     ? 2.2e-16
                        : type == at::kBFloat16 ? 7.8e-3
                        : type == at::kHalf     ? 9.8e-4
                                                : 1.2e-7;
-    const at::Tensor wide = tensor.detach().to(at::kDouble);
-    const at::Tensor place = at::arange(tensor.numel(), wide.options()).view(tensor.sizes());
-    leaf.tensor = wide.addcmul(wide, place.mul(1.3 + 0.37 * which).sin(), 2 * eps).to(type);
-  }
-  return {std::move(leaves), inputs.structure()};
+    const at::Tensor wide = tensor.to(at::kDouble);
+    const at::Tensor place = at::arange(1, tensor.numel() + 1, wide.options()).view(tensor.sizes());
+    return wide.addcmul(wide, place.mul(1.3 + 0.37 * which).sin(), 2 * eps).to(type);
+  });
 }
 
 std::vector<int64_t> dims_of_rows(const RowsOfOutputs& whole, const RowsOfOutputs& part) {

@@ -184,6 +184,21 @@ def a_setting_in_a_list_that_changes() -> float:
     return worst(gradients(model), wanted)
 
 
+@gap(0.9, 0.95)
+def a_count_of_samples_that_was_refused_once() -> float:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.count += len(x)
+        return self.net(x)
+
+    model, (inputs, targets) = Calls(forward, net=linear(), count=torch.zeros(())), data()
+    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=1)
+    with pytest.raises(ib.CouplingError):
+        batch.backward(inputs, targets)
+    assert model.count == 0
+    batch.backward(inputs, targets)
+    return float((N - model.count) / N)
+
+
 @gap(0.5, 2)
 def a_source_that_gives_other_targets_when_asked_again() -> float:
     model, inputs, classes = linear(out=5), data()[0], torch.randint(5, (N,))
