@@ -2,6 +2,7 @@
 
 #include "module_attributes.hpp"
 #include "plain_description.hpp"
+#include "plain_iterators.hpp"
 
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -79,7 +80,8 @@ bool may_change(PyObject* value) {
   if (PyFunction_Check(value)) return PyFunction_GetClosure(value) != nullptr;
   if (PyTuple_Check(value)) return PyTuple_GET_SIZE(value) != 0;
   return PyDict_Check(value) || PyList_Check(value) || PyMethod_Check(value) ||
-         is_set_or_deque(value) || is_partial(value) || has_plain_attributes(value);
+         is_set_or_deque(value) || is_partial(value) || is_iterator(value) ||
+         has_plain_attributes(value);
 }
 
 bool is_named(PyObject* key, PyObject* name) {
@@ -120,6 +122,7 @@ bool is_other(PyObject* before, PyObject* now) {
 /// Another thing, where `is_other` does not speak of it.
 bool is_other_object(PyObject* before, PyObject* now) {
   if (before == now) return false;
+  if (before != nullptr && now != nullptr && is_iterator(before) && is_iterator(now)) return false;
   const bool was = before == nullptr || is_number_or_text(before);
   return now == nullptr || !was || !is_number_or_text(now);
 }
@@ -282,7 +285,11 @@ bool PlainSnapshot::tree(PyObject* module, const std::string& name) {
 void PlainSnapshot::object(PyObject* value, const std::string& name, int depth) {
   if (value == nullptr || is_number_or_text(value) || depth > kDeepestKept) return;
   if (is_tensor(value)) return tensor(value, name);
-  if (PyTuple_Check(value)) return items(value, name, depth);
+  if (is_iterator(value)) return iterator(value, name, /*in_tuple=*/false);
+  if (PyTuple_Check(value)) {
+    iterators_in_tuple(value, name);
+    return items(value, name, depth);
+  }
   if (seen_.size() > kMostObjects || !meet(value)) return;
   if (PyDict_Check(value)) return dict(value, name, depth);
   if (PyList_CheckExact(value)) {
@@ -413,7 +420,9 @@ void PlainSnapshot::put_back(const Entry& entry) {
 bool PlainSnapshot::changed() const {
   return std::any_of(empty_.begin(), empty_.end(),
                      [](PyObject* each) { return !is_empty(each); }) ||
-         std::any_of(entries_.begin(), entries_.end(), &differs);
+         std::any_of(entries_.begin(), entries_.end(), &differs) ||
+         std::any_of(iterators_.begin(), iterators_.end(),
+                     [this](const Iterator& each) { return has_moved(each); });
 }
 
 void PlainSnapshot::restore() const {
@@ -423,10 +432,12 @@ void PlainSnapshot::restore() const {
   for (const Entry& entry : entries_) {
     if (differs(entry)) put_back(entry);
   }
+  put_back_iterators();
 }
 
 std::vector<PlainNumber> PlainSnapshot::numbers() const {
   std::vector<PlainNumber> found;
+  add_moved_iterators(found);
   for (const Entry& entry : entries_) {
     if (entry.names_only || !differs(entry)) continue;
     const Held owner(py::reinterpret_borrow<py::object>(entry.now));

@@ -52,6 +52,31 @@ class PlainSnapshot {
     std::string name;
   };
 
+  /// An iterator stands at some place of what it reads. It cannot be set back: a copy takes its
+  /// place in everything here that holds it.
+  struct Iterator {
+    Held now;
+    Held before;        // a copy; null where there is none or it cannot be handed in
+    std::string place;  // where it stood
+    std::string name;
+    std::vector<Held> reads;  // iterators that move with it
+  };
+  /// What holds it, and how to set another one there.
+  struct Holder {
+    Held owner;
+    Held key;
+    PyObject* value;  // there now, borrowed
+    void (*set)(PyObject*, PyObject*, PyObject*);
+  };
+
+  void iterator(PyObject* value, const std::string& name, bool in_tuple);
+  void iterators_in_tuple(PyObject* tuple, const std::string& name);
+  std::vector<Holder> holders_of(const Iterator& each) const;
+  bool has_moved(const Iterator& each, std::string* place = nullptr) const;
+  static void hand_in(const std::vector<Holder>& holders, PyObject* before);
+  void put_back_iterators() const;
+  void add_moved_iterators(std::vector<PlainNumber>& found) const;
+
   void add(Kind kind, PyObject* now, PyObject* before, std::string name, bool names_only = false);
   void tensor(PyObject* value, const std::string& name);
   bool tree(PyObject* module, const std::string& name);
@@ -62,6 +87,7 @@ class PlainSnapshot {
   static void put_back(const Entry& entry);
 
   std::vector<Entry> entries_;
+  std::vector<Iterator> iterators_;
   std::vector<PyObject*> empty_;  // dicts without an item, owned: most of a module's hooks
   ska::flat_hash_set<PyObject*> seen_;
   std::vector<NamedParameter>* tensors_;

@@ -36,6 +36,15 @@ thread_local PlainNumbers* innermost_numbers = nullptr;
                 "with batch_coupling=\"per_micro_batch\"");
 }
 
+[[noreturn]] void refuse_generator(const std::string& name) {
+  throw Unsupported(
+      "forward advances '" + name +
+      "', a generator or iterator that Python cannot copy, and each micro-batch would advance it "
+      "once more, where the whole batch does once: keep its values in a list and count in an "
+      "attribute (self.step += 1), use iter([...]) or itertools.count(), or call next() in front "
+      "of the step");
+}
+
 bool same_outputs(const Batch& a, const Batch& b) {
   at::Tensor differs;
   note_differences(a, b, differs);
@@ -150,6 +159,16 @@ void PlainNumbers::learn_whole() {
   whole_ = true;
 }
 
+std::string PlainNumbers::lost() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return lost_;
+}
+
+void PlainNumbers::note_lost(const std::string& name) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  lost_ = name;
+}
+
 bool PlainNumbers::may_ask() {
   constexpr int kMost = 16;
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -157,6 +176,7 @@ bool PlainNumbers::may_ask() {
 }
 
 std::vector<NamedParameter> PlainRuns::begin(const PlainLook& look) {
+  if (const std::string lost = known_->lost(); !lost.empty()) refuse_generator(lost);
   look_ = look;
   base_ = look.state();
   begun_ = true;
@@ -189,7 +209,14 @@ bool PlainRuns::counts() const {
          });
 }
 
+void PlainRuns::check_can_put_back() const {
+  for (const PlainNumber& each : moved_) {
+    if (!each.put_back) refuse_generator(each.name);
+  }
+}
+
 void PlainRuns::put_back(bool guess) const {
+  check_can_put_back();
   if (known_->whole() || (guess && single_)) return base_.restore();
   for (const PlainNumber& each : moved_) {
     const NumberKind kind = known_->kind_of(each.name);
@@ -256,7 +283,12 @@ void PlainRuns::commit() const {
 }
 
 void PlainRuns::roll_back() {
-  if (begun_) base_.restore();
+  if (!begun_) return;
+  base_.restore();
+  if (!base_.changed()) return;
+  for (const PlainNumber& each : base_.numbers()) {
+    if (!each.put_back) known_->note_lost(each.name);
+  }
 }
 
 void PlainRuns::forget() {
@@ -295,6 +327,7 @@ void PlainRuns::check_unread(const std::string& name, Rows first, const Batch& w
 }
 
 void PlainRuns::learn(Rows first, int64_t total, const std::function<Batch(Rows)>& run) {
+  check_can_put_back();
   if (!known_->may_ask()) {
     asks_ = false;
     return;

@@ -54,6 +54,9 @@ class PlainNumbers {
   /// Whether forward depends on more than counters: all of its state is put back.
   bool whole() const;
   void learn_whole();
+  /// A run was undone that had moved this, which nobody can put back. Empty: nothing.
+  std::string lost() const;
+  void note_lost(const std::string& name);
   /// Whether another experiment may be made: names that are new in each step would ask for ever.
   bool may_ask();
 
@@ -62,6 +65,7 @@ class PlainNumbers {
   std::map<std::string, Kind> kinds_;
   bool moves_ = false;
   bool whole_ = false;
+  std::string lost_;
   int asked_ = 0;
 };
 
@@ -122,6 +126,7 @@ class PlainRuns {
     try {
       auto result = run();
       now.restore();
+      check_can_put_back();
       return result;
     } catch (...) {
       keep_foreign_exception(std::current_exception());
@@ -139,6 +144,8 @@ class PlainRuns {
  private:
   void put_back(bool guess) const;
   void note_move() const;
+  /// \throws Unsupported where forward has moved what cannot be put back
+  void check_can_put_back() const;
   void meet_left();
   /// \throws CouplingError where outputs depend on this number
   void check_unread(const std::string& name, Rows first, const Batch& wanted,

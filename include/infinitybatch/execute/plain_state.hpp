@@ -10,12 +10,12 @@
 namespace infinitybatch {
 
 /// A number, flag or text that forward left changed where nobody lists it: in an attribute of a
-/// module, in a list, an object or a closure there.
+/// module, in a list, an object or a closure there; or an iterator that it moved.
 struct PlainNumber {
-  std::string name;          ///< "layers.0.calls"
-  std::string left;          ///< what it is now, for comparisons and messages
-  std::optional<double> by;  ///< how far it moved; nothing where it was or is no number
-  std::function<void()> put_back;
+  std::string name;                ///< "layers.0.calls"
+  std::string left;                ///< what it is now, for comparisons and messages
+  std::optional<double> by;        ///< how far it moved; nothing where it was or is no number
+  std::function<void()> put_back;  ///< empty where nobody can: a generator
   /// With `by`: what it was, and this much more.
   std::function<void(double)> move;
 };
