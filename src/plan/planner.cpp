@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdio>
 #include <numeric>
+#include <utility>
 
 namespace infinitybatch {
 namespace {
@@ -84,21 +85,47 @@ void Planner::begin(const Request& request) {
   // Shorter samples may fit where those whose plan they would follow do not.
   if (borrowed_ && candidates().empty()) stop_borrowing();
   if (request.fails_on > 0 && candidates().empty()) refuse_larger(0);
-  if (known_->profile && candidates().empty()) {
-    int64_t smallest = INT64_MAX;
-    for (int64_t cap = 1; cap < 2 * request.batch_size; cap *= 2) {
-      smallest = std::min(smallest, predicted_peak(size_under(cap)));
-      if (!request.two_pass) break;  // no size needs less than one sample does
-    }
-    smallest_failed_ = true;
-    const int64_t needed = std::max(smallest, request.budget_bytes + 1);
-    throw BudgetExceeded(needed, request.budget_bytes, needed, smallest_plan());
+  if (known_->profile && candidates().empty() && !find_last_resort()) refuse_smallest(0);
+}
+
+bool Planner::find_last_resort() {
+  // What passes the budget of a device that refuses nothing has passed it; and a second pass, or
+  // sizes of which forward fails, are no streaming step, which begins again wherever memory ends.
+  if (request_.measured || request_.two_pass || request_.fails_on > 0) return false;
+  for (const int64_t cap : {kSmallProbe, int64_t{1}}) {
+    const int64_t size = size_under(cap);
+    if (known_->failed.contains(size)) continue;
+    known_->last_resort = size;
+    known_->largest = std::max(known_->largest, size);
+    return true;
   }
+  return false;
+}
+
+void Planner::refuse_smallest(int64_t needed_bytes) {
+  known_->failed.clear();
+  known_->last_resort = 0;
+  // One sample has failed as well: that two did says nothing of their size.
+  known_->largest = std::max(known_->largest, kSmallProbe);
+  smallest_failed_ = true;
+  const int64_t budget = request_.budget_bytes;
+  int64_t smallest = INT64_MAX;
+  for (int64_t cap = 1; known_->profile && cap < 2 * request_.batch_size; cap *= 2) {
+    smallest = std::min(smallest, predicted_peak(size_under(cap)));
+    if (!request_.two_pass) break;  // no size is predicted to need less than one sample does
+  }
+  const bool foreseen = known_->profile && (smallest > budget || needed_bytes == 0);
+  if (foreseen) {
+    const int64_t needed = std::max(smallest, budget + 1);
+    throw BudgetExceeded(needed, budget, needed, smallest_plan());
+  }
+  throw BudgetExceeded(std::max(needed_bytes, budget + 1), budget, std::nullopt, smallest_plan());
 }
 
 std::vector<int64_t> Planner::candidates() const {
   if (request_.whole_batch_only) return {request_.batch_size};
   if (request_.fails_on > 0) return largest_candidate();
+  if (known_->last_resort > 0) return {known_->last_resort};
   std::vector<int64_t> caps;
   const auto consider = [&](int64_t cap) {
     if (!fits(size_under(cap))) return false;
@@ -107,9 +134,9 @@ std::vector<int64_t> Planner::candidates() const {
     return true;
   };
   int64_t cap = kSmallProbe;
-  // What a coupled loss keeps of every micro-batch can make many small ones need more than few.
-  const bool skip = request_.two_pass;
-  while ((consider(cap) || (skip && caps.empty())) && cap < request_.batch_size) cap *= 2;
+  // Larger ones can fit where small ones do not: a coupled loss keeps something of every
+  // micro-batch, and a step was measured where others are predicted.
+  while ((consider(cap) || caps.empty()) && cap < request_.batch_size) cap *= 2;
   if (caps.empty()) {
     consider(1);
   } else if (caps.back() < request_.batch_size) {
@@ -165,7 +192,15 @@ int64_t Planner::predicted_peak(int64_t size) const {
                       std::max(1.0, static_cast<double>(size) / static_cast<double>(measured_size));
     if (known_->irregular) above *= 1.0 + kIrregularMargin;
   }
-  return baseline + static_cast<int64_t>(std::ceil(above * correction(size)));
+  const int64_t peak = baseline + static_cast<int64_t>(std::ceil(above * correction(size)));
+  return std::min(peak, measured_step(size).value_or(peak));
+}
+
+std::optional<int64_t> Planner::measured_step(int64_t size) const {
+  if (known_->irregular) return std::nullopt;
+  const auto found = known_->steps.find({request_.batch_size, size});
+  if (found == known_->steps.end()) return std::nullopt;
+  return request_.baseline_bytes + found->second;
 }
 
 double Planner::correction(int64_t size) const {
@@ -192,7 +227,8 @@ int64_t Planner::simulated_peak(int64_t size) const {
 }
 
 bool Planner::fits(int64_t size) const {
-  return size <= known_->largest && predicted_peak(size) <= request_.budget_bytes;
+  return size <= known_->largest && !known_->failed.contains(size) &&
+         predicted_peak(size) <= request_.budget_bytes;
 }
 
 /// Whether one micro-batch of `size` fits at the row at work. In a whole step the first
@@ -222,7 +258,9 @@ std::optional<int64_t> Planner::probe_size() const {
     if (!request_.two_pass || sizes.empty() || known.peaks.contains(sizes[0])) return std::nullopt;
     return sizes[0];
   }
-  if (known.profile || known.irregular || request_.whole_batch_only) return std::nullopt;
+  if (known.profile || known.irregular || request_.whole_batch_only || known.last_resort > 0) {
+    return std::nullopt;
+  }
   // Two samples first: they show what larger sizes need at most, and take what is taken only once.
   if (request_.measured && known.peaks.empty()) {
     return std::min({kSmallProbe, known.largest, request_.batch_size});
@@ -416,7 +454,7 @@ std::optional<Piece> Planner::next() {
       piece.plan = stream_plan(std::move(sizes), last && request_.penalty);
       if (!last) piece.plan.instructions.pop_back();  // handed out once, at the end
     }
-    if (row_ == 0 && last && settled()) {
+    if (row_ == 0 && last && known_->last_resort == 0 && settled()) {
       piece.plan.predicted_peak_bytes = predicted_peak(piece.plan.micro_batch_size());
       settled_plan_ = piece.plan;
     }
@@ -435,6 +473,13 @@ void Planner::observe(const Piece& piece, const Measurement& measured) {
     known_->whole_loss[{request_.batch_size, one}] = {measured.whole_loss->rise - held,
                                                       measured.whole_loss->net - held};
   }
+  const bool whole_step =
+      piece.plan.batch_size == request_.batch_size && piece.plan.strategy != "rehearsal";
+  const bool last = row_ == request_.batch_size && piece.plan.strategy != "rehearsal";
+  if (last) {
+    known_->failed.clear();
+    known_->last_resort = 0;
+  }
   if (piece.settled) return;
   if (piece.plan.strategy == "replay" || piece.plan.strategy == "cut") {
     return observe_two_pass(piece, measured);
@@ -445,6 +490,7 @@ void Planner::observe(const Piece& piece, const Measurement& measured) {
   const int64_t above = measured.peak_bytes - request_.baseline_bytes;
   int64_t& peak = known_->peaks[size];
   peak = std::max(peak, above);
+  if (whole_step) known_->steps[{request_.batch_size, size}] = above;
   // In a rehearsal earlier pieces leave outputs behind that the simulation of one piece does not
   // know of; two_pass.cpp corrects by the step itself.
   if (known_->profile && !request_.two_pass) {
@@ -554,14 +600,17 @@ void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
     if (candidates().empty()) refuse_larger(needed_bytes);
     return;
   }
-  if (request_.whole_batch_only || attempted_ <= 1) {
-    smallest_failed_ = !request_.whole_batch_only;
+  if (request_.whole_batch_only) {
     throw BudgetExceeded(std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes,
                          std::nullopt,
-                         request_.whole_batch_only
-                             ? "one micro-batch of all " + std::to_string(request_.batch_size) +
-                                   " samples (they are coupled)"
-                             : smallest_plan());
+                         "one micro-batch of all " + std::to_string(request_.batch_size) +
+                             " samples (they are coupled)");
+  }
+  if (attempted_ <= kSmallProbe) known_->failed.insert(attempted_);
+  if (attempted_ <= 1 || std::exchange(known_->last_resort, 0) > 0) {
+    attempted_ = 0;
+    if (!find_last_resort()) refuse_smallest(needed_bytes);
+    return;
   }
   run_short(known_->largest, attempted_ - 1);
   attempted_ = 0;

@@ -88,6 +88,7 @@ void Planner::saw_whole_loss(const Plan& plan, MicroBatchProfile::Effect effect)
   MicroBatchProfile::Effect& known = found->second;
   if (!is_new && effect.rise <= known.rise && effect.net <= known.net) return;
   known = {std::max(known.rise, effect.rise), std::max(known.net, effect.net)};
+  known_->steps.clear();
   forget_settled_plan();
 }
 
@@ -162,7 +163,11 @@ Piece Planner::two_pass() {
     // so that another size may be the largest that fits: one that was not timed.
     if (knows_whole_loss(piece.plan.micro_batch_sizes.size()) &&
         (settled() || request_.offloaded)) {
-      if (known_->profile) piece.plan.predicted_peak_bytes = corrected(peak_of(piece.plan));
+      if (known_->profile) {
+        const int64_t peak = corrected(peak_of(piece.plan));
+        const auto measured = retained == 0 ? measured_step(size) : std::nullopt;
+        piece.plan.predicted_peak_bytes = std::min(peak, measured.value_or(peak));
+      }
       if (settled()) settled_plan_ = piece.plan;
     }
   }
@@ -176,6 +181,9 @@ Piece Planner::two_pass() {
 void Planner::observe_two_pass(const Piece& piece, const Measurement& measured) {
   if (!known_->profile) return;
   const int64_t baseline = request_.baseline_bytes;
+  // With fewer graphs than it kept the step takes no more.
+  known_->steps[{request_.batch_size, piece.plan.micro_batch_size()}] =
+      measured.peak_bytes - baseline;
   const int64_t predicted = peak_of(piece.plan) - baseline;
   if (predicted <= 0) return;
   const auto ratio =

@@ -153,7 +153,6 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
   const int64_t live = piece.settled ? 0 : memory::stats(device).live - sums();
   const bool timed = piece.timed_cap > 0;
   const Stopwatch watch(device);
-  const std::optional<AssumedTimes> assumed = timed ? AssumedTimes::get() : std::nullopt;
   Moment start = timed ? watch.read() : Moment();
   double again = 0;
   std::vector<int64_t> begins{first_row};
@@ -183,7 +182,7 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
       measured.seconds.push_back(Stopwatch::seconds(start, now));
       measured.again.push_back(std::exchange(again, 0.0));
       start = now;
-      if (assumed) {
+      if (const auto assumed = AssumedTimes::get()) {
         measured.seconds.back() = assumed->seconds(rows.size());
         if (measured.again.back() > 0) measured.again.back() = assumed->instruction(rows.size());
       }

@@ -6,6 +6,7 @@
 
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -142,6 +143,13 @@ class Planner {
     int64_t largest = INT64_MAX;        // sizes above have run out of memory
     double correction = 1.0;            // measured peak / predicted peak, where that was more
     std::map<int64_t, double> ratios;   // `Request::measured`: the last, by size
+    // Of whole steps, the last, above the baseline, by batch size and size. What has fit is not
+    // refused by a prediction, which takes memory to grow with the size.
+    std::map<std::pair<int64_t, int64_t>, int64_t> steps;
+    // Since the last whole step: small sizes that ran out of memory, and the one that is tried
+    // whatever is predicted (0: none).
+    std::set<int64_t> failed;
+    int64_t last_resort = 0;
     // Of a coupled loss:
     // Measured, by batch size and whether it was one micro-batch, whose outputs are not copied.
     std::map<std::pair<int64_t, bool>, MicroBatchProfile::Effect> whole_loss;
@@ -167,6 +175,12 @@ class Planner {
   double correction(int64_t size) const;
   int64_t simulated_peak(int64_t size) const;
   bool fits(int64_t size) const;
+  /// What a whole step of this split has taken, on top of what is live now.
+  std::optional<int64_t> measured_step(int64_t size) const;
+  /// Where no size is left by all that is known: a small one that has yet to fail. A prediction
+  /// alone is no reason to refuse a step that can begin again.
+  bool find_last_resort();
+  [[noreturn]] void refuse_smallest(int64_t needed_bytes);
   /// The largest size that may fit, with more samples in each micro-batch than forward fails on.
   std::vector<int64_t> largest_candidate() const;
   [[noreturn]] void refuse_larger(int64_t needed_bytes) const;

@@ -24,6 +24,7 @@ struct Machine {
       0;            // chance that other programs take 5 to 50 ms in the middle of 10 ms of work
   double cold = 0;  // seconds that the first micro-batch after another size takes longer
   int64_t last_size = 0;
+  int64_t single = 0;  // bytes that a micro-batch of one sample takes more
   bool irregular = false;
   std::mt19937 random{0};
 
@@ -75,6 +76,7 @@ struct Machine {
 struct Step {
   std::vector<int64_t> sizes;
   int64_t peak = 0;
+  int restarts = 0;
 };
 
 /// Runs one step of `planner` on `machine`, as the executor would: what passes the budget runs out
@@ -85,14 +87,19 @@ Step run(Planner& planner, Machine& machine, Request request) {
   while (const auto piece = planner.next()) {
     const auto& sizes = piece->plan.micro_batch_sizes;
     const bool begun = !step.sizes.empty();
-    const int64_t largest = *std::max_element(sizes.begin(), sizes.end());
+    int64_t above = 0;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      const int64_t more = sizes[i] == 1 ? machine.single : 0;
+      above = std::max(above, Machine::peak_above(sizes[i], begun || i > 0) + more);
+    }
     Measurement measured;
-    measured.peak_bytes =
-        request.baseline_bytes + Machine::peak_above(largest, begun || sizes.size() > 1);
+    measured.peak_bytes = request.baseline_bytes + above;
     if (measured.peak_bytes > request.budget_bytes) {
       planner.ran_out_of_memory(measured.peak_bytes);
       planner.begin(request);
+      const int restarts = step.restarts + 1;
       step = {};
+      step.restarts = restarts;
       continue;
     }
     for (const int64_t size : sizes) measured.seconds.push_back(machine.time(size));
@@ -446,7 +453,7 @@ TEST(Planner, SaysTheSmallestBudgetOnceMemoryIsKnown) {
   Request later = request(64, 20000);
   later.baseline_bytes = 15000;  // the optimizer's state has arrived
   try {
-    planner.begin(later);
+    run(planner, machine, later);
     FAIL() << "expected BudgetExceeded";
   } catch (const BudgetExceeded& error) {
     ASSERT_TRUE(error.smallest_feasible().has_value());
@@ -454,8 +461,50 @@ TEST(Planner, SaysTheSmallestBudgetOnceMemoryIsKnown) {
     enough.budget_bytes = *error.smallest_feasible();
     EXPECT_NO_THROW(run(planner, machine, enough));
     enough.budget_bytes -= 1;
-    EXPECT_THROW(planner.begin(enough), BudgetExceeded);
+    EXPECT_THROW(run(planner, machine, enough), BudgetExceeded);
   }
+}
+
+/// A single sample takes other kernels, with more workspace: memory does not grow with the size.
+constexpr int64_t kSingle = 3000;
+
+TEST(Planner, ASplitThatHasFitIsNotRefusedByWhatAnotherOneTook) {
+  for (const bool accelerator : {false, true}) {
+    Planner planner;
+    Machine machine;
+    machine.single = kSingle;
+    const int64_t budget = kBaseline + Machine::peak_above(2, /*later=*/true);
+    Request many = request(48, budget);
+    Request fewer = request(37, budget);  // the last micro-batch is of one sample
+    many.measured = fewer.measured = accelerator;
+    fewer.baseline_bytes -= kSingle;
+    Request wide = many;  // enough to see what sizes take
+    wide.budget_bytes += 4000;
+    for (int i = 0; i < 5; ++i) run(planner, machine, wide);
+    run(planner, machine, many);
+    run(planner, machine, fewer);
+    const Step step = run(planner, machine, many);
+    EXPECT_EQ(sum(step.sizes), 48);
+    EXPECT_EQ(step.restarts, 0);
+    EXPECT_EQ(planner.plan().predicted_peak_bytes, budget);
+  }
+}
+
+TEST(Planner, OnlyWhatHasFailedIsRefused) {
+  Machine machine;
+  machine.single = kSingle;
+  const int64_t budget = kBaseline + Machine::peak_above(2, /*later=*/true);
+  Planner planner;
+  for (int i = 0; i < 5; ++i) run(planner, machine, request(37, budget + kSingle));
+  // Never seen whole, and foreseen as too large by what 37 took beyond their prediction.
+  Step step = run(planner, machine, request(40, budget));
+  EXPECT_EQ(step.sizes, std::vector<int64_t>(20, 2));
+  // Somebody else holds memory for a while: one sample does not fit afterwards either, two do.
+  Request held = request(40, budget);
+  held.budget_bytes -= 1;
+  EXPECT_THROW(run(planner, machine, held), BudgetExceeded);
+  step = run(planner, machine, request(40, budget));
+  EXPECT_EQ(step.sizes, std::vector<int64_t>(20, 2));
 }
 
 TEST(Planner, FewSamplesAreTriedWhole) {
