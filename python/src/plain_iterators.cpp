@@ -62,6 +62,11 @@ void tell_generator(PyObject* generator, int depth, std::string& out) {
     out += "over";
     return;
   }
+  // A training loop: forward is called from it, and cannot advance it.
+  if (attribute(generator, "gi_running").is(py::handle(Py_True))) {
+    out += "running";
+    return;
+  }
   out += py::repr(attribute(frame.ptr(), "f_lasti")).cast<std::string>();
   // Its locals, and what its loops iterate over.
   static PyObject* const referents =

@@ -7,6 +7,7 @@
 #include <c10/core/GradMode.h>
 
 #include <cstring>
+#include <string>
 #include <unordered_set>
 #include <utility>
 
@@ -66,6 +67,12 @@ void LossState::roll_back() {
   const PlainState state = std::exchange(state_, {});
   const std::vector<Kept> all = std::exchange(kept_, {});
   state.restore();
+  std::string advanced;
+  if (state.changed()) {
+    for (const PlainNumber& each : state.numbers()) {
+      if (!each.put_back) advanced = each.name;
+    }
+  }
   const at::NoGradGuard no_grad;
   bool lost = false;
   for (const Kept& kept : all) {
@@ -85,6 +92,11 @@ void LossState::roll_back() {
         "the step has to begin again, and its loss has written more than 256 MiB of tensors that "
         "it keeps between calls, which nobody has kept a copy of; give micro_batch_size, so that "
         "the loss is computed once");
+  }
+  if (!advanced.empty()) {
+    throw Unsupported("the step has to begin again, and its loss has advanced '" + advanced +
+                      "', a generator or iterator that Python cannot copy; give "
+                      "micro_batch_size, so that the loss is computed once");
   }
 }
 

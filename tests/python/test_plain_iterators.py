@@ -1,6 +1,7 @@
 """Schedules in iterators: each micro-batch sees what the whole batch's forward would have seen, and
 they advance once for each logical batch. What Python cannot copy is refused once forward moves it."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -217,6 +218,60 @@ def test_what_forward_leaves_alone_is_left_alone(way: str) -> None:
     for kind, make in (COPIED | FIXED).items():
         assert next(held[kind]) == next(make())
     assert next(loader).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("kind", ["count", "generator"])
+def test_a_loss_that_fails_behind_its_schedule(kind: str) -> None:
+    """A step runs out of memory once the loss has taken a value."""
+    torch.manual_seed(0)
+    theirs = nn.Linear(6, 5).double()
+    model = copy.deepcopy(theirs)
+    schedule, wanted = (COPIED | FIXED)[kind](), (COPIED | FIXED)[kind]()
+    fails: list[bool] = []
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        value = F.cross_entropy(outputs, targets) * next(schedule)
+        if fails:
+            fails.clear()
+            with ib.memory.limit("1MiB"):
+                torch.empty(1 << 20)
+        return value
+
+    batch = ib.VirtualBatch(model, ib.losses.coupled(loss), memory_budget="64MiB")
+    x, y = classification(N)
+    for step in range(3):
+        theirs.zero_grad()
+        model.zero_grad()
+        (F.cross_entropy(theirs(x), y) * next(wanted)).backward()
+        if step == 2:
+            fails.append(True)
+            error = ib.BudgetExceeded if kind == "count" else ib.Unsupported
+            with pytest.raises(error, match="loss"):
+                batch.backward(x, y)
+            assert kind == "generator" or next(schedule) == 2.0
+            return
+        batch.backward(x, y)
+        close(grads(model), grads(theirs), 1e-12)
+
+
+@pytest.mark.parametrize("way", ["stream", "coupled", "wrap", "wrap, budget"])
+def test_a_training_loop_that_is_a_generator_of_the_model(way: str) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x))
+
+    def loop() -> Iterator[None]:
+        step, (x, y) = step_of(model, way), classification(N)
+        for index in range(4):
+            model.zero_grad()
+            for _ in range(index % 2 + 1):
+                step(x, y)
+            if index == 1:
+                yield
+
+    torch.manual_seed(0)
+    model = Calls(forward, head=nn.Linear(6, 5), norm=nn.BatchNorm1d(6)).double()
+    model.loop = loop()
+    assert list(model.loop) == [None]
 
 
 def test_one_micro_batch_without_a_budget_is_native() -> None:
