@@ -159,7 +159,13 @@ void CheckpointPlanner::begin(const Situation& situation) {
   Situation before = std::exchange(situation_, situation);
   before.available = situation.available;
   const bool more_room = situation.available - room_ > room_ / kMoreRoom;
-  if (before != situation || more_room) start_afresh();
+  if (before != situation) {
+    start_afresh();
+  } else if (more_room) {
+    // What live memory leaves rises and falls. What was learned holds at any room.
+    start_over();
+    smallest_ = false;
+  }
   guides_ = guides;
   if (situation.fixed) return;
   for (Known& known : known_) {
