@@ -68,7 +68,6 @@ Executor::Executor(const Job& job)
       experiment_(job.examined,
                   job.examined != nullptr ? devices_of(job) : std::vector<at::Device>(),
                   job.batch_size()),
-      asks_(job.examined != nullptr && !*job.examined),
       total_(job.device) {
   if (job.cut) cut_pass_.emplace(job, sinks_, buffers_);
   watch_.know_parameters(job.parameters);
@@ -591,7 +590,6 @@ void Executor::penalty() {
 }
 
 void Executor::hand_out() {
-  recount();
   count_rows();
   look_at_rows();
   commit();

@@ -159,6 +159,7 @@ void Executor::compare_rows() {
     }
     return side_by_side(pieces);
   };
+  if (!look.again) recount(look.load);
   look.run = [this](const Batch& inputs, int64_t count) { return try_forward(inputs, count); };
   // Calls of a wrapped model without gradients exclude nobody, who may read parameters.
   const bool moves = job_.outside == nullptr || at::GradMode::is_enabled();

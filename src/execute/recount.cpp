@@ -1,5 +1,7 @@
 // The part of Executor that runs forward on other rows once more, to see what depends on their
 // number: buffers that count samples (`self.seen += len(x)`), numbers that do (`x / len(x)`).
+#include "light_recording.hpp"
+
 #include <infinitybatch/execute/executor.hpp>
 
 #include <infinitybatch/core/errors.hpp>
@@ -9,7 +11,7 @@
 #include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/coupled/row_errors.hpp>
 #include <infinitybatch/execute/buffer_values.hpp>
-#include <infinitybatch/tape/counts.hpp>
+#include <infinitybatch/execute/copied_batch.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 
 #include <c10/core/GradMode.h>
@@ -20,44 +22,48 @@
 
 namespace infinitybatch {
 
-void Executor::recount() {
-  const int64_t here = first_.size();
-  const bool told = uneven_ || here == job_.batch_size() || wrote_inputs_ || cut_pass_;
-  if (!asks_ || told || !buffers_.written()) return;
-  const tape::Tape* tape = experiment_.tape();
-  // Of micro-batches of one sample nothing is taken down: a 1 may count them.
-  const bool may = buffers_.rebound() || here == 1 || (tape != nullptr && tape::may_count(*tape));
-  if (!may) return;
-  if (here == 1) *job_.examined = true;
-  const RngSnapshot random = RngSnapshot::capture(devices_of(job_));
-  const BufferValues values(job_.buffers);
+void Executor::recount(const std::function<Batch(Rows)>& load) {
+  // Micro-batches of two lengths tell by themselves.
+  if (uneven_ || !buffers_.written()) return;
   const Rows rows = other_rows(first_, job_.batch_size());
-  try {
-    load(rows);
-    uncounted([&] {
-      forward(rows);
-      return Batch();
+  const auto run = [&](bool light) {
+    aside(/*trial=*/false, [&] {
+      inputs_ = load(rows);
+      if (wrote_inputs_) inputs_ = copied(inputs_);
+      const auto call = [&] {
+        forward(rows);
+        return Batch();
+      };
+      if (light) {
+        tape::Recorder recorder(inputs_, {}, devices_of(job_));
+        recorder.lighten(job_.device);
+        run_lightly(recorder, call);
+      } else {
+        call();
+      }
+      outputs_ = Batch();
+      buffers_.end_other_rows();
     });
+  };
+  try {
+    try {
+      run(/*light=*/true);
+    } catch (const Unsupported&) {  // forward asks for gradients itself
+      run(/*light=*/false);
+    }
   } catch (const Error&) {
     throw;
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
-    if (!is_out_of_memory(error)) {
-      if (!coupled::may_be_of_rows(error)) throw;
-      throw Unsupported(
-          "forward writes a buffer that may count samples, which only another number of rows "
-          "tells, and it fails on " +
-          std::to_string(rows.size()) + " (" + first_line_of(error) +
-          "); let it take any number of rows, or accept what each micro-batch leaves with "
-          "batch_coupling=\"per_micro_batch\"");
-    }
-    values.restore();  // nobody can tell
+    if (is_out_of_memory(error)) return;  // nobody can tell
+    if (!coupled::may_be_of_rows(error)) throw;
+    throw Unsupported(
+        "forward writes a buffer that may count samples, which only another number of rows "
+        "tells, and it fails on " +
+        std::to_string(rows.size()) + " (" + first_line_of(error) +
+        "); let it take any number of rows, or accept what each micro-batch leaves with "
+        "batch_coupling=\"per_micro_batch\"");
   }
-  outputs_ = Batch();
-  release();
-  buffers_.end_other_rows();
-  parameters_->end_micro_batch();
-  random.restore();
 }
 
 void Executor::learn_numbers(bool any) {

@@ -129,6 +129,13 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
         "What is allocated before the step (parameters, gradients, optimizer state, inputs)");
   }
 
+  // A step that fails leaves them as they were: what it refuses, the next one refuses too.
+  bool* const examined = job.examined;
+  bool examined_now = examined != nullptr && *examined;
+  if (examined != nullptr) job.examined = &examined_now;
+  RowsSeen* const rows_seen = job.rows_seen;
+  RowsSeen rows_seen_now = rows_seen != nullptr ? *rows_seen : RowsSeen();
+  if (rows_seen != nullptr) job.rows_seen = &rows_seen_now;
   int changes = 0;  // of the number of segments
   beside_plan_ = false;
   collective_.reset();
@@ -149,6 +156,8 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
     try {
       StepReport report = attempt(job, budget, hand_out);
       programs_.left(program_of(job));
+      if (examined != nullptr) *examined = examined_now;
+      if (rows_seen != nullptr) *rows_seen = std::move(rows_seen_now);
       report.peak_bytes = peak.peak();
       // Of the plan alone, which says nothing of a rehearsal, a look at rows or an attempt that
       // took more.

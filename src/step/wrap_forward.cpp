@@ -16,7 +16,6 @@
 #include <infinitybatch/execute/execution_log.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
-#include <infinitybatch/tape/counts.hpp>
 #include <infinitybatch/tape/recorder.hpp>
 #include <infinitybatch/tape/sample_flow.hpp>
 
@@ -111,7 +110,6 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
 void ForwardPass::examine() {
   count_rows();
   experiment_->run([&](Rows rows) { return call_->micro_batch(rows); }, /*last=*/true);
-  note_examined();
 }
 
 void ForwardPass::aside(Rows rows, bool trial, const std::function<void()>& forward) {
@@ -513,23 +511,18 @@ bool ForwardPass::may_keep_beside(const std::vector<at::Tensor>& left) {
   return keep;
 }
 
-bool ForwardPass::may_count() const {
-  const tape::Tape* tape = experiment_->tape();
-  if (known_ || !buffer_rule_.written()) return false;
-  return buffer_rule_.rebound() || (tape != nullptr && tape::may_count(*tape));
-}
-
 bool ForwardPass::wants_another_size() const {
   if (row_counts_.empty() || row_counts_.front() < 2) return false;
   const bool one_size = std::all_of(row_counts_.begin(), row_counts_.end(),
                                     [&](int64_t rows) { return rows == row_counts_.front(); });
   return one_size && (is_ambiguous(outputs_[0], row_counts_[0], from_samples_, options_) ||
-                      may_count() || (left_ && left_->is_ambiguous(row_counts_[0])));
+                      (left_ && left_->is_ambiguous(row_counts_[0])));
 }
 
 void ForwardPass::note_sources(const tape::Tape& tape) {
   const std::vector<bool> found = tape::from_samples(tape, inputs_);
-  const size_t own = found.size() - (left_ ? left_->count() : 0);
+  const size_t left = left_ ? left_->count() : 0;
+  const size_t own = found.size() - std::min(found.size(), left);  // an opaque tape has no results
   from_samples_.resize(std::max(from_samples_.size(), own), false);
   for (size_t i = 0; i < own; ++i) from_samples_[i] = from_samples_[i] || found[i];
 }

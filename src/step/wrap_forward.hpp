@@ -131,7 +131,6 @@ class ForwardPass {
   /// Whether that of further micro-batches matters.
   bool may_stand_once() const;
   /// Whether a buffer may count samples, which micro-batches of one length do not tell.
-  bool may_count() const;
 
   const WrapOptions& options_;
   const bool exact_;

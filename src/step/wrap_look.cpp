@@ -33,11 +33,15 @@ std::optional<std::vector<at::Tensor>> ForwardPass::try_gradients(
 }
 
 void ForwardPass::recount() {
-  if (row_counts_.front() != 1 || wrote_inputs_ || !buffer_rule_.written()) return;
-  const Rows rows{0, 2};
+  const int64_t here = row_counts_.front();
+  const bool uneven = std::any_of(row_counts_.begin(), row_counts_.end(),
+                                  [&](int64_t rows) { return rows != here; });
+  if (uneven || !buffer_rule_.written()) return;
+  const Rows rows = other_rows({0, here}, rows_.size);
   try {
     aside(rows, /*trial=*/false, [&] {
-      call_model(call_->micro_batch(rows), nullptr);
+      const Batch micro = call_->micro_batch(rows);
+      call_model(wrote_inputs_ ? copied(micro) : micro, nullptr);
       buffer_rule_.end_other_rows();
     });
   } catch (...) {

@@ -37,31 +37,11 @@ def _norm_in_front_of_a_mean(case: Case) -> bool:
     return not {"GroupNorm", "InstanceNorm"}.isdisjoint(before)
 
 
-#: What mixes only where samples have the right values.
-SOME_VALUES = (
-    "branch on the largest",
-    "branch on the mean",
-    "graph",
-    "scatter mean",
-    "bin counts",
-    "capacity",
-    "expert capacity",
-    "unique values",
-)
 
 #: Whose numbers no look can fix.
 REJECTION = ("poisson", "rrelu")
 
 KNOWN = [
-    Known(
-        "buffers that count samples are not noticed in segments, nor where the tape is opaque",
-        lambda c, o: (
-            o.signature == "wrong buffer"
-            and "samples_in_state" in c.tags
-            and ("checkpoint_segments" in c.way.options or "opaque" in c.tags)
-        ),
-        (1843, 2195),
-    ),
     Known(
         "mixing beside draws by rejection: nothing can be compared",
         lambda c, o: (
@@ -101,11 +81,6 @@ KNOWN = [
         "mixing of values that a norm has made zero on average, so that gradients alone show it",
         lambda c, o: _wrong(o) and _norm_in_front_of_a_mean(c),
         (3449,),
-    ),
-    Known(
-        "mixing that begins with some values only, which the first batch of a kind does not have",
-        lambda c, o: _wrong(o) and any(s.name in SOME_VALUES for s in c.statements),
-        (884,),
     ),
 ]
 

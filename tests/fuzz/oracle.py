@@ -12,6 +12,9 @@ from torch.utils import _pytree
 #: Relative, in fp64; where a case is more sensitive than that, what native itself moves decides.
 TOLERANCE = 1e-12
 
+#: Weights, inputs and losses of the cases are near 1, so that rounding is near 1e-16.
+LEAST = 1e-3
+
 State = dict[str, Any]
 
 
@@ -82,13 +85,15 @@ def difference(found: Any, wanted: Any, scale: float = 1.0) -> float:
 
 
 def scale_of(state: State, kind: str) -> float:
+    """The largest norm; gradients that are nothing but rounding all over (a loss over outputs that
+    are all alike) are measured as if one of them was a thousandth."""
     norms = [
         float(value.norm())
         for name, value in state.items()
         if name.startswith(kind) and isinstance(value, torch.Tensor) and value.is_floating_point()
     ]
     finite = [norm for norm in norms if math.isfinite(norm)]
-    return max(finite, default=1.0) or 1.0
+    return max(max(finite, default=1.0) or 1.0, LEAST)
 
 
 def differences(found: State, wanted: State, kinds: tuple[str, ...]) -> dict[str, float]:

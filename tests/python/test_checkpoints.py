@@ -189,7 +189,8 @@ def test_user_code_runs_once_for_each_micro_batch(name: str) -> None:
     for step in range(2):
         calls.clear()
         batch.backward(inputs, targets)
-        assert len(calls) == 3 + looks(step)
+        counts = name == "counting" and step == 0  # buffers that may count samples are asked about
+        assert len(calls) == 3 + looks(step) + counts
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["as it is", "autocast"])
@@ -344,6 +345,7 @@ def test_coupled_losses(name: str, loss, size: int, segments: int, offload: str)
         # Of one sample nothing tells along which dimension samples lie: two are looked at once.
         # And in micro-batches of one each of the six samples is.
         more = (6 + 1 if size == 1 else LOOKS * (size < 6)) * (looks(step) > 0)
+        more += name == "counting" and size == 1 and step == 0  # buffers that may count samples
         assert len(calls) == -(-6 // size) + more + (size == 1 and step == 0)
         assert gradient_error(model, wanted) <= TOLERANCE, step
 

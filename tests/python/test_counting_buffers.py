@@ -1,12 +1,13 @@
 """Buffers that count samples: micro-batches of one length leave them equal, the whole batch not."""
 
 import copy
+import threading
 from collections.abc import Callable
 
 import infinitybatch as ib
 import pytest
 import torch
-from support import LOOKS, Tally, classification, looks
+from support import LOOKS, Calls, Tally, classification, looks
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from wrap_support import close, contrastive, grads
@@ -53,16 +54,24 @@ COUNTS = [add_rows, bind_elements, decay_by_rows, average_rows, add_tensor]
 WAYS = ["streaming", "coupled", "wrap"]
 
 
-def run(model: nn.Module, way: str, size: int, n: int = 6, **options: object) -> None:
+def runner(
+    model: nn.Module, way: str, size: int, n: int = 6, **options: object
+) -> Callable[[], object]:
+    """A step of one object, to be called as often as wanted."""
     inputs, targets = classification(n)
     if way == "wrap":
-        contrastive(ib.wrap(model, micro_batch_size=size, **options)(inputs)).backward()
-    elif way == "coupled":
+        wrapped = ib.wrap(model, micro_batch_size=size, **options)
+        return lambda: contrastive(wrapped(inputs)).backward()
+    if way == "coupled":
         loss = ib.losses.coupled(lambda outputs: contrastive(outputs))
-        ib.VirtualBatch(model, loss, micro_batch_size=size, **options).backward(inputs)
-    else:
-        loss = nn.CrossEntropyLoss()
-        ib.VirtualBatch(model, loss, micro_batch_size=size, **options).backward(inputs, targets)
+        batch = ib.VirtualBatch(model, loss, micro_batch_size=size, **options)
+        return lambda: batch.backward(inputs)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=size, **options)
+    return lambda: batch.backward(inputs, targets)
+
+
+def run(model: nn.Module, way: str, size: int, n: int = 6, **options: object) -> None:
+    runner(model, way, size, n, **options)()
 
 
 PLACES = [(way, size) for way in WAYS for size in (3, 2, 1)]
@@ -76,6 +85,71 @@ def test_a_count_is_named(count: Callable[..., None], way: str, size: int) -> No
         run(model, way, size)
     assert model.seen == 1
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("way", "size"), PLACES)
+def test_it_is_named_again_to_who_goes_on(way: str, size: int) -> None:
+    model = Writer(add_rows)
+    step = runner(model, way, size)
+    for _ in range(3):
+        with pytest.raises(ib.CouplingError, match=r"seen' depends on the samples, or counts them"):
+            step()
+        assert model.seen == 1
+
+
+class Straight(torch.autograd.Function):
+    """Hidden from tapes, as everything with a backward of its own."""
+
+    @staticmethod
+    def forward(_ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def add_in_a_thread(self: nn.Module, x: torch.Tensor) -> None:
+    thread = threading.Thread(target=lambda: self.seen.add_(len(x)))
+    thread.start()
+    thread.join()
+
+
+def add_and_write_the_input(self: nn.Module, x: torch.Tensor) -> None:
+    self.seen += len(x)
+    x.mul_(2)
+
+
+PROGRAMS: dict[str, tuple[nn.Module, Callable[..., None], dict[str, object]]] = {
+    "batch norm": (nn.BatchNorm1d(5), add_rows, {}),
+    "static graph": (nn.Identity(), add_rows, {"static_graph": True}),
+    "batch norm, static graph": (nn.BatchNorm1d(5), add_rows, {"static_graph": True}),
+    "native numbers": (nn.Dropout(0.3), add_rows, {"match_native_rng": True}),
+    "checkpoint": (nn.Identity(), add_rows, {"checkpoint_segments": 2}),
+    "autograd.Function": (Calls(lambda _, x: Straight.apply(x)), add_rows, {}),
+    "thread": (nn.Identity(), add_in_a_thread, {}),
+    "input written": (nn.Identity(), add_and_write_the_input, {}),
+}
+
+
+@pytest.mark.parametrize(("way", "size"), [(way, size) for way in WAYS for size in (3, 1)])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_whatever_hides_the_count_from_tapes(program: str, way: str, size: int) -> None:
+    layer, write, options = PROGRAMS[program]
+    if way == "wrap" and program == "checkpoint":
+        pytest.skip("wrap takes no checkpoint_segments")
+    model = Writer(write)
+    model.net.append(layer)
+    model.double()
+    step = runner(model, way, size, **options)
+    refusal = r"seen' depends on the samples, or counts them"
+    if program == "input written":  # where the answer would be to run on them again
+        refusal += "|changes its inputs in place"
+    for _ in range(2):
+        with pytest.raises(ib.Error, match=refusal):
+            step()
+        assert model.seen == 1
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -119,7 +193,7 @@ def test_what_counts_no_samples_is_written_once(
     torch.manual_seed(3)
     run(model, way, size)
     if (write, size) == (add_one, 3):
-        assert model.calls.count == 2 + LOOKS, "nothing had to be found out"
+        assert model.calls.count == 2 + LOOKS + 1, "other rows were asked once more than needed"
 
 
 def test_it_is_asked_once_for_each_kind_of_batch() -> None:

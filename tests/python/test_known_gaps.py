@@ -101,42 +101,6 @@ def a_mean_that_a_separable_loss_reads_without_a_gradient() -> float:
     return weighed(False)
 
 
-def counting(norm: nn.Module, size: int, threads: bool = False, **options: Any) -> float:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if threads:
-            thread = threading.Thread(target=lambda: self.seen.add_(len(x)))
-            thread.start()
-            thread.join()
-        else:
-            self.seen += len(x)
-        return self.norm(self.net(x))
-
-    model = Calls(forward, net=linear(), norm=norm, seen=torch.zeros(()))
-    inputs, targets = data()
-    F.mse_loss(ib.wrap(model, micro_batch_size=size, **options)(inputs), targets).backward()
-    return abs(model.seen.item() - N) / N
-
-
-@gap(0.66, 0.67)
-def a_count_of_samples_beside_batch_norm() -> float:
-    return counting(nn.BatchNorm1d(3).double(), SIZE)
-
-
-@gap(0.66, 0.67)
-def a_count_of_samples_with_a_static_graph() -> float:
-    return counting(nn.Identity(), SIZE, static_graph=True)
-
-
-@gap(0.91, 0.92)
-def a_count_of_samples_with_a_static_graph_in_micro_batches_of_one() -> float:
-    return counting(nn.Identity(), 1, static_graph=True)
-
-
-@gap(0.66, 0.67)
-def a_count_of_samples_in_another_thread() -> float:
-    return counting(nn.Identity(), SIZE, threads=True)
-
-
 @gap(0.5, 5)
 def memory_that_ctypes_reads_under_a_static_graph() -> float:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support import Calls, classification
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from wrap_support import close, grads
 
 N, SIZE = 13, 4
@@ -145,6 +146,40 @@ def test_keeping_them_is_none(kept: str, way: str) -> None:
         float(seen.detach().norm())  # a plot
         F.cross_entropy(out, y).backward()
         close(grads(model), grads(theirs), 1e-11)
+
+
+class StraightThrough(torch.autograd.Function):
+    """Hidden from tapes, as everything with a backward of its own."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@pytest.mark.parametrize("by", ["function", "checkpoint"])
+def test_they_are_joined_where_a_tape_tells_nothing(by: str) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x)
+        if by == "function":
+            h = StraightThrough.apply(h)
+        else:
+            h = checkpoint(self.middle, h, use_reentrant=False)
+        self.features = h.detach()
+        return self.head(h)
+
+    torch.manual_seed(0)
+    layers = {"body": nn.Linear(6, 8), "middle": nn.Linear(8, 8), "head": nn.Linear(8, 5)}
+    model = Calls(forward, **layers).double()
+    theirs = copy.deepcopy(model)
+    x, y = classification(N)
+    F.cross_entropy(theirs(x), y).backward()
+    F.cross_entropy(ib.wrap(model, micro_batch_size=SIZE)(x), y).backward()
+    close(grads(model), grads(theirs), 1e-12)
+    close([model.features], [theirs.features], 1e-12)
 
 
 def test_one_micro_batch_leaves_that_of_all() -> None:

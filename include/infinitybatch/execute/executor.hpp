@@ -154,10 +154,10 @@ class Executor {
   void hand_out();
   void finish();
   void check_coupling(Rows rows) const;
-  /// Runs forward on another number of rows, in the first step of a kind of batch, where a buffer
-  /// may count samples: micro-batches of one length leave equal counts.
-  void recount();
-  /// The same, and for the same reason, where an op's number may count samples.
+  /// Runs forward on another number of rows, where rows are looked at for the first time and forward
+  /// writes buffers: one that counts samples is left alike by micro-batches of one length.
+  void recount(const std::function<Batch(Rows)>& load);
+  /// The same in the first step of a kind of batch, where an op's number may count samples.
   void count_rows();
   /// Whether forward reads numbers in Python that it changes, in front of the second micro-batch:
   /// it runs on the first one's rows again, and on some of them, and all that is undone.
@@ -217,7 +217,6 @@ class Executor {
   bool rows_differ_ = false;
   std::exception_ptr differ_;                    // then: how
   std::optional<memory::HighWater> high_water_;  // of this step, where rows will be looked at
-  const bool asks_;                              // nobody has looked at this kind of batch
   bool apart_ = false;                           // what forwards left did not agree
   bool learning_ = false;                        // numbers: runs that do not count
   std::optional<Denominator> denominator_;       // of a separable loss
