@@ -37,7 +37,6 @@ def _norm_in_front_of_a_mean(case: Case) -> bool:
     return not {"GroupNorm", "InstanceNorm"}.isdisjoint(before)
 
 
-
 #: Whose numbers no look can fix.
 REJECTION = ("poisson", "rrelu")
 

@@ -3,7 +3,6 @@ so that its row goes too."""
 
 import copy
 import ctypes
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -146,21 +145,6 @@ def a_setting_in_a_list_that_changes() -> float:
     wanted = native_gradients(model, F.mse_loss, inputs, targets)
     batch.backward(inputs, targets)
     return worst(gradients(model), wanted)
-
-
-@gap(0.9, 0.95)
-def a_count_of_samples_that_was_refused_once() -> float:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        self.count += len(x)
-        return self.net(x)
-
-    model, (inputs, targets) = Calls(forward, net=linear(), count=torch.zeros(())), data()
-    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=1)
-    with pytest.raises(ib.CouplingError):
-        batch.backward(inputs, targets)
-    assert model.count == 0
-    batch.backward(inputs, targets)
-    return float((N - model.count) / N)
 
 
 @gap(0.5, 2)
