@@ -11,7 +11,7 @@
 namespace infinitybatch::python {
 namespace {
 
-constexpr int kDeepest = 32;                // iterators that read from iterators
+constexpr int kMostNested = 32;             // iterators that read from iterators
 constexpr size_t kMostTold = 1 << 16;       // of a place, in bytes
 constexpr size_t kMostRead = 64;            // iterators
 constexpr Py_ssize_t kMostListed = 64;      // items of a list that tell it from another
@@ -98,7 +98,7 @@ void tell(PyObject* value, int depth, bool in_state, std::string& out) {
   if (out.size() > kMostTold) return;
   if (is_scalar(value)) {
     out += py::repr(value).cast<std::string>();
-  } else if (PyTuple_CheckExact(value) && depth < kDeepest) {
+  } else if (PyTuple_CheckExact(value) && depth < kMostNested) {
     out += "(" + std::to_string(PyTuple_GET_SIZE(value)) + ":";
     for (Py_ssize_t i = 0; i < std::min(PyTuple_GET_SIZE(value), kMostListed); ++i) {
       tell(PyTuple_GET_ITEM(value, i), depth + 1, in_state, out);
@@ -112,7 +112,7 @@ void tell(PyObject* value, int depth, bool in_state, std::string& out) {
       out += "," + (is_scalar(item) ? py::repr(item).cast<std::string>() : identity(item));
     }
     out += "]";
-  } else if (!is_iterator(value) || depth >= kDeepest) {
+  } else if (!is_iterator(value) || depth >= kMostNested) {
     out += identity(value);
   } else if (PyGen_CheckExact(value)) {
     tell_generator(value, depth, out);
@@ -156,7 +156,7 @@ class Copier {
  private:
   py::object part(PyObject* value, int depth, bool in_state) {
     if (PyIter_Check(value)) return read(value);
-    if (PyTuple_CheckExact(value) && depth < kDeepest) return tuple(value, depth, in_state);
+    if (PyTuple_CheckExact(value) && depth < kMostNested) return tuple(value, depth, in_state);
     // Functions may do more than to return a value.
     if (PyCallable_Check(value) != 0) return {};
     if (!PyList_CheckExact(value)) return py::reinterpret_borrow<py::object>(value);

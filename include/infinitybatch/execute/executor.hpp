@@ -44,10 +44,10 @@ class Executor {
   /// Whether ordinary ops mix samples, as soon as a micro-batch has been recorded for it; comes by
   /// itself in front of the hand-out. Between micro-batches only. \throws CouplingError
   void examine();
-  /// Whether the same rows, split otherwise, give the same rows of outputs, in steps 1, 2, 4, 8, ...
-  /// of a kind of batch and where it is smaller. Comes by itself in front of the hand-out;
-  /// with `Job::outside` call it once the outputs are there. What it finds is thrown by the
-  /// hand-out or `finish_forward`, where nothing else says more.
+  /// Whether the same rows, split otherwise, give the same rows of outputs, in steps 1, 2, 4, 8,
+  /// ... of a kind of batch and where it is smaller. Comes by itself in front of the hand-out; with
+  /// `Job::outside` call it once the outputs are there. What it finds is thrown by the hand-out or
+  /// `finish_forward`, where nothing else says more.
   void look_at_rows();
   bool looked() const noexcept { return looked_; }
   /// The peak of this step, if it has looked at rows on the CPU, but for the look.
@@ -154,8 +154,8 @@ class Executor {
   void hand_out();
   void finish();
   void check_coupling(Rows rows) const;
-  /// Runs forward on another number of rows, where rows are looked at for the first time and forward
-  /// writes buffers: one that counts samples is left alike by micro-batches of one length.
+  /// Runs forward on another number of rows, where rows are looked at for the first time and
+  /// forward writes buffers: one that counts samples is left alike by micro-batches of one length.
   void recount(const std::function<Batch(Rows)>& load);
   /// The same in the first step of a kind of batch, where an op's number may count samples.
   void count_rows();

@@ -95,8 +95,8 @@ TEST(CoupledLoss, GradientsAreThoseOfTheWholeBatchHoweverManyGraphsAreKept) {
       EXPECT_EQ(report.strategy, "replay");
       EXPECT_EQ(report.micro_batch_sizes, split_by(sizes.samples, sizes.size));
       // Micro-batches of one length leave equal buffers even where these count samples: another
-      // number of rows is asked. And where there are several, rows of all are compared with those of three of them, or with
-      // each of up to 16 samples.
+      // number of rows is asked. And where there are several, rows of all are compared with those
+      // of three of them, or with each of up to 16 samples.
       const int64_t looks = count > 1 ? 1 + (sizes.size == 1 ? sizes.samples : 3) : 0;
       const int64_t asks = count > 1 && sizes.samples % sizes.size == 0 ? 1 : 0;
       EXPECT_EQ(task.net->calls, count + asks + looks);
