@@ -69,7 +69,7 @@ void Executor::recount(const std::function<Batch(Rows)>& load) {
 void Executor::learn_numbers(bool any) {
   PlainRuns& runs = state_.runs();
   const bool part = any || (first_.size() != 0 && first_.size() < job_.batch_size());
-  if (learning_ || !part || wrote_inputs_ || !runs.wants_to_learn(any)) return;
+  if (learning_ || !part || !runs.wants_to_learn(any)) return;
   learning_ = true;
   CarriedState* const counted = std::exchange(state_at_work_, nullptr);
   const RngSnapshot random = RngSnapshot::capture(devices_of(job_));
@@ -94,6 +94,7 @@ void Executor::learn_numbers(bool any) {
       const at::NoGradGuard no_grad;  // nobody goes back
       try {
         load(rows);
+        if (wrote_inputs_) inputs_ = copied(inputs_);
         forward(rows);
       } catch (...) {
         keep_foreign_exception(std::current_exception());

@@ -8,6 +8,7 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -61,6 +62,11 @@ class Histories {
     {
       // Not at the leaf's own accumulator: that would hide hooks which are set from here on.
       const at::AutoGradMode grad_mode(true);
+      // The op at work may be one that runs below autograd, as those that make tensors do
+      // (torch.arange): no history would begin there.
+      const auto [included, excluded] = c10::impl::tls_local_dispatch_key_set();
+      const c10::impl::ForceDispatchKeyGuard with_autograd(
+          included, excluded - c10::autograd_dispatch_keyset_with_ADInplaceOrView);
       compat::begin_history(tensor, at::alias(start));
     }
     entry.given = tensor.grad_fn();

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import random
+from collections.abc import Callable
 
 import infinitybatch as ib
 import pytest
 import torch
 from fault_support import LONG
 from measure import gradients, numbered, worst
-from support import LOOKS, Log, gradient_error, looks, native_gradients
+from support import LOOKS, Calls, Log, gradient_error, looks, native_gradients
 from torch import nn
 
 TOLERANCE = 1e-12
@@ -191,6 +192,40 @@ def test_user_code_runs_once_for_each_micro_batch(name: str) -> None:
         batch.backward(inputs, targets)
         counts = name == "counting" and step == 0  # buffers that may count samples are asked about
         assert len(calls) == 3 + looks(step) + counts
+
+
+MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "arange": lambda h: torch.arange(h.shape[1]),
+    "zeros": lambda h: torch.zeros(h.shape[1]),
+    "full": lambda h: torch.full((h.shape[1],), 0.5),
+    "eye": lambda h: torch.eye(h.shape[1])[0],
+    "linspace": lambda h: torch.linspace(0, 1, h.shape[1]),
+    "tensor": lambda h: torch.tensor([0.5] * h.shape[1]),
+    "new": lambda h: h.new_ones(h.shape[1]),
+}
+
+
+@pytest.mark.parametrize("segments", [2, 3, 7])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_cut_in_front_of_an_op_that_makes_a_tensor(maker: str, segments: int) -> None:
+    """It runs below autograd, and the graph of the last segment begins in front of it."""
+
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            x = x + MAKERS[maker](x)
+        return x
+
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+    model = Calls(forward, layers=layers).double()
+    inputs, targets = torch.randn(2, 6, 6, dtype=torch.float64)
+    wanted = native_gradients(model, nn.MSELoss(), inputs, targets)
+    batch = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=2, checkpoint_segments=segments)
+    for step in range(2):
+        model.zero_grad()
+        assert batch.backward(inputs, targets).strategy == "checkpoint"
+        assert gradient_error(model, wanted) <= TOLERANCE, step
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["as it is", "autocast"])

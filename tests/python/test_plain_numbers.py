@@ -9,7 +9,7 @@ import infinitybatch as ib
 import pytest
 import torch
 import torch.nn.functional as F
-from support import LOOKS, classification, looks
+from support import LOOKS, Calls, classification, looks
 from torch import nn
 from wrap_support import close, grads
 
@@ -190,6 +190,33 @@ def test_numbers_that_are_only_written_are_nobodys_concern(by: str) -> None:
             batch.backward(x, y)
         close(grads(model), grads(theirs), 1e-12)
         assert model.seen == theirs.seen
+
+
+@pytest.mark.parametrize("by", ["streamed", "coupled", "wrap"])
+def test_a_switch_that_flips_beside_inputs_that_forward_writes(by: str) -> None:
+    def forward(self: Any, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        self.flip = not self.flip
+        h = self.net(x)
+        z.mul_(1.01)  # natively, too: the caller's tensor changes once
+        return (torch.tanh(h) if self.flip else torch.sin(h)) + z.sum(1, keepdim=True)
+
+    theirs = Calls(forward, net=nn.Linear(6, 5), flip=False).double()
+    model = copy.deepcopy(theirs)
+    wrapped = ib.wrap(model, micro_batch_size=SIZE)
+    loss = ib.losses.coupled(F.cross_entropy) if by == "coupled" else nn.CrossEntropyLoss()
+    batch = ib.VirtualBatch(model, loss, micro_batch_size=SIZE)
+    x, y = classification(N)
+    for _ in range(2):
+        theirs.zero_grad()
+        model.zero_grad()
+        z = [torch.ones(N, 3, dtype=torch.float64) for _ in range(2)]
+        F.cross_entropy(theirs(x, z[0]), y).backward()
+        if by == "wrap":
+            F.cross_entropy(wrapped(x, z[1]), y).backward()
+        else:
+            batch.backward((x, z[1]), y)
+        close(grads(model), grads(theirs), 1e-12)
+        assert model.flip == theirs.flip and torch.equal(*z)
 
 
 @pytest.mark.parametrize("by", ["streamed", "coupled", "wrap"])

@@ -236,7 +236,10 @@ OPTIONS = {
     "ours": {},
     "cut": {"micro_batch_size": rows // 8},
     "checkpoint": {"micro_batch_size": rows // 2, "checkpoint_segments": 3},
-    "offload": {"micro_batch_size": rows // 8, "offload": "always", "host_budget": "64KiB"},
+    "offload": {
+        "micro_batch_size": rows // 8,
+        "offload": ib.Offload("always", host_budget="64KiB"),
+    },
 }
 inputs, targets = torch.randn(rows, 256), torch.randn(rows, 256)
 warm = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=8)

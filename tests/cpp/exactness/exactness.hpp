@@ -64,6 +64,8 @@ inline void forget_look(std::vector<int64_t>& ran, const std::vector<int64_t>& s
   const std::ptrdiff_t count = parts + 1;
   auto first = look;
   while (first - ran.begin() >= count && *(first - count) == *look) first -= count;
+  // A first run at moved values gave infinities, so that the model's own were looked at.
+  if (first != ran.begin() && *(first - 1) == *look) --first;
   ran.erase(first, look + std::min<std::ptrdiff_t>(count, ran.end() - look));
 }
 
@@ -158,11 +160,14 @@ class ExactInFloat : public ::testing::Test {
       const Gradients reference = native(*exact, *criterion, wide, false);
       const StepReport report =
           run_strategy<Strategy>(subject, *criterion, data, sizes, at::kFloat, family->autocast);
+      const Gradients found = gradients_of(*subject, report.loss);
+      if constexpr (requires { Strategy::kThreads; }) at::set_num_threads(Strategy::kThreads);
       expect_none(excess_in_single(
-          gradients_of(*subject, report.loss), reference,
-          family->autocast ? at::kBFloat16 : at::kFloat, sizes.samples, [&](const Way& way) {
+          found, reference, family->autocast ? at::kBFloat16 : at::kFloat, sizes.samples,
+          [&](const Way& way) {
             return native(*subject, *criterion, data, family->autocast, way);
           }));
+      at::set_num_threads(1);
     }
   }
 

@@ -47,10 +47,11 @@ struct Coupled : Strategy {
 
 template <typename Strategy>
 struct TwoThreads : Strategy {
+  static constexpr int kThreads = 2;  // native's, too
   static std::string name() { return Strategy::name() + "_two_threads"; }
   static StepReport run(const Model& model, const SeparableLoss& loss, const Batch& inputs,
                         const Batch& targets, int64_t samples, int64_t micro_batch_size) {
-    at::set_num_threads(2);
+    at::set_num_threads(kThreads);
     StepReport report = Strategy::run(model, loss, inputs, targets, samples, micro_batch_size);
     at::set_num_threads(1);
     return report;
