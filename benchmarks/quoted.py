@@ -24,13 +24,6 @@ class NotToBeQuoted(ValueError):
 WITHOUT_COMMIT = {
     "2026-11-21-budget-threads-1.json": "a2c5a34",
     "2026-11-21-heads-threads-1.json": "783ae07",
-    "2026-11-22-batchnorm-threads-1.json": "5d534f8",
-    "2026-11-22-coupled-threads-1.json": "43733b3",
-    "2026-11-22-loop-threads-1.json": "263213e",
-    "2026-11-22-losses-threads-1.json": "5d534f8",
-    "2026-11-22-sample-threads-1.json": "5d534f8",
-    "2026-11-22-time-threads-1.json": "263213e",
-    "2026-11-22-time-threads-2.json": "263213e",
 }
 QUIET = 0.1  # cores used by others
 

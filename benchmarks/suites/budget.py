@@ -66,7 +66,8 @@ class Case:
     restarts_settled: int
     largest_peak: int  # of all steps
     predicted: int
-    peaks: list[int]  # of the settled steps
+    peaks: list[int]  # of the settled steps that have a prediction
+    withheld: int  # settled steps without one: a look at rows took more than the plan
     chosen: int
     sweep: Sweep
     seconds: float = 0  # that measuring took
@@ -147,7 +148,8 @@ def measure(workload: Workload, size: int, settings: Settings) -> Case:
         restarts_settled=sum(step.restarts for step in settled),
         largest_peak=max(step.peak for step in steps),
         predicted=settled[-1].predicted,
-        peaks=[step.peak for step in settled],
+        peaks=[step.peak for step in settled if step.predicted is not None],
+        withheld=sum(step.predicted is None for step in settled),
         chosen=settled[-1].size,
         sweep=sweep(ours, budget, settled[-1].size, settings.rounds),
     )
@@ -170,12 +172,14 @@ def budget_table(cases: list[Case]) -> Table:
             "error above live",
             "steps to settle",
             "restarts (settled)",
+            "without a prediction",
         ],
     )
     for case in cases:
         row = [case.name, mib(case.baseline), mib(case.budget), mib(case.largest_peak)]
         row += [mib(case.predicted), f"{case.error(0):+.3%}", f"{case.error(case.baseline):+.3%}"]
         row += [str(case.steps_to_settle), f"{case.restarts} ({case.restarts_settled})"]
+        row.append(str(case.withheld))
         table.rows.append(row)
     return table
 

@@ -37,10 +37,70 @@ def _norm_in_front_of_a_mean(case: Case) -> bool:
     return not {"GroupNorm", "InstanceNorm"}.isdisjoint(before)
 
 
+#: What mixes only where samples have the right values.
+SOME_VALUES = (
+    "branch on the largest",
+    "branch on the mean",
+    "graph",
+    "scatter mean",
+    "bin counts",
+    "capacity",
+    "expert capacity",
+    "unique values",
+)
+
 #: Whose numbers no look can fix.
 REJECTION = ("poisson", "rrelu")
 
+
+def _has(case: Case, *names: str) -> bool:
+    return any(statement.name in names for statement in case.statements)
+
+
 KNOWN = [
+    Known(
+        "mixing that begins with some values only, which the first batch of a kind does not have",
+        lambda c, o: _wrong(o) and _has(c, *SOME_VALUES),
+        (17733,),
+    ),
+    Known(
+        "static_graph undoes what forward installs once: gradients are exact, the hook is not kept",
+        lambda c, o: (
+            o.signature == "wrong attribute"
+            and "static_graph" in c.way.options
+            and _has(c, "hook installed once")
+        ),
+        (4117, 18395),
+    ),
+    Known(
+        "static_graph for a forward that flips a switch is refused, after a failure in other words",
+        lambda c, o: (
+            o.signature.startswith("needless CouplingError")
+            and "static_graph" in c.way.options
+            and _has(c, "switch that flips")
+        ),
+        (15930, 18271),
+    ),
+    Known(
+        "the loss's own backward behind wrap passes the budget, which only the node's keeps",
+        lambda c, o: o.signature == "the budget was passed" and c.way.api == "wrap",
+        (9901,),
+    ),
+    Known(
+        "a forward that mixes samples, and fails on one of them, is refused for another reason",
+        lambda c, o: o.signature.startswith("needless BatchError") and "mixes" in c.tags,
+        (8980,),
+    ),
+    Known(
+        "a generator of the user's own that a failed step behind wrap has moved, as natively",
+        lambda c, o: (
+            "generator" in o.signature
+            and c.fault is not None
+            and c.way.api == "wrap"
+            and _has(c, "own generator")
+        ),
+        (6607,),
+    ),
     Known(
         "mixing beside draws by rejection: nothing can be compared",
         lambda c, o: (

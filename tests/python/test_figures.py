@@ -103,7 +103,7 @@ def test_old_results_without_a_commit_are_quoted_until_newer_ones_are_there():
     """An entry that is quoted no more has to leave the list, and nothing joins it."""
     from quoted import RESULTS, WITHOUT_COMMIT, latest
 
-    assert len(WITHOUT_COMMIT) <= 9  # on 2026-11-23; lower it with each entry that goes
+    assert len(WITHOUT_COMMIT) <= 2  # on 2026-11-23; lower it with each entry that goes
     for name in WITHOUT_COMMIT:
         report = json.loads((RESULTS / name).read_text())
         assert "commit" not in report, f"{name} says its commit"
