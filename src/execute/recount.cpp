@@ -25,7 +25,8 @@ namespace infinitybatch {
 void Executor::recount(const std::function<Batch(Rows)>& load) {
   // Micro-batches of two lengths tell by themselves.
   if (uneven_ || !buffers_.written()) return;
-  const Rows rows = other_rows(first_, job_.batch_size());
+  const int64_t here = first_.size();
+  Rows rows = other_rows(first_, job_.batch_size());
   const auto run = [&](bool light) {
     aside(/*trial=*/false, [&] {
       inputs_ = load(rows);
@@ -45,11 +46,22 @@ void Executor::recount(const std::function<Batch(Rows)>& load) {
       buffers_.end_other_rows();
     });
   };
-  try {
+  const auto ask = [&] {
     try {
       run(/*light=*/true);
     } catch (const Unsupported&) {  // forward asks for gradients itself
       run(/*light=*/false);
+    }
+  };
+  try {
+    try {
+      ask();
+    } catch (...) {
+      // It may want even numbers, as pairs of views do.
+      const int64_t half = here / 2;
+      if (half < 1 || !coupled::may_be_of_rows(std::current_exception())) throw;
+      rows = {first_.begin, first_.begin + half};
+      ask();
     }
   } catch (const Error&) {
     throw;

@@ -250,3 +250,18 @@ def test_a_forward_that_fails_on_other_numbers_of_rows_is_a_typed_error():
         batch.backward(x, target)
     assert model.steps == 0
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(5), spectral_norm(nn.Linear(5, 5))])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_of_pairs_is_asked_with_fewer_pairs(way: str, layer: nn.Module) -> None:
+    """Three rows are no pairs."""
+
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.net(x)).reshape(-1, 2, 5).reshape(-1, 5)
+
+    torch.manual_seed(0)
+    net = nn.Linear(6, 5)
+    model = Calls(forward, net=net, layer=copy.deepcopy(layer)).double()
+    run(model, way, size=4, n=12)
+    assert all(parameter.grad is not None for parameter in net.parameters())
