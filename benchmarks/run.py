@@ -38,11 +38,11 @@ ROUNDS = {
     "time": 15,
     "loop": 100,
     "budget": 12,
-    "coupled": 15,
+    "coupled": 6,
     "tape": 200,
     "batchnorm": 15,
     "sample": 25,
-    "losses": 11,
+    "losses": 5,
     "heads": 7,
     "mnist": 7,
     "reach": 1,
@@ -61,7 +61,8 @@ UNTUNED = {
     "reach": 0,
 }  # rounds with malloc as it is by default
 WITH_PEERS = ("loop", "coupled", "losses")
-#: Processes for each setting, whose spread is shown: luck in where memory lies lasts for a process.
+#: Processes for each setting, whose spread is shown: luck in where memory lies lasts for a process,
+#: so many short processes tell more than few long ones.
 PROCESSES = {"coupled": 5, "losses": 5}
 TOY_ROUNDS = 4
 THREADS = [1, 2]

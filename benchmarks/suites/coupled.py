@@ -42,7 +42,7 @@ EXPLANATION = (
     "of the rounds' ratios with 95 % bootstrap intervals."
 )
 SLACK = 1.05
-SECONDS = 60  # of rounds for each workload
+SECONDS = 20  # of rounds for each workload
 SCALE = 10.0  # of similarities
 NATIVE, PASS, FORWARD, CHECKPOINT, CACHING = (
     "native whole batch",

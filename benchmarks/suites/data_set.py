@@ -34,7 +34,7 @@ EXPLANATION = (
 )
 OUT_OF_MEMORY = 3  # the command's exit code
 LIMIT = 1.05
-SECONDS = 240  # of rounds
+SECONDS = 120  # of rounds
 MINUTES = 10
 MIB = 2**20
 

@@ -32,7 +32,7 @@ EXPLANATION = (
     "of the rounds' ratios with 95 % bootstrap intervals."
 )
 SCALE = 20.0  # of similarities
-SECONDS = 40  # of rounds for each workload
+SECONDS = 15  # of rounds for each workload
 OURS, PEER = "infinitybatch", "sentence-transformers"
 TUNED_PEER, AT_ITS_PEAK = f"{PEER}, tuned", f"{OURS}, at the peak of {PEER}, tuned"
 TIMES, ROOM = 4, 8  # of the given size around which its own is sought, and of its peak there
