@@ -17,29 +17,13 @@ class NotToBeQuoted(ValueError):
     """There is no run whose figures may stand in a document."""
 
 
-#: On 2026-11-23: results from before a report said its commit and whether the machine was quiet, by
-#: the commit that they came in with. They are quoted until a newer run of their suite takes their
-#: place; then the entry has to go, and none may come: `tests/python/test_figures.py`. How much of
-#: the machine others used they do say.
-WITHOUT_COMMIT = {
-    "2026-11-21-budget-threads-1.json": "a2c5a34",
-    "2026-11-21-heads-threads-1.json": "783ae07",
-}
-QUIET = 0.1  # cores used by others
-
-
-def doubts(report: Mapping[str, Any], run: Mapping[str, Any], name: str = "") -> str:
-    """Why a run cannot be quoted; empty where it can.
-
-    Args:
-        name: of the report's file.
-    """
+def doubts(report: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    """Why a run cannot be quoted; empty where it can."""
     if run.get("failed", True):
         return "it failed or was not finished"
     if "toy" in run["setting"]:
         return "its sizes only try the harness"
-    old = name in WITHOUT_COMMIT
-    commit = WITHOUT_COMMIT[name] if old else report.get("commit")
+    commit = report.get("commit")
     if commit in (None, "", "unknown"):
         return "it does not say of which commit it is"
     if commit.endswith("-dirty"):
@@ -47,7 +31,7 @@ def doubts(report: Mapping[str, Any], run: Mapping[str, Any], name: str = "") ->
     if not report.get("timed", True):
         return ""
     others = run.get("others")
-    quiet = others is not None and others <= QUIET if old else run.get("quiet")
+    quiet = run.get("quiet")
     if quiet is None or others is None:
         return "nobody knows whether the machine was quiet"
     if not quiet or any("do not trust" in note for note in run["findings"]["notes"]):
@@ -121,7 +105,7 @@ def latest(suite: str, threads: int = 1, folder: Path = RESULTS) -> Quoted:
         runs = [r for r in report["runs"] if r["setting"].startswith(f"{setting}, tuned malloc")]
         if not runs:
             continue
-        if why := next((why for run in runs if (why := doubts(report, run, path.name))), ""):
+        if why := next((why for run in runs if (why := doubts(report, run))), ""):
             reasons.append(f"{path.name}: {why}")
         else:
             found.append((when(report), path.name, Quoted(path.name, runs)))

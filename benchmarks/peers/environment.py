@@ -22,6 +22,14 @@ def python_of(folder: Path) -> Path:
     return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
 
 
+def is_complete(python: Path) -> bool:
+    """Whether all peers are there: some may have been the parent's, which is another one now."""
+    lines = REQUIREMENTS.read_text().splitlines()
+    names = [line.split("==")[0] for line in lines if "==" in line]
+    ask = f"import importlib.metadata as m; [m.version(name) for name in {names}]"
+    return subprocess.run([python, "-c", ask], capture_output=True).returncode == 0
+
+
 def prepare(folder: Path) -> tuple[Path | None, str]:
     """Installs what is missing.
 
@@ -32,7 +40,8 @@ def prepare(folder: Path) -> tuple[Path | None, str]:
     stamp = folder / ".installed"
     digest = hashlib.sha256(wanted.encode()).hexdigest()
     python = python_of(folder)
-    if python.exists() and stamp.exists() and stamp.read_text() == digest:
+    done = python.exists() and stamp.exists() and stamp.read_text() == digest
+    if done and is_complete(python):
         return python, ""
     try:
         venv.create(folder, with_pip=True, clear=True)
@@ -48,5 +57,7 @@ def prepare(folder: Path) -> tuple[Path | None, str]:
         said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
         wrong = [line for line in said if line.startswith("ERROR")] or said
         return None, " ".join(wrong[-LINES_OF_REASON:])
+    if not is_complete(python):
+        return None, "pip installed them, and they are not there"
     stamp.write_text(digest)
     return python, ""

@@ -146,3 +146,14 @@ def test_no_such_suite_is_said_in_one_line(tmp_path):
         "no such suite: tiem; there are time, loop, budget, coupled, tape, batchnorm, sample, losses, heads, mnist"
         in done.stderr
     )
+
+
+def test_peers_that_were_only_beside_an_environment_are_missed(tmp_path, monkeypatch):
+    from peers import environment
+
+    wanted = tmp_path / "requirements.txt"
+    monkeypatch.setattr(environment, "REQUIREMENTS", wanted)
+    wanted.write_text(f"# beside torch\ntorch=={torch.__version__}\n")
+    assert environment.is_complete(Path(sys.executable))
+    wanted.write_text(f"torch=={torch.__version__}\nno-such-peer==1.0\n")
+    assert not environment.is_complete(Path(sys.executable))

@@ -99,30 +99,6 @@ def test_results_of_code_that_nobody_has_cannot_be_quoted(commit, timed, tmp_pat
         latest("time", folder=tmp_path)
 
 
-def test_old_results_without_a_commit_are_quoted_until_newer_ones_are_there():
-    """An entry that is quoted no more has to leave the list, and nothing joins it."""
-    from quoted import RESULTS, WITHOUT_COMMIT, latest
-
-    assert len(WITHOUT_COMMIT) <= 2  # on 2026-11-23; lower it with each entry that goes
-    for name in WITHOUT_COMMIT:
-        report = json.loads((RESULTS / name).read_text())
-        assert "commit" not in report, f"{name} says its commit"
-        suite, threads = re.fullmatch(r"2026-11-2[12]-(\w+)-threads-(\d)\.json", name).groups()
-        assert latest(suite, int(threads)).source == name, f"{name} is quoted no more"
-
-
-def test_an_old_result_of_a_busy_machine_cannot_be_quoted():
-    from quoted import RESULTS, WITHOUT_COMMIT, doubts
-
-    name = next(iter(WITHOUT_COMMIT))
-    report = json.loads((RESULTS / name).read_text())
-    (found,) = report["runs"]
-    assert doubts(report, found, name) == ""
-    assert "commit" in doubts(report, found, "another.json")
-    assert "1.77 cores" in doubts(report, found | {"others": 1.77}, name)
-    assert "nobody knows" in doubts(report, found | {"others": None}, name)
-
-
 def test_the_latest_is_quoted_and_no_other_suite(tmp_path):
     from quoted import NotToBeQuoted, latest
 
