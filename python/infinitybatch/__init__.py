@@ -51,6 +51,7 @@ from ._offload import Offload
 from .sources import from_batches, from_dataset
 from .verify import verify
 from .virtual_batch import MicroBatch, VirtualBatch
+from .windows import Windows, windows
 from .wrap import Wrapped, unwrap, wrap
 
 __all__ = [
@@ -78,6 +79,7 @@ __all__ = [
     "UnwrappedMethodNotice",
     "VerifyReport",
     "VirtualBatch",
+    "Windows",
     "WrapReport",
     "Wrapped",
     "__version__",
@@ -94,5 +96,6 @@ __all__ = [
     "tape",
     "unwrap",
     "verify",
+    "windows",
     "wrap",
 ]

@@ -73,7 +73,7 @@ def from_batches(batches: Iterable[tuple[Any, Any]]) -> tuple[BatchSource, Batch
         BatchError: for no piece at all, and for pieces of different structure or without samples.
 
     Example:
-        batch.backward(*ib.from_batches(itertools.islice(loader, 64)))
+        batch.backward(*ib.from_batches(loader))  # all of an epoch; `windows` gives parts of it
     """
     if not hasattr(batches, "__iter__"):
         raise InvalidType(
@@ -83,7 +83,8 @@ def from_batches(batches: Iterable[tuple[Any, Any]]) -> tuple[BatchSource, Batch
     pieces = [_check_pair(piece) for piece in batches]
     if not pieces:
         raise BatchError("there is no piece to make a batch of: the iterable was empty")
-    return _join([inputs for inputs, _ in pieces]), _join([targets for _, targets in pieces])
+    inputs, targets = zip(*pieces, strict=True)
+    return join_pieces(list(inputs)), join_pieces(list(targets))
 
 
 def _check_pair(piece: Any) -> tuple[Any, Any]:
@@ -95,7 +96,8 @@ def _check_pair(piece: Any) -> tuple[Any, Any]:
     return piece[0], piece[1]
 
 
-def _join(pieces: list[Any]) -> BatchSource:
+def join_pieces(pieces: list[Any]) -> BatchSource:
+    """One source over the rows of all, which stay where they are."""
     flat = [_pytree.tree_flatten(piece) for piece in pieces]
     spec = flat[0][1]
     leaves = [[as_tensor(leaf, leaf) for leaf in piece] for piece, _ in flat]
@@ -127,4 +129,12 @@ def _rows_of(column: tuple[Any, ...], begin: int, end: int) -> Any:
     """Rows of one leaf's consecutive pieces; joined only where they lie in more than one."""
     if not isinstance(column[0], torch.Tensor) or column[0].dim() == 0:
         return column[0]
-    return column[0][begin:end] if len(column) == 1 else torch.cat(column)[begin:end]
+    if len(column) == 1:
+        return column[0][begin:end]
+    if len({leaf.shape[1:] for leaf in column}) > 1:
+        shapes = " and ".join(str(list(leaf.shape)) for leaf in column)
+        raise BatchError(
+            f"pieces of shapes {shapes} cannot be joined, and a micro-batch lies in both; pad all "
+            f"pieces alike, or let micro_batch_size divide their sizes"
+        )
+    return torch.cat(column)[begin:end]
