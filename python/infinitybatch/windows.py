@@ -174,9 +174,7 @@ def _rows(piece: Piece, begin: int, end: int) -> Piece:
     """A view."""
     if begin == 0 and end == _size_of(piece):
         return piece
-    rows: Piece = _pytree.tree_map(
-        lambda leaf: leaf[begin:end] if _has_rows(leaf) else leaf, piece
-    )
+    rows: Piece = _pytree.tree_map(lambda leaf: leaf[begin:end] if _has_rows(leaf) else leaf, piece)
     return rows
 
 

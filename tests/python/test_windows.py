@@ -2,13 +2,12 @@
 
 import itertools
 
+import infinitybatch as ib
 import pytest
 import torch
 from support import worst
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-
-import infinitybatch as ib
 
 X = torch.randn(22, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(3, (22,), generator=torch.Generator().manual_seed(1))
@@ -170,7 +169,11 @@ def test_the_length_of_a_generator_is_not_known(size):
 
 
 MISUSE = {
-    "no iterable": (lambda: ib.windows(3, batches=1), ib.InvalidType, "iterable of batches, not int"),
+    "no iterable": (
+        lambda: ib.windows(3, batches=1),
+        ib.InvalidType,
+        "iterable of batches, not int",
+    ),
     "no size": (lambda: ib.windows(loader()), ib.InvalidArgument, "got none"),
     "both sizes": (
         lambda: ib.windows(loader(), batches=1, samples=1),
