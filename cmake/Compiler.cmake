@@ -28,6 +28,8 @@ endif()
 # everywhere instead of CMake's -fPIC here and -fPIE there, for the same reason.
 add_library(infinitybatch_compile INTERFACE)
 target_compile_features(infinitybatch_compile INTERFACE cxx_std_20)
+# Headers that no user includes lie beside their sources: #include "execute/executor.hpp".
+target_include_directories(infinitybatch_compile INTERFACE "${PROJECT_SOURCE_DIR}/src")
 target_compile_options(infinitybatch_compile INTERFACE -fPIC -Wall -Wextra)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # The two switched off give false alarms on std::string and std::vector with g++ 12 at -O2.

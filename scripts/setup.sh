@@ -75,10 +75,12 @@ missing_packages() {
   local python="$1" version
   command -v cmake >/dev/null || echo cmake
   if ! command -v c++ >/dev/null; then
-    echo g++ libcli11-dev libgtest-dev nlohmann-json3-dev
+    echo g++ libcli11-dev libgtest-dev libminizip-dev libstb-dev nlohmann-json3-dev
   else
     has_header CLI/CLI.hpp || echo libcli11-dev
     has_header gtest/gtest.h || echo libgtest-dev
+    has_header minizip/unzip.h || echo libminizip-dev
+    has_header stb/stb_image.h || echo libstb-dev
     has_header nlohmann/json.hpp || echo nlohmann-json3-dev
   fi
   version="$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')"

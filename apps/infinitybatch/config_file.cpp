@@ -1,12 +1,15 @@
 #include "config_file.hpp"
 
+#include "errors.hpp"
+#include "parse_errors.hpp"
+#include "suggest.hpp"
+
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
+#include <string_view>
 #include <vector>
-
-#include "errors.hpp"
-#include "suggest.hpp"
 
 namespace infinitybatch::app {
 namespace {
@@ -30,10 +33,16 @@ void check_lines(const std::string& path, const std::string& text) {
       refuse_line(path, number, line, " is a section; the keys are flat, as in: epochs = 40");
     }
     const size_t equals = line.find('=');
-    if (equals == 0 || equals == std::string::npos || equals + 1 == line.size()) {
+    if (equals == 0 || equals == std::string::npos) {
       refuse_line(path, number, line.insert(0, "'"), "' is not: key = value");
     }
-    if (line[line.find_first_not_of(" \t", equals + 1)] == '[') {
+    const size_t value = line.find_first_not_of(" \t", equals + 1);
+    if (value == std::string::npos || line[value] == '=' || line[value] == '#') {
+      throw UsageError("--config: " + path + ", line " + std::to_string(number) +
+                       ": expected a value after '" + line.substr(0, equals + 1) +
+                       "', as in: epochs = 40");
+    }
+    if (line[value] == '[') {
       refuse_line(path, number, line, " is a list; each key has one value, as in: epochs = 40");
     }
   }
@@ -49,16 +58,35 @@ std::vector<std::string> keys_of(const CLI::App& command) {
   return keys;
 }
 
-}  // namespace
-
-void read_config_file(CLI::App& command, const std::string& path) {
+/// The file's text. A byte order mark before it is skipped, as TOML has it.
+std::string text_of(const std::string& path) {
+  if (std::error_code ignored; std::filesystem::is_directory(path, ignored)) {
+    throw UsageError("--config: " + path + " is a folder; give a TOML file");
+  }
   std::ifstream file(path, std::ios::binary);
   std::ostringstream content;
   if (!file || !(content << file.rdbuf())) {
     throw UsageError("--config: " + path + " cannot be read, or is empty; check the path");
   }
-  check_lines(path, content.str());
-  std::istringstream text(content.str());
+  std::string text = content.str();
+  constexpr std::string_view kMark = "\xEF\xBB\xBF";
+  if (text.compare(0, kMark.size(), kMark) == 0) text.erase(0, kMark.size());
+  const bool is_binary = std::any_of(text.begin(), text.end(), [](unsigned char c) {
+    return (c < ' ' && c != '\t' && c != '\n' && c != '\r') || c == 0x7F;
+  });
+  if (is_binary) {
+    throw UsageError("--config: " + path +
+                     " is not a TOML file; it has lines of: key = value, as in: epochs = 40");
+  }
+  return text;
+}
+
+}  // namespace
+
+void read_config_file(CLI::App& command, const std::string& path) {
+  const std::string content = text_of(path);
+  check_lines(path, content);
+  std::istringstream text(content);
   const auto keys = keys_of(command);
   for (const CLI::ConfigItem& item : CLI::ConfigTOML().from_config(text)) {
     if (std::find(keys.begin(), keys.end(), item.name) == keys.end() || !item.parents.empty()) {
@@ -67,12 +95,12 @@ void read_config_file(CLI::App& command, const std::string& path) {
                        " --help");
     }
   }
-  std::istringstream again(content.str());
+  std::istringstream again(content);
   try {
     command.allow_config_extras(CLI::config_extras_mode::error);
     command.parse_from_stream(again);
   } catch (const CLI::ParseError& error) {
-    throw UsageError("--config: " + path + ": " + one_line(error.what()) + "; see: infinitybatch " +
+    throw UsageError("--config: " + path + ": " + told(command, error) + "; see: infinitybatch " +
                      command.get_name() + " --help");
   }
 }

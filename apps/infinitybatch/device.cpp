@@ -1,11 +1,11 @@
 #include "device.hpp"
 
+#include "errors.hpp"
+
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-
-#include "errors.hpp"
 
 namespace infinitybatch::app {
 

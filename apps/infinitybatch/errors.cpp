@@ -67,7 +67,7 @@ Failure describe_current_exception() {
   } catch (const c10::OutOfMemoryError& error) {
     return {ExitCode::out_of_memory,
             "out of memory: " + cause_of(error) +
-                "; allow more with --memory-budget, or use a smaller model (--width, --depth)"};
+                ". Raise --memory-budget, or use a smaller model (--width, --depth)"};
   } catch (const c10::Error& error) {
     return {ExitCode::error, with_flags(one_line(error.what_without_backtrace()))};
   } catch (const std::bad_alloc&) {

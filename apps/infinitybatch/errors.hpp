@@ -1,10 +1,10 @@
 #pragma once
 
+#include "exit_code.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 
 #include <string>
-
-#include "exit_code.hpp"
 
 namespace infinitybatch::app {
 
@@ -16,6 +16,12 @@ class UsageError : public Error {
 
 /// A file that cannot be read as data (exit code 1). The message begins with the file's name.
 class DataError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// A file that cannot be written (exit code 1). The message begins with the file's name.
+class SaveError : public Error {
  public:
   using Error::Error;
 };

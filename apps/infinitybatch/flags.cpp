@@ -1,5 +1,9 @@
 #include "flags.hpp"
 
+#include "train/schedule.hpp"
+
+#include <algorithm>
+#include <array>
 #include <charconv>
 #include <cmath>
 #include <string>
@@ -10,18 +14,33 @@ namespace {
 
 constexpr int64_t kMost = int64_t{1} << 40;  // far above anything sensible, far below overflow
 
-// Validators describe themselves in the help beside the type; here the texts do that.
+// Validators describe themselves in the help beside the type; here the texts do that. What they
+// answer goes on after the flag's name: "--lr must be a number, not fast".
+
+std::string shortly(double number) {
+  std::array<char, 32> digits{};
+  const auto format =
+      number == std::floor(number) ? std::chars_format::fixed : std::chars_format::general;
+  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), number, format).ptr;
+  return std::string(digits.data(), end);
+}
+
 CLI::Validator between(double smallest, double largest) {
-  const CLI::Validator range = CLI::Range(smallest, largest).description("");
-  // Nothing is smaller than "nan", nor larger.
   return CLI::Validator(
-      [range](std::string& text) {
+      [=](std::string& text) {
         double number = 0;
-        const bool is_nan = CLI::detail::lexical_cast(text, number) && std::isnan(number);
-        return is_nan ? text + " is no number" : range(text);
+        const char* const end = text.data() + text.size();
+        const auto [read, error] = std::from_chars(text.data(), end, number);
+        if (error != std::errc() || read != end || std::isnan(number)) {
+          return "must be a number, not " + text;
+        }
+        if (number >= smallest && number <= largest) return std::string();
+        return "must be a number from " + shortly(smallest) + " to " + shortly(largest) + ", not " +
+               text;
       },
       "");
 }
+
 /// Signs are dropped, and what is too large becomes the largest number, where CLI11 reads one
 /// without a sign.
 CLI::Validator seed() {
@@ -31,12 +50,11 @@ CLI::Validator seed() {
         const char* const end = text.data() + text.size();
         const auto [read, error] = std::from_chars(text.data(), end, number);
         if (error == std::errc() && read == end) return std::string();
-        return text.find('-') != text.npos
-                   ? "Value " + text + " is negative; a seed is 0 or more"
-                   : "Value " + text + " is not a whole number from 0 to 18446744073709551615";
+        return "must be a whole number from 0 to 18446744073709551615, not " + text;
       },
       "");
 }
+
 /// An empty shell variable is a mistake, and no wish for the default.
 CLI::Validator not_empty(const std::string& examples) {
   return CLI::Validator(
@@ -45,24 +63,72 @@ CLI::Validator not_empty(const std::string& examples) {
       },
       "");
 }
+
 CLI::Validator at_least(int64_t smallest) {
-  return CLI::Range(smallest, kMost).description("");
+  return CLI::Validator(
+      [smallest](std::string& text) {
+        int64_t number = 0;
+        const char* const end = text.data() + text.size();
+        const auto [read, error] = std::from_chars(text.data(), end, number);
+        if (error == std::errc() && read == end && number >= smallest && number <= kMost) {
+          return std::string();
+        }
+        const bool is_large = error == std::errc::result_out_of_range || number > kMost;
+        return "must be a whole number, at " +
+               (is_large ? "most " + std::to_string(kMost) : "least " + std::to_string(smallest)) +
+               ", not " + text;
+      },
+      "");
 }
+
+/// Any case is read. It writes the name as it is known, so it goes with `transform`.
 CLI::Validator one_of(const std::vector<std::string>& names) {
-  return CLI::IsMember(names).description("");
+  return CLI::Validator(
+      [names](std::string& text) {
+        const std::string wanted = CLI::detail::to_lower(text);
+        if (std::find(names.begin(), names.end(), wanted) != names.end()) {
+          text = wanted;
+          return std::string();
+        }
+        std::string list;
+        for (size_t i = 0; i < names.size(); ++i) {
+          list += (i == 0 ? "" : i + 1 == names.size() ? " or " : ", ") + names[i];
+        }
+        return "must be " + list + ", not " + text;
+      },
+      "");
 }
 
 void add_data(CLI::App& app, Settings& settings) {
-  app.add_option("--data", settings.data.data,
-                 "folder of MNIST-format IDX files, .npy, IDX or text file, or a name under data/")
+  app.add_option(
+         "--data", settings.data.data,
+         "folder of MNIST-format IDX files or with a folder of images for each class; .csv, "
+         ".npz, .npy, IDX or text file; or a name under data/")
       ->check(not_empty("a path"))
       ->type_name("PATH")
       ->capture_default_str()
       ->group("Data");
-  app.add_option("--labels", settings.data.labels,
-                 "classes of the samples, where --data is a .npy or IDX file")
+  app.add_option(
+         "--labels", settings.data.labels,
+         "classes: a file, where --data is a .npy or IDX file; a column of a .csv by name or "
+         "position (-1 is the last) [label, class, target or y]; an array of a .npz [labels, y]")
       ->check(not_empty("a path"))
-      ->type_name("FILE")
+      ->type_name("FILE|NAME")
+      ->group("Data");
+  app.add_option("--inputs", settings.data.inputs, "array of a .npz that holds samples [inputs, x]")
+      ->check(not_empty("the array's name"))
+      ->type_name("NAME")
+      ->group("Data");
+  app.add_option("--csv-header", settings.data.csv_header,
+                 "whether line 1 of a .csv holds names: auto, yes or no")
+      ->transform(one_of({"auto", "yes", "no"}))
+      ->type_name("WHEN")
+      ->capture_default_str()
+      ->group("Data");
+  app.add_option("--image-size", settings.data.image_size,
+                 "scale images to 32 or 32x48 (height, width) [they agree]")
+      ->check(not_empty("32 or 32x48"))
+      ->type_name("PIXELS")
       ->group("Data");
   app.add_option("--held-out", settings.data.held_out,
                  "share of the samples kept for measuring [0.2, or the files' own split]")
@@ -76,7 +142,7 @@ void add_model(CLI::App& app, Settings& settings) {
          "--model", settings.model.model,
          "mlp, convnet, resnet (BatchNorm), resnet-groupnorm or transformer [what suits the "
          "data]")
-      ->check(one_of(model_names()))
+      ->transform(one_of(model_names()))
       ->type_name("NAME")
       ->group("Model");
   app.add_option("--width", settings.model.width, "units, channels or embedding size")
@@ -147,7 +213,7 @@ void add_offload(CLI::App& app, Settings& settings) {
   app.add_option("--offload", settings.offload,
                  "move what waits for the rest of the batch off the device: auto (where nothing "
                  "fits otherwise), always or never")
-      ->check(one_of(offload_names()))
+      ->transform(one_of(offload_names()))
       ->type_name("WHEN")
       ->capture_default_str()
       ->group("Offload");
@@ -176,13 +242,92 @@ void add_training(CLI::App& app, Settings& settings) {
       ->check(between(0.0, 1e6))
       ->type_name("NUMBER")
       ->group("Training");
+  app.add_option("--schedule", training.schedule,
+                 "of the learning rate, epoch by epoch: constant, linear or cosine (to 0)")
+      ->check(one_of(schedule_names()))
+      ->type_name("NAME")
+      ->capture_default_str()
+      ->group("Training");
+  app.add_option("--clip", training.clip,
+                 "scale gradients down where their norm, of all together, is larger")
+      ->check(between(1e-12, 1e12))
+      ->type_name("NORM")
+      ->group("Training");
   add_micro_batch(app, settings);
   app.add_option("--strategy", training.step.strategy,
                  "auto, stream (micro-batches) or native (the whole batch at once)")
-      ->check(one_of({"auto", "stream", "native"}))
+      ->transform(one_of({"auto", "stream", "native"}))
       ->type_name("NAME")
       ->capture_default_str()
       ->group("Batch and memory");
+}
+
+void add_saving(CLI::App& app, Settings& settings) {
+  app.add_option("--save", settings.save,
+                 "write the trained model there, as model.safetensors; interrupted training "
+                 "leaves model.checkpoint.safetensors beside it")
+      ->check(not_empty("a path"))
+      ->type_name("FILE")
+      ->group("Saving");
+  app.add_option("--checkpoint-every", settings.checkpoint_every,
+                 "write that checkpoint after as many epochs too")
+      ->check(at_least(1))
+      ->type_name("NUMBER")
+      ->group("Saving");
+  app.add_option("--resume", settings.resume,
+                 "go on from a checkpoint, with its flags; --epochs and what sets memory may be "
+                 "given anew")
+      ->check(not_empty("a path"))
+      ->type_name("FILE")
+      ->configurable(false)
+      ->group("Saving");
+}
+
+/// What evaluate and predict take.
+void add_saved_model(CLI::App& app, Settings& settings) {
+  app.add_option("--data", settings.data.data,
+                 "other samples than the model's own, all of which are used")
+      ->check(not_empty("a path"))
+      ->type_name("PATH")
+      ->group("Data");
+  app.add_option("--labels", settings.data.labels, "classes of the samples, as in train")
+      ->check(not_empty("a path"))
+      ->type_name("FILE")
+      ->group("Data");
+  app.add_option("--samples", settings.samples,
+                 "of the data it was trained on: held-out or train [held-out]")
+      ->check(one_of({"held-out", "train"}))
+      ->type_name("WHICH")
+      ->group("Data");
+  app.add_option("--memory-budget", settings.memory_budget,
+                 "what tensors may occupy: 24MiB, 0.8 (of the device) or auto [no limit]")
+      ->check(not_empty("24MiB, 0.8 or auto"))
+      ->type_name("BYTES")
+      ->group("Batch and memory");
+  app.add_option("--micro-batch-size", settings.training.step.micro_batch_size,
+                 "samples at once, halved where they do not fit [256]")
+      ->check(at_least(1))
+      ->type_name("NUMBER")
+      ->group("Batch and memory");
+  app.add_option("--device", settings.device, "cpu, or an accelerator as torch names it")
+      ->type_name("NAME")
+      ->capture_default_str()
+      ->group("Batch and memory");
+  add_json(app, settings);
+}
+
+void add_file(CLI::App& app, Settings& settings) {
+  app.add_option("file", settings.file, "model.safetensors or a checkpoint, as train saves them")
+      ->required()
+      ->type_name("FILE")
+      ->configurable(false);
+}
+
+void add_output(CLI::App& app, Settings& settings, const char* help) {
+  app.add_option("--output", settings.output, help)
+      ->required()
+      ->check(not_empty("a path"))
+      ->type_name("FILE");
 }
 
 void add_bench(CLI::App& app, Settings& settings) {
@@ -215,6 +360,25 @@ void add_train_flags(CLI::App& command, Settings& settings) {
   add_shared(command, settings);
   add_optimizer(command, settings);
   add_training(command, settings);
+  add_saving(command, settings);
+}
+
+void add_evaluate_flags(CLI::App& command, Settings& settings) {
+  add_file(command, settings);
+  add_saved_model(command, settings);
+}
+
+void add_predict_flags(CLI::App& command, Settings& settings) {
+  add_file(command, settings);
+  add_output(command, settings, "the .npy file to write, one row a sample");
+  command.add_flag("--scores", settings.scores, "a score for each class, before the softmax");
+  add_saved_model(command, settings);
+}
+
+void add_export_flags(CLI::App& command, Settings& settings) {
+  add_file(command, settings);
+  add_output(command, settings, "the file to write: .pt for torch.load, or .safetensors");
+  add_json(command, settings);
 }
 
 void add_plan_flags(CLI::App& command, Settings& settings) {

@@ -12,7 +12,8 @@ inline constexpr const char* kProgramFooter =
     "  1    error: data that cannot be read, a check that failed\n"
     "  2    usage: a flag or a configuration key that cannot be used\n"
     "  3    out of memory, no plan fits the memory budget, or no room to offload what waits\n"
-    "  130  interrupted by Ctrl-C (143: by SIGTERM); the step at work was given up as a whole\n"
+    "  130  interrupted by Ctrl-C (143: by SIGTERM); the interrupted step was discarded, and with\n"
+    "       train --save a checkpoint written\n"
     "Errors are one line on stderr. With --json, stdout has JSON lines only.\n\n"
     "Example:\n"
     "  infinitybatch train --batch-size all --memory-budget 24MiB";
@@ -23,9 +24,13 @@ inline constexpr const char* kTrainFooter =
     "Examples:\n"
     "  infinitybatch train --batch-size all --memory-budget 24MiB\n"
     "  infinitybatch train --data x.npy --labels y.npy --model mlp --epochs 5 --json\n"
+    "  infinitybatch train --data table.csv --labels price_class\n"
+    "  infinitybatch train --data photos --image-size 32\n"
     "  infinitybatch train --data book.txt --model transformer --batch-size 4096\n"
     "  infinitybatch train --batch-size all --memory-budget 24MiB --host-budget 64MiB\n"
-    "  infinitybatch train --config run.toml --lr 0.001\n\n"
+    "  infinitybatch train --config run.toml --lr 0.001\n"
+    "  infinitybatch train --save model.safetensors --checkpoint-every 10\n"
+    "  infinitybatch train --resume model.checkpoint.safetensors --epochs 80\n\n"
     "A residual network has BatchNorm, whose statistics are those of the whole batch: what its "
     "layers\n"
     "are given waits for all samples, and is offloaded to host and disk where the budget is small. "
@@ -34,6 +39,32 @@ inline constexpr const char* kTrainFooter =
     "A configuration file is TOML with the names of the flags; a flag given as well wins:\n"
     "  memory-budget = \"24MiB\"\n"
     "  epochs = 40";
+
+inline constexpr const char* kEvaluate = "Measure a saved model on samples it was not trained on";
+
+inline constexpr const char* kEvaluateFooter =
+    "Without --data these are the samples that its training held out.\n\n"
+    "Examples:\n"
+    "  infinitybatch evaluate model.safetensors\n"
+    "  infinitybatch evaluate model.safetensors --data x.npy --labels y.npy --json";
+
+inline constexpr const char* kPredict = "Write the classes that a saved model gives samples";
+
+inline constexpr const char* kPredictFooter =
+    "Classes are int64 [n], scores float32 [n, classes]; for text one for each byte as well.\n\n"
+    "Examples:\n"
+    "  infinitybatch predict model.safetensors --output classes.npy\n"
+    "  infinitybatch predict model.safetensors --data x.npy --labels y.npy --output scores.npy "
+    "--scores";
+
+inline constexpr const char* kExport = "Write a saved model's weights for Python";
+
+inline constexpr const char* kExportFooter =
+    "A .pt file is a dictionary that torch.load(path, weights_only=True) reads; .safetensors has\n"
+    "the model's description beside the weights. Of a checkpoint the state of training is left\n"
+    "out.\n\n"
+    "Example:\n"
+    "  infinitybatch export model.safetensors --output model.pt";
 
 inline constexpr const char* kPlan =
     "Show the micro-batch sizes that a memory budget allows, with their peak and time";

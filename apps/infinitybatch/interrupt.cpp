@@ -1,8 +1,8 @@
 #include "interrupt.hpp"
 
-#include <csignal>
-
 #include "errors.hpp"
+
+#include <csignal>
 
 namespace infinitybatch::app {
 namespace {

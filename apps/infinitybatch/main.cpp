@@ -1,17 +1,23 @@
-#include <algorithm>
-#include <cstdio>
-#include <string_view>
-
 #include "commands/commands.hpp"
 #include "errors.hpp"
 #include "options.hpp"
 #include "output/json_lines.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <string_view>
 
 namespace infinitybatch::app {
 namespace {
 
 ExitCode run(const Settings& settings) {
   switch (settings.command) {
+    case Command::evaluate:
+      return run_evaluate(settings);
+    case Command::predict:
+      return run_predict(settings);
+    case Command::export_model:
+      return run_export(settings);
     case Command::plan:
       return run_plan(settings);
     case Command::verify:

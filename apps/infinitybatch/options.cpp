@@ -1,5 +1,16 @@
 #include "options.hpp"
 
+#include "build_info.hpp"
+#include "config_file.hpp"
+#include "device.hpp"
+#include "errors.hpp"
+#include "flags.hpp"
+#include "help.hpp"
+#include "parse_errors.hpp"
+#include "store/atomic_file.hpp"
+#include "store/flag_values.hpp"
+#include "suggest.hpp"
+
 #include <infinitybatch/memory/budget.hpp>
 
 #include <unistd.h>
@@ -7,14 +18,6 @@
 
 #include <algorithm>
 #include <filesystem>
-
-#include "build_info.hpp"
-#include "config_file.hpp"
-#include "device.hpp"
-#include "errors.hpp"
-#include "flags.hpp"
-#include "help.hpp"
-#include "suggest.hpp"
 
 namespace infinitybatch::app {
 namespace {
@@ -30,6 +33,9 @@ struct Entry {
 
 constexpr Entry kCommands[] = {
     {Command::train, "train", help::kTrain, help::kTrainFooter, add_train_flags},
+    {Command::evaluate, "evaluate", help::kEvaluate, help::kEvaluateFooter, add_evaluate_flags},
+    {Command::predict, "predict", help::kPredict, help::kPredictFooter, add_predict_flags},
+    {Command::export_model, "export", help::kExport, help::kExportFooter, add_export_flags},
     {Command::plan, "plan", help::kPlan, help::kPlanFooter, add_plan_flags},
     {Command::verify, "verify", help::kVerify, help::kVerifyFooter, add_verify_flags},
     {Command::bench, "bench", help::kBench, help::kBenchFooter, add_bench_flags},
@@ -79,10 +85,35 @@ void finish_offload(Settings& settings) {
   }
 }
 
+/// \param endings that `path` may have
+void check_ending(const std::string& flag, const std::string& path,
+                  const std::vector<std::string>& endings) {
+  const std::filesystem::path file(path);
+  if (std::find(endings.begin(), endings.end(), file.extension()) == endings.end()) {
+    throw UsageError(flag + " " + path + " does not end in " + endings.front() +
+                     (endings.size() > 1 ? " or " + endings.back() : "") + ", as in: " + flag +
+                     " " + std::filesystem::path(file).replace_extension(endings.front()).string());
+  }
+  check_can_be_written(flag, path);
+}
+
+void finish_files(const Settings& settings) {
+  if (!settings.save.empty()) check_ending("--save", settings.save, {".safetensors"});
+  if (settings.checkpoint_every > 0 && settings.save.empty()) {
+    throw UsageError(
+        "--checkpoint-every needs a place; name the model's file, as in: --save "
+        "model.safetensors");
+  }
+  if (settings.command == Command::predict) check_ending("--output", settings.output, {".npy"});
+  if (settings.command == Command::export_model) {
+    check_ending("--output", settings.output, {".pt", ".safetensors"});
+  }
+}
+
 /// Turns text into values and refuses what contradicts itself.
 void finish(Settings& settings) {
   auto& step = settings.training.step;
-  settings.training.device = parse_device(settings.device);
+  settings.training.device = parse_device(CLI::detail::to_lower(settings.device));
   if (settings.batch_size == "all") {
     step.batch_size.reset();
   } else {
@@ -98,46 +129,16 @@ void finish(Settings& settings) {
         parse_budget("--memory-budget", settings.memory_budget, settings.training.device);
   }
   finish_offload(settings);
+  finish_files(settings);
   if (step.strategy == "native" && step.micro_batch_size) {
     throw UsageError(
         "--micro-batch-size means nothing with --strategy native, which computes the "
         "whole batch at once; leave one of them out");
   }
+  auto& optimizer = settings.training.optimizer.name;
+  optimizer = CLI::detail::to_lower(optimizer);
   // An unknown optimizer is told before any data are read.
   default_lr(settings.training.optimizer.name);
-}
-
-/// The long names of all flags and commands of `app`.
-std::vector<std::string> names_of(const CLI::App& app) {
-  std::vector<std::string> names;
-  for (const CLI::Option* option : app.get_options()) {
-    names.push_back("--" + option->get_single_name());
-  }
-  for (const CLI::App* command : app.get_subcommands({})) {
-    names.push_back(command->get_name());
-  }
-  return names;
-}
-
-/// A parse error on one line: what is wrong, what may have been meant, where to read on.
-std::string describe(const CLI::App& app, const CLI::ParseError& error,
-                     const std::string& command) {
-  const std::string where =
-      "; see: infinitybatch " + command + (command.empty() ? "" : " ") + "--help";
-  const CLI::App* scope = command.empty() ? &app : app.get_subcommand(command);
-  std::vector<std::string> extras = scope->remaining();
-  if (extras.empty()) {
-    extras = app.remaining();
-  }
-  // A mistyped command leaves CLI11 without a command, which it tells first.
-  const bool is_extra = dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr;
-  if (!extras.empty() && (command.empty() || is_extra)) {
-    return extras.front() + " is not known" + suggestion(extras.front(), names_of(*scope)) + where;
-  }
-  if (app.get_subcommands().empty()) {
-    return "a command is needed: train, plan, verify, bench or doctor" + where;
-  }
-  return one_line(error.what()) + where;
 }
 
 }  // namespace
@@ -168,6 +169,10 @@ Parsed parse_command_line(int argc, const char* const* argv) {
     if (!settings.config.empty()) {
       read_config_file(chosen, settings.config);
     }
+    if (!settings.resume.empty()) read_checkpoint_flags(chosen, settings.resume);
+    const bool takes_model = command == "evaluate" || command == "predict";
+    // The model knows its own data.
+    if (takes_model && chosen.get_option("--data")->count() == 0) settings.data.data.clear();
   } catch (const CLI::CallForHelp&) {
     const auto chosen = app.get_subcommands();
     return {std::nullopt, chosen.empty() ? app.help() : chosen.front()->help("infinitybatch")};
@@ -175,7 +180,8 @@ Parsed parse_command_line(int argc, const char* const* argv) {
     return {std::nullopt, std::string(version.what()) + "\n"};
   } catch (const CLI::ParseError& error) {
     const auto chosen = app.get_subcommands();
-    throw UsageError(describe(app, error, chosen.empty() ? "" : chosen.front()->get_name()));
+    throw UsageError(describe(app, error, chosen.empty() ? "" : chosen.front()->get_name(),
+                              {argv + 1, argv + argc}));
   }
   for (const Entry& entry : kCommands) {
     if (command == entry.name) settings.command = entry.command;

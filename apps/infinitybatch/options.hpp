@@ -1,5 +1,9 @@
 #pragma once
 
+#include "data/dataset.hpp"
+#include "models/network.hpp"
+#include "train/training.hpp"
+
 #include <infinitybatch/step/bench.hpp>
 
 #include <cstdint>
@@ -7,13 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "data/dataset.hpp"
-#include "models/network.hpp"
-#include "train/training.hpp"
-
 namespace infinitybatch::app {
 
-enum class Command { train, plan, verify, bench, doctor };
+enum class Command { train, evaluate, predict, export_model, plan, verify, bench, doctor };
 
 /// Everything that the flags of all commands say; a command reads what it needs.
 struct Settings {
@@ -26,6 +26,14 @@ struct Settings {
   std::string host_budget;    ///< alike
   std::string offload = "auto";
   bool json = false;
+
+  std::string save;              ///< where train writes the model; empty: nowhere
+  int64_t checkpoint_every = 0;  ///< epochs; 0: where training is interrupted alone
+  std::string resume;            ///< a checkpoint, or empty
+  std::string file;              ///< the model of evaluate, predict and export
+  std::string output;            ///< of predict and export
+  std::string samples;           ///< of the model's own data: "held-out", "train" or empty
+  bool scores = false;           ///< predict scores in place of classes
 
   // Written as text so that "all" and device names can be checked with messages of our own.
   std::string batch_size = "512";

@@ -4,6 +4,7 @@
 
 #include <infinitybatch/core/batch.hpp>
 #include <infinitybatch/core/batch_source.hpp>
+#include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/coupled/across_batch.hpp>
 #include <infinitybatch/loss/contrastive.hpp>
@@ -18,3 +19,6 @@
 #include <infinitybatch/step/verify.hpp>
 #include <infinitybatch/step/virtual_batch.hpp>
 #include <infinitybatch/step/wrap.hpp>
+#include <infinitybatch/train/callback.hpp>
+#include <infinitybatch/train/evaluation.hpp>
+#include <infinitybatch/train/trainer.hpp>

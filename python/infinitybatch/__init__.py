@@ -12,9 +12,14 @@ the peak stays inside the bytes that you allow.
         optimizer.step()
 """
 
+from importlib import import_module
+from typing import Any
+
 # ruff: isort: off
 from . import _torch_check as _torch_check  # first: another torch could not even load the module
 from . import errors, losses, memory, tape
+from . import callbacks
+from .callbacks import Callback
 from ._C import (
     BatchSource,
     BenchReport,
@@ -41,6 +46,7 @@ from .errors import (
     InvalidArgument,
     InvalidType,
     LeftTensorNotice,
+    MovedModelNotice,
     OffloadError,
     StateError,
     UncompiledNotice,
@@ -49,32 +55,68 @@ from .errors import (
 )
 from ._offload import Offload
 from .sources import from_batches, from_dataset
+from .trainer import EpochSummary, EvaluationResult, Trainer
 from .verify import verify
 from .virtual_batch import MicroBatch, VirtualBatch
 from .windows import Windows, windows
 from .wrap import Wrapped, unwrap, wrap
+
+#: Imported when first used: name and the module that has it ("" is a module itself).
+_LATER = {
+    "InfinityBatch": "infinity_batch",
+    "InfinityBatchError": "infinity_batch",
+    "InfinityBatchWarning": "infinity_batch",
+    "Progress": "progress",
+    "histories": "",
+    "progress": "",
+    "statistics": "",
+    "tools": "",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _LATER[name]
+    found = import_module(f".{module or name}", __name__)
+    globals()[name] = value = getattr(found, name) if module else found
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
 
 __all__ = [
     "BatchError",
     "BatchSource",
     "BenchReport",
     "BudgetExceeded",
+    "Callback",
     "Candidate",
     "CoupledLossNotice",
     "CouplingError",
     "DroppedCacheNotice",
+    "EpochSummary",
     "Error",
+    "EvaluationResult",
+    "InfinityBatch",
+    "InfinityBatchError",
+    "InfinityBatchWarning",
     "Instruction",
     "InvalidArgument",
     "InvalidType",
     "LeftTensorNotice",
     "MicroBatch",
+    "MovedModelNotice",
     "Offload",
     "OffloadError",
     "Plan",
+    "Progress",
     "StateError",
     "UncompiledNotice",
     "StepReport",
+    "Trainer",
     "Unsupported",
     "UnwrappedMethodNotice",
     "VerifyReport",
@@ -86,14 +128,19 @@ __all__ = [
     "across_batch",
     "batch_dim",
     "bench",
+    "callbacks",
     "errors",
     "from_batches",
     "from_dataset",
+    "histories",
     "losses",
     "make_model",
     "memory",
+    "progress",
     "shared",
+    "statistics",
     "tape",
+    "tools",
     "unwrap",
     "verify",
     "windows",

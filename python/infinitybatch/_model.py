@@ -40,6 +40,16 @@ class CallableModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The one that is called, itself or by a method; None behind any other function."""
+        is_module = isinstance(self._forward, nn.Module)
+        called = self._forward if is_module else getattr(self._forward, "__self__", None)
+        return called if isinstance(called, nn.Module) else None
+
+    def modules(self) -> Iterator[nn.Module]:
+        return iter(()) if self.module is None else self.module.modules()
+
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((f"parameter {i}", tensor) for i, tensor in enumerate(self._parameters))
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from . import _options
+from . import _checks
 
 When = Literal["auto", "always", "never"]
 
@@ -47,11 +47,11 @@ class Offload:
     host_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
-        _options.one_of("offload", self.when, "auto", "always", "never")
+        _checks.one_of("offload", self.when, "auto", "always", "never")
         checked = {
-            "disk": _options.truth("disk", self.disk),
-            "directory": _options.path("directory", self.directory),
-            "host_bandwidth": _options.bandwidth("host_bandwidth", self.host_bandwidth),
+            "disk": _checks.truth("disk", self.disk),
+            "directory": _checks.path("directory", self.directory),
+            "host_bandwidth": _checks.bandwidth("host_bandwidth", self.host_bandwidth),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)

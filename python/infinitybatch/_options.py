@@ -1,109 +1,101 @@
-"""Checks of options: each wrong one is an error that says which, what it was and what it may be."""
+"""The options of `VirtualBatch` and `wrap`, each with its check.
+
+A new one is named in `Options` of C++, here, and in the signatures and docstrings of those two;
+tests/python/test_options.py tells what was forgotten. Their defaults are those of C++.
+"""
 
 import functools
-import os
-import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-import torch
-
+from . import _checks, _offload
 from .errors import InvalidArgument, InvalidType
 
-_LARGEST = 2**63 - 1
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def truth(name: str, value: Any) -> bool:
-    """True or False, and nothing that only counts as one: "False" would be true."""
-    numpy = sys.modules.get("numpy")
-    if isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_)):
-        return bool(value)
-    raise InvalidType(f"{name} is {value!r}; it is True or False")
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One micro-batch as `on_micro_batch` sees it."""
+
+    #: Rows of the logical batch: from `begin` up to and without `end`.
+    begin: int
+    end: int
+    #: What the model returned for them, detached.
+    outputs: Any
+    #: Their targets, on the model's device; None behind `wrap`.
+    targets: Any
 
 
-def whole_number(name: str, value: Any, of: str) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InvalidType(f"{name} must be a whole number of {of}, not {type(value).__name__}")
-    number = value.__index__()
-    if abs(number) > _LARGEST:
-        raise InvalidArgument(f"{name} is {number:.3g}; it is a number of {of} below 2^63")
-    return number
+def _callback(name: str, value: Any) -> Any:
+    if value is None or callable(value):
+        return value
+    raise InvalidType(f"{name} must be callable with a MicroBatch, not {type(value).__name__}")
 
 
-def optional_whole_number(name: str, value: Any, of: str) -> int | None:
-    return None if value is None else whole_number(name, value, of)
+def _scaler(name: str, value: Any) -> Any:
+    if value is None or callable(getattr(value, "scale", None)):
+        return value
+    raise InvalidType(
+        f"{name} must have a method `scale` as torch.amp.GradScaler has, not be a "
+        f"{type(value).__name__}"
+    )
 
 
-def dimension(name: str, value: Any) -> int | None:
-    dim = optional_whole_number(name, value, "dimensions")
-    if dim is not None and dim < 0:
-        raise InvalidArgument(f"{name} is {dim}; count dimensions from the front, starting at 0")
-    return dim
+#: What becomes of the value that a user gives; raises where it is none.
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "memory_budget": lambda _, value: value,  # C++ knows what a budget is
+    "micro_batch_size": functools.partial(_checks.optional_whole_number, of="samples"),
+    "retained_micro_batches": functools.partial(_checks.whole_number, of="micro-batches"),
+    "use_tapes": _checks.truth,
+    "static_graph": _checks.truth,
+    "checkpoint_segments": functools.partial(_checks.optional_whole_number, of="segments"),
+    "match_native_rng": _checks.truth,
+    "batch_coupling": lambda *given: _checks.one_of(*given, "exact", "per_micro_batch"),
+    "offload": lambda _, value: _offload.resolve(value),
+    "keep_outputs": _checks.truth,
+    "on_micro_batch": _callback,
+    "grad_scaler": _scaler,  # `loss_scale` in C++
+    # Of wrap alone:
+    "reduce": lambda *given: _checks.one_of(*given, "sum", "mean", None),
+    "output_batch_dim": _checks.dimension,
+}
+
+_RENAMED = {
+    old: f"{old} is not an argument any more: use {new}" for old, new in _offload.OLD_NAMES.items()
+}
+_NOT_FOR_WRAP = {
+    "checkpoint_segments": "checkpoint_segments means nothing for wrap, which computes whole "
+    "micro-batches; use VirtualBatch, or give a smaller micro_batch_size",
+    "keep_outputs": "keep_outputs means nothing for wrap, whose forward returns the outputs of all "
+    "samples; leave it out",
+    "grad_scaler": "grad_scaler means nothing for wrap, which does not see the loss; call "
+    "scaler.scale(loss).backward()",
+}
 
 
-def bandwidth(name: str, value: Any) -> float:
-    """Bytes per second; 0: as fast as it goes."""
-    if isinstance(value, bool) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
-        raise InvalidType(f"{name} must be a number of bytes per second, not {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = float("inf")
-    if not 0 <= number < float("inf"):  # also not a number
-        raise InvalidArgument(
-            f"{name} is {number:g}; it is a number of bytes per second, or 0 to leave copies alone"
-        )
-    return number
+def checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a function's arguments that are options, as the library works with them."""
+    return {n: check(n, arguments[n]) for n, check in CHECKS.items() if n in arguments}
 
 
-def one_of(name: str, value: Any, *choices: str | None) -> None:
-    """Raises InvalidArgument for any other value of the argument `name`."""
-    if (value is None or isinstance(value, str)) and value in choices:
-        return
-    *others, last = (f'"{choice}"' if choice else str(choice) for choice in choices)
-    raise InvalidArgument(f"{name} is {value!r}; it is {', '.join(others)} or {last}")
-
-
-def path(name: str, value: Any) -> str:
-    if not isinstance(value, (str, os.PathLike)):
-        raise InvalidType(f"{name} must be a path, not {type(value).__name__}")
-    return os.fsdecode(value)
-
-
-def device(name: str, value: Any) -> torch.device:
-    """A device that torch knows and that this machine has."""
-    wanted = _from_torch(name, value, lambda: torch.device(value))
-    module = getattr(torch, wanted.type, None)
-    is_available: Callable[[], bool] | None = getattr(module, "is_available", None)
-    if is_available is not None and not is_available():
-        raise InvalidArgument(f"{name} is '{wanted}', but torch finds no {wanted.type} here")
-    return wanted
-
-
-def _from_torch(name: str, value: Any, make: Callable[[], torch.device]) -> torch.device:
-    try:
-        return make()
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).split("\n")[0]
-        raise InvalidArgument(f"{name} is {value!r}, which is no device: {why}") from None
-    except TypeError:
-        raise InvalidType(
-            f'{name} must be a torch.device or its name ("cpu"), not {type(value).__name__}'
-        ) from None
-
-
-def renamed(names: Mapping[str, str]) -> Callable[[_Function], _Function]:
-    """For a function whose arguments had other names once: those raise an error that says what to
-    write now. The signature that editors and type checkers see stays the function's own."""
+def _refuses(reasons: Mapping[str, str]) -> Callable[[_Function], _Function]:
+    """Arguments that the function does not have raise an error that says what to write instead. The
+    signature that editors and type checkers see stays the function's own."""
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            for old in names.keys() & kwargs.keys():
-                raise InvalidArgument(f"{old} is not an argument any more: use {names[old]}")
+            for name in reasons.keys() & kwargs.keys():
+                raise InvalidArgument(reasons[name])
             return function(*args, **kwargs)
 
         return cast(_Function, call)
 
     return decorate
+
+
+of_virtual_batch = _refuses(_RENAMED)
+of_wrap = _refuses({**_RENAMED, **_NOT_FOR_WRAP})
+of_trainer = _refuses({**_RENAMED, "scaler": "scaler is not an argument: use grad_scaler"})

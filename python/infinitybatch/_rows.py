@@ -73,8 +73,14 @@ def refuse_hidden_rows(value: Any, samples: int, name: str) -> None:
 
 def refuse_lists_of_samples(error: BatchError, inputs: Any, targets: Any = None) -> None:
     """Raises BatchError for a list with one entry for each sample of everything else, which was
-    taken for as many inputs. `error` says that sizes differ."""
+    taken for as many inputs. `error` says that sizes differ, or that a tensor has none."""
     given = {"inputs": inputs, "targets": targets}
+    for name, values in given.items():
+        for where, count in _scalars(values, name):
+            raise BatchError(
+                f"{where} is a list of {count} tensors without dimensions; stack it into one tensor: "
+                f"torch.stack({where})"
+            ) from error
     sizes = {_rows_of(tensor) for tensor in _pytree.tree_leaves(list(given.values()))}
     for name, values in given.items():
         for where, entries in _per_sample(values, name):
@@ -97,6 +103,22 @@ def refuse_lists_of_samples(error: BatchError, inputs: Any, targets: Any = None)
 
 def _rows_of(value: Any) -> int:
     return len(value) if isinstance(value, torch.Tensor) and value.dim() > 0 else 0
+
+
+def _scalars(value: Any, name: str) -> Iterator[tuple[str, int]]:
+    """Lists of tensors of one number each, and how many there are."""
+    if type(value) is list and len(value) > 1 and all(map(_is_scalar, value)):
+        yield name, len(value)
+    elif type(value) in (list, tuple):
+        for i, child in enumerate(value):
+            yield from _scalars(child, f"{name}[{i}]")
+    elif isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _scalars(child, f"{name}[{key!r}]")
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _per_sample(value: Any, name: str) -> Iterator[tuple[str, list[Any]]]:

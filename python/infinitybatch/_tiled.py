@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import _C, _options
+from . import _C, _checks
 from .errors import InvalidArgument, InvalidType
 
 Learnable = float | Tensor | Callable[[], Tensor]
@@ -80,8 +80,8 @@ def info_nce(
         InvalidType: an option that is no number, or no truth value.
         Unsupported: backward with create_graph=True.
     """
-    normalize = _options.truth("normalize", normalize)
-    symmetric = _options.truth("symmetric", symmetric)
+    normalize = _checks.truth("normalize", normalize)
+    symmetric = _checks.truth("symmetric", symmetric)
     tile = _tile(tile)
     if not embeddings:
         device = _device(loss_device)
@@ -135,7 +135,7 @@ def sup_con(
     Raises:
         InvalidArgument: as in `info_nce`, and labels of another shape or type.
     """
-    normalize = _options.truth("normalize", normalize)
+    normalize = _checks.truth("normalize", normalize)
     tile = _tile(tile)
     if embeddings is None:
         device = _device(loss_device)
@@ -187,7 +187,7 @@ def siglip(
         bias: added to scores; a number, a tensor or a function, as `temperature`.
         temperature, normalize, reduction, tile, loss_device: as in `info_nce`.
     """
-    normalize = _options.truth("normalize", normalize)
+    normalize = _checks.truth("normalize", normalize)
     tile = _tile(tile)
     if not embeddings:
         device = _device(loss_device)
@@ -357,7 +357,7 @@ def linear_cross_entropy(
 
 
 def _tile(tile: int | None) -> int | None:
-    return _options.optional_whole_number("tile", tile, "rows")
+    return _checks.optional_whole_number("tile", tile, "rows")
 
 
 def _device(device: Device) -> torch.device | None:

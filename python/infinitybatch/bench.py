@@ -1,13 +1,13 @@
 """Timing the ways to compute a batch's gradient against the native whole batch."""
 
 import gc
-from typing import Any
+from typing import Any, Unpack
 
-from . import _options
+from . import _checks
 from ._C import BenchReport
 from .errors import InvalidType
 from .verify import native_form
-from .virtual_batch import VirtualBatch
+from .virtual_batch import VirtualBatch, VirtualBatchOptions
 
 
 def bench(
@@ -18,7 +18,7 @@ def bench(
     *,
     rounds: int = 9,
     seconds: float = 60,
-    **options: Any,
+    **options: Unpack[VirtualBatchOptions],
 ) -> BenchReport:
     """What does this model, loss and batch cost in micro-batches, beside native in one piece?
 
@@ -46,7 +46,7 @@ def bench(
 
         And whatever VirtualBatch raises.
     """
-    count = _options.whole_number("rounds", rounds, "rounds")
+    count = _checks.whole_number("rounds", rounds, "rounds")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise InvalidType(f"seconds must be a number of seconds, not {type(seconds).__name__}")
     batch = VirtualBatch(model, loss, **options)

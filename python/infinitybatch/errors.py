@@ -16,12 +16,18 @@ __all__ = [
     "Error",
     "InvalidArgument",
     "InvalidType",
+    "MovedModelNotice",
     "OffloadError",
     "StateError",
     "UncompiledNotice",
     "Unsupported",
     "UnwrappedMethodNotice",
 ]
+
+
+def __dir__() -> list[str]:
+    """Public names alone, for completion."""
+    return __all__
 
 
 class Error(RuntimeError):
@@ -114,3 +120,7 @@ class DroppedCacheNotice(UserWarning):
 
 class UnwrappedMethodNotice(UserWarning):
     """IB105: a method of a wrapped module computes a batch past its micro-batches."""
+
+
+class MovedModelNotice(UserWarning):
+    """IB106: a trainer's model was moved or cast between two epochs; its optimizer's state follows."""

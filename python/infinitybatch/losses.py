@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import _coupled, _options
+from . import _checks, _coupled
 from ._C.losses import (
     CoupledLoss,
     SeparableLoss,
@@ -86,6 +86,12 @@ __all__ = [
     "triplet_margin_with_distance",
     "with_penalty",
 ]
+
+
+def __dir__() -> list[str]:
+    """Public names alone, for completion."""
+    return __all__
+
 
 Number = float | int | torch.Tensor
 Denominator = Callable[..., Number]
@@ -194,7 +200,7 @@ def coupled(
             f"value must be callable as value(outputs, targets), not {name_of(value)}"
         )
     return _coupled.make(
-        value, None if loss_device is None else _options.device("loss_device", loss_device)
+        value, None if loss_device is None else _checks.device("loss_device", loss_device)
     )
 
 

@@ -6,7 +6,7 @@ and mapped files are not the device's. On accelerators torch's own statistics ar
 
 import torch
 
-from . import _options
+from . import _checks
 from ._C.memory import FailAllocation, Limit, PeakScope, Statistics, describe_cpu_allocator
 from ._C.memory import available as _available
 from ._C.memory import reset_peak as _reset_peak
@@ -26,6 +26,12 @@ __all__ = [
     "stats",
 ]
 
+
+def __dir__() -> list[str]:
+    """Public names alone, for completion."""
+    return __all__
+
+
 Device = torch.device | str | int
 
 
@@ -35,17 +41,17 @@ def stats(device: Device = "cpu") -> Statistics:
     Raises:
         InvalidArgument: where torch has no memory statistics for `device`.
     """
-    return _stats(_options.device("device", device))
+    return _stats(_checks.device("device", device))
 
 
 def reset_peak(device: Device = "cpu") -> None:
     """Lets `stats(device).peak` start anew at what is live now."""
-    _reset_peak(_options.device("device", device))
+    _reset_peak(_checks.device("device", device))
 
 
 def available(device: Device = "cpu") -> int:
     """Bytes that tensors on `device` could still be given now."""
-    return _available(_options.device("device", device))
+    return _available(_checks.device("device", device))
 
 
 def limit(bytes: int | float | str) -> Limit:
@@ -65,7 +71,7 @@ def limit(bytes: int | float | str) -> Limit:
 
 def peak(device: Device = "cpu") -> PeakScope:
     """A context whose `peak` is the most bytes that were live on `device` within it."""
-    return PeakScope(_options.device("device", device))
+    return PeakScope(_checks.device("device", device))
 
 
 def fail_allocation(n: int | None = None) -> FailAllocation:

@@ -11,3 +11,8 @@ What a list of ops cannot tell (autograd functions, hooks set inside, compiled r
 from ._C.tape import Tape, record
 
 __all__ = ["Tape", "record"]
+
+
+def __dir__() -> list[str]:
+    """Public names alone, for completion."""
+    return __all__

@@ -1,14 +1,20 @@
 """Comparing a step's gradients with those of the native whole batch."""
 
-from typing import Any
+from typing import Any, Unpack
 
 from . import _coupled, _criteria
 from ._C import VerifyReport
 from ._C.losses import CoupledLoss, SeparableLoss
-from .virtual_batch import VirtualBatch
+from .virtual_batch import VirtualBatch, VirtualBatchOptions
 
 
-def verify(model: Any, loss: Any, inputs: Any, targets: Any = None, **options: Any) -> VerifyReport:
+def verify(
+    model: Any,
+    loss: Any,
+    inputs: Any,
+    targets: Any = None,
+    **options: Unpack[VirtualBatchOptions],
+) -> VerifyReport:
     """Is the gradient of this model, loss and batch exact?
 
     Computes it as `VirtualBatch(model, loss, **options)` does and natively, in one piece, in fp64

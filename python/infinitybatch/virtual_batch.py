@@ -2,8 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
@@ -12,23 +11,27 @@ from . import _C, _criteria, _options, _tree
 from ._C import BatchSource, Plan, StepReport
 from ._C.losses import CoupledLoss, SeparableLoss
 from ._model import CallableModel, ModelView
-from ._offload import OLD_NAMES, Offload, When
-from ._offload import resolve as resolve_offload
+from ._offload import Offload, When
+from ._options import MicroBatch
 from ._rows import explain_lists, refuse_lists_of_samples
 from .errors import BatchError, Error, InvalidType, Unsupported
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """One micro-batch as `on_micro_batch` sees it."""
+class VirtualBatchOptions(TypedDict, total=False):
+    """The keywords of VirtualBatch, for those that pass them on."""
 
-    #: Rows of the logical batch: from `begin` up to and without `end`.
-    begin: int
-    end: int
-    #: What the model returned for them, detached.
-    outputs: Any
-    #: Their targets, on the model's device.
-    targets: Any
+    memory_budget: int | float | str | None
+    micro_batch_size: int | None
+    retained_micro_batches: int
+    use_tapes: bool
+    static_graph: bool
+    checkpoint_segments: int | None
+    offload: When | Offload
+    match_native_rng: bool
+    batch_coupling: Literal["exact", "per_micro_batch"]
+    keep_outputs: bool
+    on_micro_batch: Callable[[MicroBatch], object] | None
+    grad_scaler: Any
 
 
 class VirtualBatch:
@@ -101,7 +104,7 @@ class VirtualBatch:
         InvalidArgument: for options out of range.
     """
 
-    @_options.renamed(OLD_NAMES)
+    @_options.of_virtual_batch
     def __init__(
         self,
         model: nn.Module | CallableModel,
@@ -120,17 +123,7 @@ class VirtualBatch:
         on_micro_batch: Callable[[MicroBatch], object] | None = None,
         grad_scaler: Any = None,
     ) -> None:
-        _options.one_of("batch_coupling", batch_coupling, "exact", "per_micro_batch")
-        if on_micro_batch is not None and not callable(on_micro_batch):
-            raise InvalidType(
-                f"on_micro_batch must be callable with a MicroBatch, not "
-                f"{type(on_micro_batch).__name__}"
-            )
-        if grad_scaler is not None and not callable(getattr(grad_scaler, "scale", None)):
-            raise InvalidType(
-                f"grad_scaler must have a method `scale` as torch.amp.GradScaler has, not be a "
-                f"{type(grad_scaler).__name__}"
-            )
+        self._options = _options.checked(locals())
         if isinstance(model, nn.modules.loss._Loss) and isinstance(loss, nn.Module):
             if any(True for _ in loss.parameters()):
                 raise InvalidType(
@@ -139,41 +132,7 @@ class VirtualBatch:
                 )
         self._model = model
         self._loss = loss
-        self._arguments = {
-            "memory_budget": memory_budget,
-            "micro_batch_size": micro_batch_size,
-            "retained_micro_batches": retained_micro_batches,
-            "use_tapes": use_tapes,
-            "static_graph": static_graph,
-            "checkpoint_segments": checkpoint_segments,
-            "offload": offload,
-            "match_native_rng": match_native_rng,
-            "batch_coupling": batch_coupling,
-            "keep_outputs": keep_outputs,
-            "on_micro_batch": on_micro_batch,
-            "grad_scaler": grad_scaler,
-        }
-        self._options = {
-            "model": ModelView(model, batch_coupling == "exact"),
-            "memory_budget": memory_budget,
-            "micro_batch_size": _options.optional_whole_number(
-                "micro_batch_size", micro_batch_size, "samples"
-            ),
-            "retained_micro_batches": _options.whole_number(
-                "retained_micro_batches", retained_micro_batches, "micro-batches"
-            ),
-            "use_tapes": _options.truth("use_tapes", use_tapes),
-            "static_graph": _options.truth("static_graph", static_graph),
-            "checkpoint_segments": _options.optional_whole_number(
-                "checkpoint_segments", checkpoint_segments, "segments"
-            ),
-            "offload": resolve_offload(offload),
-            "match_native_rng": _options.truth("match_native_rng", match_native_rng),
-            "exact_coupling": batch_coupling == "exact",
-            "keep_outputs": _options.truth("keep_outputs", keep_outputs),
-            "on_micro_batch": _with_micro_batch(on_micro_batch),
-            "loss_scale": None if grad_scaler is None else self._scale_of(grad_scaler),
-        }
+        self._view = ModelView(model, batch_coupling == "exact")
         self._step = self._make_step()
 
     def backward(self, inputs: Any, targets: Any = None) -> StepReport:
@@ -236,12 +195,12 @@ class VirtualBatch:
                 "for. Make a VirtualBatch for the copy; with a criterion of torch.nn, or a function "
                 "of your own, it can be copied"
             )
-        return _rebuild, (self._model, self._loss, self._arguments)
+        return _rebuild, (self._model, self._loss, self._options)
 
     def __repr__(self) -> str:
         shown = ["memory_budget", "micro_batch_size"]
         options = [f"{k}={self._options[k]!r}" for k in shown if self._options[k] is not None]
-        if not self._options["exact_coupling"]:
+        if self._options["batch_coupling"] != "exact":
             options.append("batch_coupling='per_micro_batch'")
         described = ", ".join([type(self._model).__name__, self._step_loss.name, *options])
         return f"VirtualBatch({described})"
@@ -249,7 +208,10 @@ class VirtualBatch:
     def _make_step(self) -> _C.VirtualBatch:
         self._step_loss = _criteria.resolve(self._loss)
         self._loss_options = _criteria.options_of(self._loss)
-        return _C.VirtualBatch(loss=self._step_loss, **self._options)
+        options = dict(self._options)
+        scaler = options.pop("grad_scaler")
+        options["loss_scale"] = None if scaler is None else self._scale_of(scaler)
+        return _C.VirtualBatch(self._view, self._step_loss, **options)
 
     def _current_step(self) -> _C.VirtualBatch:
         # A criterion's attributes may change between steps (its weights moved to a device).
@@ -274,20 +236,8 @@ class VirtualBatch:
         return scale
 
 
-def _rebuild(model: Any, loss: Any, arguments: dict[str, Any]) -> VirtualBatch:
-    return VirtualBatch(model, loss, **arguments)
-
-
-def _with_micro_batch(
-    callback: Callable[[MicroBatch], object] | None,
-) -> Callable[..., None] | None:
-    if callback is None:
-        return None
-
-    def call(begin: int, end: int, outputs: Any, targets: Any) -> None:
-        callback(MicroBatch(begin, end, outputs, targets))
-
-    return call
+def _rebuild(model: Any, loss: Any, options: dict[str, Any]) -> VirtualBatch:
+    return VirtualBatch(model, loss, **options)
 
 
 def _readable(value: Any) -> Any:

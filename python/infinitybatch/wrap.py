@@ -9,24 +9,26 @@ from torch import distributed, nn
 from . import _C, _options
 from ._caches import Dropped
 from ._model import ModelView
-from ._offload import OLD_NAMES, Offload, When
-from ._offload import resolve as resolve_offload
+from ._offload import Offload, When
+from ._options import MicroBatch
 from ._packed import keep_longest
 from ._wrapped import Wrapped, unwrap, wrapped
 from .errors import InvalidArgument, InvalidType, StateError
 
 
-@_options.renamed(OLD_NAMES)
+@_options.of_wrap
 def wrap(
     model: nn.Module,
     *,
+    memory_budget: int | float | str | None = None,
     micro_batch_size: int | None = None,
     retained_micro_batches: int = 0,
-    memory_budget: int | float | str | None = None,
-    batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
-    match_native_rng: bool = False,
+    use_tapes: bool = True,
     static_graph: bool = False,
+    match_native_rng: bool = False,
+    batch_coupling: Literal["exact", "per_micro_batch"] = "exact",
     offload: When | Offload = "auto",
+    on_micro_batch: Callable[[MicroBatch], object] | None = None,
     reduce: Literal["sum", "mean"] | None = None,
     output_batch_dim: int | None = None,
     methods: tuple[str, ...] = (),
@@ -77,6 +79,9 @@ def wrap(
         retained_micro_batches: with a given `micro_batch_size`, how many micro-batches, the last
             ones, keep their graph until backward and need no second forward: none where layers see
             the whole batch. A plan for a `memory_budget` keeps as many as fit.
+        use_tapes: whether forwards are recorded, so that second forwards replay them. False runs the
+            model again, which gives the same gradient; where layers see the whole batch recordings
+            are replayed all the same.
         memory_budget: what tensors may occupy on the model's device, in bytes or as "512MiB", 0.8
             (of the device) or "auto". What is allocated between forward and backward, by the loss
             above all, counts as what is there. A size given beside it is kept to, or BudgetExceeded
@@ -101,6 +106,9 @@ def wrap(
             graphs away from the device, in place of second forwards, as long as there is room for
             them. Copies run while others compute where nothing but a size was given, or where the
             budget has room; else in turn. With it one thread at a time may use the module.
+        on_micro_batch: called with a MicroBatch, whose targets are None, after each micro-batch's
+            forward; where a call begins again it is called again for micro-batches that are computed
+            again.
         reduce: what an output that is one number for each micro-batch is: a "sum" or a "mean" over
             samples. A mean over tokens some of whose labels are ignored (a Hugging Face model's own
             loss) is no mean over samples: take the loss of the logits, or VirtualBatch with
@@ -143,28 +151,9 @@ def wrap(
         )
     if not isinstance(model, nn.Module):
         raise InvalidType(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    _options.one_of("batch_coupling", batch_coupling, "exact", "per_micro_batch")
-    _options.one_of("reduce", reduce, "sum", "mean", None)
-    return make(
-        model,
-        {
-            "micro_batch_size": _options.optional_whole_number(
-                "micro_batch_size", micro_batch_size, "samples"
-            ),
-            "retained_micro_batches": _options.whole_number(
-                "retained_micro_batches", retained_micro_batches, "micro-batches"
-            ),
-            "memory_budget": memory_budget,
-            "exact_coupling": batch_coupling == "exact",
-            "match_native_rng": _options.truth("match_native_rng", match_native_rng),
-            "static_graph": _options.truth("static_graph", static_graph),
-            "offload": resolve_offload(offload),
-            "reduce": reduce,
-            "output_batch_dim": _options.dimension("output_batch_dim", output_batch_dim),
-        },
-        _methods_of(model, methods),
-        None if process_group is None else _Agreement(process_group),
-    )
+    options = _options.checked(locals())
+    agreement = None if process_group is None else _Agreement(process_group)
+    return make(model, options, _methods_of(model, methods), agreement)
 
 
 class _Agreement:
@@ -227,8 +216,8 @@ def make(
         return lambda *args, **kwargs: getattr(model, name)(*args, **kwargs)
 
     def step_of(forward: Callable[..., Any]) -> _C.Wrap:
-        view = ModelView(model, options["exact_coupling"])
-        return _C.Wrap(model=view, forward=forward, agree=agreement, **options)
+        view = ModelView(model, options["batch_coupling"] == "exact")
+        return _C.Wrap(view, forward, agreement, **options)
 
     steps = {name: step_of(runs(late(name))) for name in methods}
     steps["forward"] = step_of(runs(model))

@@ -17,7 +17,10 @@ void bind_plan(pybind11::module_& module);
 void bind_tape(pybind11::module_& module);
 void bind_bench(pybind11::module_& module);
 void bind_verify(pybind11::module_& module);
+void bind_step_report(pybind11::module_& module);
 void bind_virtual_batch(pybind11::module_& module);
+void bind_trainer(pybind11::module_& module);
+void bind_evaluation(pybind11::module_& module);
 void bind_wrap(pybind11::module_& module);
 void register_random_sources();
 

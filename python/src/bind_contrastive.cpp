@@ -1,9 +1,9 @@
 // Losses that walk their scores in tiles. The Python module losses gives them their manners.
 #include "bind.hpp"
+#include "loss/backward_errors.hpp"
 #include "python_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/loss/backward_errors.hpp>
 #include <infinitybatch/loss/contrastive.hpp>
 #include <infinitybatch/loss/linear_cross_entropy.hpp>
 

@@ -1,10 +1,10 @@
 #include "bind.hpp"
+#include "coupled/provisional.hpp"
+#include "coupled/row_errors.hpp"
 #include "module_walk.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/coupled/across_batch.hpp>
-#include <infinitybatch/coupled/provisional.hpp>
-#include <infinitybatch/coupled/row_errors.hpp>
 
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>

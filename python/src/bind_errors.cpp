@@ -1,10 +1,10 @@
 // C++ exceptions as Python exceptions, and Python's out-of-memory errors as the planner knows them.
 #include "bind.hpp"
+#include "core/engine_error.hpp"
+#include "core/foreign_exception.hpp"
+#include "core/out_of_memory.hpp"
 
-#include <infinitybatch/core/engine_error.hpp>
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/foreign_exception.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
 
 #include <torch/csrc/Exceptions.h>
 

@@ -1,9 +1,9 @@
 #include "bind.hpp"
+#include "execute/loss_state.hpp"
 #include "module_walk.hpp"
 #include "python_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/execute/loss_state.hpp>
 #include <infinitybatch/loss/coupled.hpp>
 #include <infinitybatch/loss/criteria.hpp>
 
@@ -24,8 +24,9 @@ at::Tensor or_undefined(const OptionalTensor& tensor) {
 
 at::Tensor to_tensor(const py::object& value, const char* what) {
   if (!THPVariable_Check(value.ptr())) {
-    throw InvalidType(std::string(what) + " must return a tensor of one number, not " +
-                      Py_TYPE(value.ptr())->tp_name);
+    const bool is_number = PyFloat_Check(value.ptr()) || PyLong_Check(value.ptr());
+    throw InvalidType(std::string(what) + " must return a scalar tensor, not " +
+                      Py_TYPE(value.ptr())->tp_name + (is_number ? "; remove .item()" : ""));
   }
   return value.cast<at::Tensor>();
 }

@@ -1,10 +1,10 @@
 #include "bind.hpp"
 #include "budget_argument.hpp"
+#include "memory/cpu_allocator.hpp"
+#include "memory/failure_injection.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/memory/cpu_allocator.hpp>
-#include <infinitybatch/memory/failure_injection.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 

@@ -1,8 +1,8 @@
 #include "bind.hpp"
 #include "bind_offload.hpp"
+#include "execute/assumed_times.hpp"
+#include "execute/execution_log.hpp"
 
-#include <infinitybatch/execute/assumed_times.hpp>
-#include <infinitybatch/execute/execution_log.hpp>
 #include <infinitybatch/execute/plan.hpp>
 
 #include <pybind11/stl.h>

@@ -1,7 +1,6 @@
 #include "bind.hpp"
 #include "python_batch.hpp"
-
-#include <infinitybatch/tape/recorder.hpp>
+#include "tape/recorder.hpp"
 
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>

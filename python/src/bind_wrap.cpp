@@ -1,13 +1,11 @@
 #include "bind.hpp"
 #include "bind_offload.hpp"
-#include "budget_argument.hpp"
 #include "garbage_collected.hpp"
 #include "hidden_rows.hpp"
 #include "left_places.hpp"
-#include "offload_argument.hpp"
+#include "options_argument.hpp"
 #include "python_batch.hpp"
 #include "python_model.hpp"
-#include "signals.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
@@ -47,35 +45,27 @@ Reduce to_reduce(const std::optional<std::string>& name) {
 /// infinitybatch.wrap's engine: what a module is stands in wrap.py.
 class PyWrap {
  public:
-  PyWrap(const py::object& model, const py::object& forward, const py::object& budget,
-         std::optional<int64_t> micro_batch_size, bool exact_coupling,
+  PyWrap(const py::object& model, const py::object& forward, const py::object& agree,
          const std::optional<std::string>& reduce, std::optional<int64_t> output_batch_dim,
-         const py::object& agree, const py::object& offload, bool match_native_rng,
-         bool static_graph, int64_t retained_micro_batches) {
-    WrapOptions options;
-    if (!budget.is_none()) options.memory_budget = to_budget(budget, "memory_budget");
-    options.micro_batch_size = micro_batch_size;
-    options.retained_micro_batches = retained_micro_batches;
-    options.batch_coupling = exact_coupling ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
-    options.offload = to_offload(offload);
-    options.match_native_rng = match_native_rng;
-    options.static_graph = static_graph;
-    options.reduce = to_reduce(reduce);
-    options.output_batch_dim = output_batch_dim;
-    options.interrupt = &check_signals;
-    options.on_backward_error = &throw_as_python;
+         const py::kwargs& given) {
+    WrapOptions own;
+    own.reduce = to_reduce(reduce);
+    own.output_batch_dim = output_batch_dim;
+    own.on_backward_error = &throw_as_python;
     held_ = {Held(model), Held(forward), Held(agree)};
-    options.left_places = [held = held_[0]] {
+    own.left_places = [held = held_[0]] {
       const py::gil_scoped_acquire gil;
       return left_places(held.handle().attr("forward"));
     };
     if (!agree.is_none()) {
-      options.agree = [held = held_[2]](const std::exception_ptr& error) {
+      own.agree = [held = held_[2]](const std::exception_ptr& error) {
         const py::gil_scoped_acquire gil;
         held.handle()(error != nullptr);
       };
     }
-    wrap_ = std::make_unique<Wrap>(model_of(held_[0], held_[1], Outputs::kept), std::move(options));
+    Options options = to_options(given, held_);
+    wrap_ = std::make_unique<Wrap>(model_of(held_[0], held_[1], Outputs::kept), std::move(options),
+                                   std::move(own));
   }
 
   py::object forward(const py::tuple& arguments, const py::dict& keywords) {
@@ -180,13 +170,10 @@ void bind_wrap(py::module_& module) {
   bind_wrap_report(module);
   py::class_<PyWrap>(module, "Wrap", "infinitybatch.wrap without its manners.",
                      garbage_collected<PyWrap>())
-      .def(py::init<const py::object&, const py::object&, const py::object&, std::optional<int64_t>,
-                    bool, const std::optional<std::string>&, std::optional<int64_t>,
-                    const py::object&, const py::object&, bool, bool, int64_t>(),
-           py::kw_only(), py::arg("model"), py::arg("forward"), py::arg("memory_budget"),
-           py::arg("micro_batch_size"), py::arg("exact_coupling"), py::arg("reduce"),
-           py::arg("output_batch_dim"), py::arg("agree"), py::arg("offload"),
-           py::arg("match_native_rng"), py::arg("static_graph"), py::arg("retained_micro_batches"))
+      .def(py::init<const py::object&, const py::object&, const py::object&,
+                    const std::optional<std::string>&, std::optional<int64_t>, const py::kwargs&>(),
+           py::arg("model"), py::arg("forward"), py::arg("agree"), py::arg("reduce"),
+           py::arg("output_batch_dim"))
       .def("forward", &PyWrap::forward, py::arg("arguments"), py::arg("keywords"))
       .def("last_report", &PyWrap::last_report);
 }

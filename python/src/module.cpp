@@ -14,7 +14,10 @@ PYBIND11_MODULE(_C, module) {
   bind_tape(module);
   bind_bench(module);
   bind_verify(module);
+  bind_step_report(module);
   bind_virtual_batch(module);
   bind_wrap(module);
+  bind_trainer(module);
+  bind_evaluation(module);
   register_random_sources();
 }

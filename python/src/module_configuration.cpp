@@ -1,6 +1,5 @@
-#include "module_walk.hpp"
-
 #include "module_attributes.hpp"
+#include "module_walk.hpp"
 
 #include <c10/util/hash.h>
 #include <torch/csrc/autograd/python_variable.h>

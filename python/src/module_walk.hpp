@@ -1,9 +1,9 @@
 #pragma once
 
+#include "execute/plain_state.hpp"
 #include "held.hpp"
 
 #include <infinitybatch/core/model.hpp>
-#include <infinitybatch/execute/plain_state.hpp>
 
 #include <cstdint>
 #include <optional>

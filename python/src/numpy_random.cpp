@@ -7,7 +7,7 @@
 // change (NEP 19). Whatever was drawn is put back at once.
 #include "numpy_random.hpp"
 
-#include <infinitybatch/core/recycled.hpp>
+#include "core/recycled.hpp"
 
 #include <array>
 #include <cstdint>

@@ -1,6 +1,6 @@
 #include "plain_description.hpp"
 
-#include <infinitybatch/core/unwatched.hpp>
+#include "core/unwatched.hpp"
 
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/python_variable.h>

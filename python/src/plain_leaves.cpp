@@ -1,10 +1,9 @@
 #include "plain_leaves.hpp"
+#include "core/plain_leaves.hpp"
 
 #include "held.hpp"
 #include "python_batch.hpp"
 #include "tree_module.hpp"
-
-#include <infinitybatch/core/plain_leaves.hpp>
 
 #include <string>
 

@@ -1,8 +1,7 @@
 #pragma once
 
+#include "execute/plain_state.hpp"
 #include "held.hpp"
-
-#include <infinitybatch/execute/plain_state.hpp>
 
 #include <c10/util/flat_hash_map.h>
 

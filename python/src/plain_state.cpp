@@ -1,6 +1,5 @@
-#include "module_walk.hpp"
-
 #include "module_attributes.hpp"
+#include "module_walk.hpp"
 #include "plain_snapshot.hpp"
 
 #include <c10/util/flat_hash_map.h>

@@ -1,13 +1,13 @@
 #include "python_model.hpp"
 
+#include "core/out_of_memory.hpp"
+#include "coupled/part_of_batch.hpp"
+#include "execute/carried_state.hpp"
 #include "module_attributes.hpp"
 #include "module_walk.hpp"
 #include "python_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
-#include <infinitybatch/coupled/part_of_batch.hpp>
-#include <infinitybatch/execute/carried_state.hpp>
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>

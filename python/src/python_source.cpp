@@ -53,4 +53,20 @@ StepSide to_step_side(py::handle value, const char* name) {
   return {std::move(source), Batch()};
 }
 
+Sides to_sides(py::handle inputs, py::handle targets) {
+  StepSide left = to_step_side(inputs, "inputs");
+  StepSide right = to_step_side(targets, "targets");
+  if (!left.has_rows()) {
+    refuse_hidden_rows(inputs, left.whole, /*samples=*/0, "inputs");
+    batch_size(left.whole, "inputs");  // throws: there is no tensor
+  }
+  if (!right.has_rows()) {
+    refuse_hidden_rows(targets, right.whole, left.source->size, "targets");
+    right.source =
+        BatchSource{left.source->size, [whole = right.whole](int64_t, int64_t) { return whole; },
+                    "none", Dims(), /*uniform=*/true};
+  }
+  return {std::move(*left.source), std::move(*right.source)};
+}
+
 }  // namespace infinitybatch::python

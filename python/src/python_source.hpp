@@ -28,4 +28,12 @@ struct StepSide {
 };
 StepSide to_step_side(py::handle value, const char* name);
 
+/// Inputs and targets of one logical batch.
+struct Sides {
+  BatchSource inputs;
+  BatchSource targets;
+};
+/// \throws BatchError where inputs have no tensor; what `to_step_side` throws
+Sides to_sides(py::handle inputs, py::handle targets);
+
 }  // namespace infinitybatch::python

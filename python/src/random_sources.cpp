@@ -1,10 +1,9 @@
 // Python's and NumPy's global random state, for RngSnapshot.
 #include "bind.hpp"
+#include "core/rng.hpp"
 #include "held.hpp"
 #include "numpy_random.hpp"
 #include "standard_random.hpp"
-
-#include <infinitybatch/core/rng.hpp>
 
 #include <functional>
 #include <string>

@@ -5,7 +5,7 @@
 // meanwhile because there is no GIL, getstate() is used. Putting back goes by setstate() always.
 #include "standard_random.hpp"
 
-#include <infinitybatch/core/recycled.hpp>
+#include "core/recycled.hpp"
 
 #include <array>
 #include <cstdint>

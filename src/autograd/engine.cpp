@@ -1,8 +1,9 @@
-#include <infinitybatch/autograd/engine.hpp>
+#include "autograd/engine.hpp"
+
+#include "core/foreign_exception.hpp"
+#include "core/unwatched.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/foreign_exception.hpp>
-#include <infinitybatch/core/unwatched.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>

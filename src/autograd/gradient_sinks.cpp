@@ -1,12 +1,13 @@
-#include <infinitybatch/autograd/gradient_sinks.hpp>
+#include "autograd/gradient_sinks.hpp"
 
-#include <infinitybatch/autograd/engine.hpp>
-#include <infinitybatch/autograd/node_at_work.hpp>
-#include <infinitybatch/core/engine_error.hpp>
+#include "autograd/engine.hpp"
+#include "autograd/node_at_work.hpp"
+#include "core/engine_error.hpp"
+#include "core/foreign_exception.hpp"
+#include "core/torch_compat.hpp"
+#include "core/unwatched.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/foreign_exception.hpp>
-#include <infinitybatch/core/torch_compat.hpp>
-#include <infinitybatch/core/unwatched.hpp>
 
 #include <ATen/Functions.h>
 
@@ -135,24 +136,35 @@ struct GradientSinks::Entry {
   c10::TensorImpl* identity = nullptr;
 };
 
-GradientSinks::GradientSinks(const std::vector<NamedParameter>& parameters, bool nested)
-    : watcher_(std::make_shared<Watcher>()) {
+GradientSinks::GradientSinks(const std::vector<NamedParameter>& parameters, bool nested,
+                             bool installed)
+    : watcher_(std::make_shared<Watcher>()), nested_(nested) {
   std::unordered_set<c10::TensorImpl*> seen;
   for (const NamedParameter& parameter : parameters) {
     if (!parameter.tensor.requires_grad()) continue;
     if (!seen.insert(parameter.tensor.unsafeGetTensorImpl()).second) continue;  // tied weights
-    const NodePtr current = compat::accumulator_of(parameter.tensor);
-    const auto* other = dynamic_cast<const Sink*>(current.get());
-    if (other != nullptr && !(nested && other->is_around())) {
-      uninstall();
-      throw StateError(
-          "another step is running on parameter '" + parameter.name +
-          "'; a model can take one VirtualBatch step, or one backward through what wrap "
-          "made of it, at a time; give each thread a model of its own");
-    }
-    add(parameter.tensor, /*install=*/true).previous = current;
+    Entry& entry = add(parameter.tensor);
+    entry.parameter = parameter.tensor;
+    entry.slot->open = false;
+    if (installed) install(entry, "parameter '" + parameter.name + "'");
   }
   parameter_count_ = entries_.size();
+}
+
+void GradientSinks::install(Entry& entry, const std::string& which) {
+  NodePtr current = compat::accumulator_of(entry.parameter);
+  const auto* other = dynamic_cast<const Sink*>(current.get());
+  if (other != nullptr && !(nested_ && other->is_around())) {
+    uninstall();
+    throw StateError(
+        "another step is running on " + which +
+        "; a model can take one VirtualBatch step, or one backward through what wrap "
+        "made of it, at a time; give each thread a model of its own");
+  }
+  entry.previous = std::move(current);
+  compat::set_accumulator(entry.parameter, entry.sink);
+  entry.installed = true;
+  entry.slot->set_open(true);
 }
 
 GradientSinks::~GradientSinks() {
@@ -164,24 +176,21 @@ GradientSinks::~GradientSinks() {
   }
 }
 
-GradientSinks::Entry& GradientSinks::add(const at::Tensor& variable, bool install) {
+GradientSinks::Entry& GradientSinks::add(const at::Tensor& variable) {
   auto entry = std::make_unique<Entry>();
   entry->slot = std::make_shared<Slot>(variable);
   entry->slot->watcher = watcher_;
   entry->sink = compat::make_node<Sink>(variable, entry->slot);
   entry->identity = variable.unsafeGetTensorImpl();
-  if (install) {
-    entry->parameter = variable;
-    compat::set_accumulator(variable, entry->sink);
-    entry->installed = true;
-  }
   entries_.push_back(std::move(entry));
   return *entries_.back();
 }
 
-void GradientSinks::adopt(const at::Tensor& leaf) {
-  const NodePtr current = compat::accumulator_of(leaf);
-  add(leaf, /*install=*/true).previous = current;
+void GradientSinks::adopt(const at::Tensor& leaf, bool installed) {
+  Entry& entry = add(leaf);
+  entry.parameter = leaf;
+  entry.slot->open = false;
+  if (installed) install(entry, "a tensor that forward reads");
   parameter_count_ = entries_.size();
 }
 
@@ -197,12 +206,10 @@ void GradientSinks::uninstall() {
 }
 
 void GradientSinks::install() {
-  for (const auto& entry : entries_) entry->slot->set_open(true);
   for (const auto& entry : entries_) {
-    if (entry->installed || !entry->parameter.defined()) continue;
-    entry->previous = compat::accumulator_of(entry->parameter);
-    compat::set_accumulator(entry->parameter, entry->sink);
-    entry->installed = true;
+    entry->slot->thread = std::this_thread::get_id();
+    if (entry->parameter.defined() && !entry->installed) install(*entry, "one of the parameters");
+    entry->slot->set_open(true);
   }
 }
 
@@ -224,7 +231,7 @@ void GradientSinks::redirect_other_leaves(const std::vector<at::Tensor>& roots,
       for (const auto& known : entries_) {
         if (known->identity == identity && known->slot->lock().defined()) entry = known.get();
       }
-      if (entry == nullptr) entry = &add(variable, /*install=*/false);
+      if (entry == nullptr) entry = &add(variable);
       // Not by set_next_edge, which refuses nodes that have a parent for the sake of topological
       // numbers: a sink's is 0, as the accumulator's was.
       edge = Edge(entry->sink, 0);

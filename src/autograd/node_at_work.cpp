@@ -1,4 +1,4 @@
-#include <infinitybatch/autograd/node_at_work.hpp>
+#include "autograd/node_at_work.hpp"
 
 #include <algorithm>
 #include <utility>

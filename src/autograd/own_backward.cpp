@@ -1,6 +1,6 @@
-#include <infinitybatch/autograd/own_backward.hpp>
+#include "autograd/own_backward.hpp"
 
-#include <infinitybatch/autograd/engine.hpp>
+#include "autograd/engine.hpp"
 
 #include <cctype>
 #include <string>

@@ -20,7 +20,10 @@ std::vector<Leaf> concatenate(std::vector<Batch>& children, std::vector<Structur
 
 }  // namespace
 
-Batch::Batch() : Batch(std::vector<Leaf>{}, Structure::tuple({})) {}
+Batch::Batch() {
+  static const StructurePtr empty = Structure::tuple({});
+  structure_ = empty;
+}
 
 Batch::Batch(at::Tensor tensor) : leaves_(1), structure_(Structure::leaf()) {
   leaves_.front().tensor = std::move(tensor);

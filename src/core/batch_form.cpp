@@ -1,4 +1,4 @@
-#include <infinitybatch/core/batch_form.hpp>
+#include "core/batch_form.hpp"
 
 #include <utility>
 #include <vector>
@@ -8,6 +8,14 @@ namespace infinitybatch {
 Batch without_tensors(const Batch& batch) {
   std::vector<Leaf> leaves = batch.leaves();
   for (Leaf& leaf : leaves) leaf.tensor.reset();
+  return {std::move(leaves), batch.structure()};
+}
+
+Batch without_graph(const Batch& batch) {
+  std::vector<Leaf> leaves = batch.leaves();
+  for (Leaf& leaf : leaves) {
+    if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.detach();
+  }
   return {std::move(leaves), batch.structure()};
 }
 

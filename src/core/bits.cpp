@@ -1,4 +1,4 @@
-#include <infinitybatch/core/bits.hpp>
+#include "core/bits.hpp"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

@@ -18,12 +18,16 @@ struct Unit {
   double bytes;
 };
 
-constexpr std::array<Unit, 10> kUnits{{{"", 1.0},
+constexpr std::array<Unit, 14> kUnits{{{"", 1.0},
                                        {"b", 1.0},
                                        {"kb", 1e3},
                                        {"mb", 1e6},
                                        {"gb", 1e9},
                                        {"tb", 1e12},
+                                       {"k", 1e3},
+                                       {"m", 1e6},
+                                       {"g", 1e9},
+                                       {"t", 1e12},
                                        {"kib", 0x1p10},
                                        {"mib", 0x1p20},
                                        {"gib", 0x1p30},

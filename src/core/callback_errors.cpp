@@ -1,6 +1,6 @@
-#include <infinitybatch/core/callback_errors.hpp>
+#include "core/callback_errors.hpp"
 
-#include <infinitybatch/core/foreign_exception.hpp>
+#include "core/foreign_exception.hpp"
 
 namespace infinitybatch {
 namespace {

@@ -1,4 +1,4 @@
-#include <infinitybatch/core/counted.hpp>
+#include "core/counted.hpp"
 
 namespace infinitybatch {
 

@@ -1,4 +1,4 @@
-#include <infinitybatch/core/engine_error.hpp>
+#include "core/engine_error.hpp"
 
 #include <utility>
 #include <vector>

@@ -1,4 +1,4 @@
-#include <infinitybatch/core/exception_text.hpp>
+#include "core/exception_text.hpp"
 
 #include <c10/util/Exception.h>
 

@@ -1,6 +1,6 @@
-#include <infinitybatch/core/exchange.hpp>
+#include "core/exchange.hpp"
 
-#include <infinitybatch/core/bits.hpp>
+#include "core/bits.hpp"
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

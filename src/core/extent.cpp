@@ -1,4 +1,4 @@
-#include <infinitybatch/core/extent.hpp>
+#include "core/extent.hpp"
 
 namespace infinitybatch {
 

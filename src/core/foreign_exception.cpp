@@ -1,4 +1,4 @@
-#include <infinitybatch/core/foreign_exception.hpp>
+#include "core/foreign_exception.hpp"
 
 #include <utility>
 #include <vector>

@@ -1,7 +1,7 @@
-#include <infinitybatch/core/generator_state.hpp>
+#include "core/generator_state.hpp"
 
-#include <infinitybatch/core/recycled.hpp>
-#include <infinitybatch/core/rng.hpp>
+#include "core/recycled.hpp"
+#include "core/rng.hpp"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>

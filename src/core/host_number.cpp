@@ -1,4 +1,4 @@
-#include <infinitybatch/core/host_number.hpp>
+#include "core/host_number.hpp"
 
 #include <c10/core/DispatchKeySet.h>
 #include <c10/util/BFloat16.h>

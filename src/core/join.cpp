@@ -1,4 +1,4 @@
-#include <infinitybatch/core/join.hpp>
+#include "core/join.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

@@ -1,5 +1,6 @@
-#include <infinitybatch/core/exception_classifiers.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
+#include "core/out_of_memory.hpp"
+
+#include "core/exception_classifiers.hpp"
 
 #include <c10/util/Exception.h>
 

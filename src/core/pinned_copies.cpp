@@ -1,4 +1,4 @@
-#include <infinitybatch/core/pinned_copies.hpp>
+#include "core/pinned_copies.hpp"
 
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

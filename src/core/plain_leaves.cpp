@@ -1,4 +1,4 @@
-#include <infinitybatch/core/plain_leaves.hpp>
+#include "core/plain_leaves.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

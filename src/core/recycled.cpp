@@ -1,4 +1,4 @@
-#include <infinitybatch/core/recycled.hpp>
+#include "core/recycled.hpp"
 
 namespace infinitybatch {
 

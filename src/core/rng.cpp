@@ -1,5 +1,6 @@
-#include <infinitybatch/core/generator_state.hpp>
-#include <infinitybatch/core/rng.hpp>
+#include "core/rng.hpp"
+
+#include "core/generator_state.hpp"
 
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>

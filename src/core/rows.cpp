@@ -1,12 +1,13 @@
 // Splitting and joining: sizes, rows and devices of a Batch.
+#include "core/following_dims.hpp"
+#include "core/join.hpp"
+#include "core/pinned_copies.hpp"
+#include "core/plain_leaves.hpp"
+#include "core/transforms.hpp"
+
 #include <infinitybatch/core/batch.hpp>
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/following_dims.hpp>
-#include <infinitybatch/core/join.hpp>
-#include <infinitybatch/core/pinned_copies.hpp>
-#include <infinitybatch/core/plain_leaves.hpp>
-#include <infinitybatch/core/transforms.hpp>
 
 #include <ATen/Functions.h>
 

@@ -1,5 +1,4 @@
 #include <infinitybatch/core/batch.hpp>
-
 #include <infinitybatch/core/errors.hpp>
 
 namespace infinitybatch {

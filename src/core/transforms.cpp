@@ -1,4 +1,4 @@
-#include <infinitybatch/core/transforms.hpp>
+#include "core/transforms.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

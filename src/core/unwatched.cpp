@@ -1,4 +1,4 @@
-#include <infinitybatch/core/unwatched.hpp>
+#include "core/unwatched.hpp"
 
 #include <utility>
 

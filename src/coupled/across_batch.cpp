@@ -1,13 +1,13 @@
-#include "across_batch_op.hpp"
-#include "provisional_run.hpp"
+#include "autograd/engine.hpp"
+#include "core/torch_compat.hpp"
+#include "coupled/across_batch_op.hpp"
+#include "coupled/coupling_watch.hpp"
+#include "coupled/part_of_batch.hpp"
+#include "coupled/provisional.hpp"
+#include "coupled/provisional_run.hpp"
+#include "tape/recorder.hpp"
 
-#include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/torch_compat.hpp>
-#include <infinitybatch/coupled/coupling_watch.hpp>
-#include <infinitybatch/coupled/part_of_batch.hpp>
-#include <infinitybatch/coupled/provisional.hpp>
-#include <infinitybatch/tape/recorder.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/SequenceNumber.h>

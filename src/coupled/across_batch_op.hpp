@@ -1,8 +1,9 @@
 #pragma once
 
+#include "coupled/part_of_batch.hpp"
+#include "coupled/whole_batch_op.hpp"
+
 #include <infinitybatch/coupled/across_batch.hpp>
-#include <infinitybatch/coupled/part_of_batch.hpp>
-#include <infinitybatch/coupled/whole_batch_op.hpp>
 
 #include <map>
 #include <memory>

@@ -1,7 +1,8 @@
-#include "batch_norm.hpp"
+#include "coupled/batch_norm.hpp"
+
+#include "core/sum_type.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/sum_type.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

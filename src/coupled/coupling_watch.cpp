@@ -1,7 +1,6 @@
-#include <infinitybatch/coupled/coupling_watch.hpp>
+#include "coupled/coupling_watch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/tape/op_facts.hpp>
 
 #include <ATen/Context.h>
 #include <ATen/core/ivalue.h>
@@ -12,8 +11,6 @@
 
 namespace infinitybatch::coupled {
 namespace {
-
-thread_local CouplingWatch* innermost_watch = nullptr;
 
 enum class Kind { batch_norm, always, embedding, across_batch };
 
@@ -80,11 +77,11 @@ std::string reason(Kind kind) {
 
 }  // namespace
 
-struct CouplingWatch::Inside : at::ObserverContext {};
+struct CouplingWatch::Inside : tape::OpContext {};
 
-struct CouplingWatch::Renorming : at::ObserverContext {};
+struct CouplingWatch::Renorming : tape::OpContext {};
 
-struct CouplingWatch::Drawing : at::ObserverContext {
+struct CouplingWatch::Drawing : tape::OpContext {
   Drawing(std::string name, std::vector<Stand> stand)
       : op(std::move(name)), before(std::move(stand)) {}
   std::string op;
@@ -107,8 +104,8 @@ std::vector<CouplingWatch::Stand> CouplingWatch::stand_of(
   return stand;
 }
 
-std::unique_ptr<at::ObserverContext> CouplingWatch::on_draw(const at::RecordFunction& op) {
-  const tape::OpFacts* facts = tape::facts_of(op);
+CouplingWatch::Context CouplingWatch::on_draw(const tape::SeenOp& op) {
+  const tape::OpFacts* facts = op.facts();
   if (facts == nullptr || !facts->draws) return nullptr;
   std::vector<at::Generator> generators = generators_;
   for (const c10::IValue& input : op.inputs()) {
@@ -138,35 +135,22 @@ std::function<void()> CouplingWatch::hold_draws() const {
   };
 }
 
-bool CouplingWatch::at_work() noexcept {
-  return innermost_watch != nullptr;
-}
-
-CouplingWatch::Scope::Scope(CouplingWatch& watch)
-    : outer_(innermost_watch),
-      handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(&on_op, &after_op)
-                                             .needsInputs(true)
-                                             .scopes({at::RecordScope::FUNCTION}))) {
+CouplingWatch::Scope::Scope(CouplingWatch& watch) : listening_(watch) {
   watch.inside_ = 0;
   watch.drawing_ = false;
   watch.renormed_->forget();
   watch.means_.clear();
-  innermost_watch = &watch;
 }
 
-CouplingWatch::Scope::~Scope() {
-  at::removeCallback(handle_);
-  innermost_watch = outer_;
-}
+CouplingWatch::Scope::~Scope() = default;
 
-std::unique_ptr<at::ObserverContext> CouplingWatch::on_op(const at::RecordFunction& op) {
-  CouplingWatch* watch = innermost_watch;
-  std::unique_ptr<at::ObserverContext> context;
-  if (watch != nullptr) watch->errors_.guard([&] { context = watch->begin(op); });
+CouplingWatch::Context CouplingWatch::begin(const tape::SeenOp& op) noexcept {
+  Context context;
+  errors_.guard([&] { context = meet(op); });
   return context;
 }
 
-std::unique_ptr<at::ObserverContext> CouplingWatch::begin(const at::RecordFunction& op) {
+CouplingWatch::Context CouplingWatch::meet(const tape::SeenOp& op) {
   const std::string_view name = op.name();
   if (name.starts_with("c10d::") || name.starts_with("_c10d_functional::")) talked_ = true;
   // What an embedding's `max_norm` rewrites is renormed_'s to see.
@@ -192,7 +176,7 @@ std::unique_ptr<at::ObserverContext> CouplingWatch::begin(const at::RecordFuncti
 }
 
 /// Ops inside of the one that begins are not looked at.
-std::unique_ptr<at::ObserverContext> CouplingWatch::enter() {
+CouplingWatch::Context CouplingWatch::enter() {
   auto inside = std::make_unique<Inside>();
   ++inside_;
   return inside;
@@ -213,7 +197,7 @@ bool CouplingWatch::is_parameter(const c10::IValue& value) const {
          parameters_.count(value.toTensor().storage().unsafeGetStorageImpl()) != 0;
 }
 
-std::unique_ptr<at::ObserverContext> CouplingWatch::on_renorm(const at::RecordFunction& op) {
+CouplingWatch::Context CouplingWatch::on_renorm(const tape::SeenOp& op) {
   auto renorming = std::make_unique<Renorming>();
   memory_.leave_rescaled(op.inputs()[0].toTensor());
   if (auto why = renormed_->begin(op)) seen_.push_back({std::string(kRenorm), std::move(*why)});
@@ -221,10 +205,10 @@ std::unique_ptr<at::ObserverContext> CouplingWatch::on_renorm(const at::RecordFu
   return renorming;
 }
 
-void CouplingWatch::on_read(const at::RecordFunction& op) {
+void CouplingWatch::on_read(const tape::SeenOp& op) {
   const bool known = std::any_of(seen_.begin(), seen_.end(),
                                  [](const CoupledOp& seen) { return seen.op == kRenorm; });
-  if (known || op.name() == kRenorm) return;
+  if (known || std::string_view(op.name()) == kRenorm) return;
   if (auto why = renormed_->other_read(op)) {
     seen_.push_back({std::string(kRenorm), std::move(*why)});
   }
@@ -242,19 +226,17 @@ void CouplingWatch::check(int64_t rows, int64_t total) const {
                     "or accept another gradient with batch_coupling=\"per_micro_batch\"");
 }
 
-void CouplingWatch::after_op(const at::RecordFunction&, at::ObserverContext* context) {
-  CouplingWatch* watch = innermost_watch;
-  if (watch == nullptr || context == nullptr) return;
-  watch->errors_.guard([&] { watch->end(context); });
+void CouplingWatch::end(const tape::SeenOp& /*op*/, tape::OpContext* context) noexcept {
+  errors_.guard([&] { leave(*context); });
 }
 
-void CouplingWatch::end(at::ObserverContext* context) {
-  if (dynamic_cast<Inside*>(context) != nullptr) {
+void CouplingWatch::leave(tape::OpContext& context) {
+  if (dynamic_cast<Inside*>(&context) != nullptr) {
     --inside_;
-  } else if (dynamic_cast<Renorming*>(context) != nullptr) {
+  } else if (dynamic_cast<Renorming*>(&context) != nullptr) {
     --inside_;
     renormed_->end();
-  } else if (auto* drawing = dynamic_cast<Drawing*>(context)) {
+  } else if (auto* drawing = dynamic_cast<Drawing*>(&context)) {
     drawing_ = false;
     // One place has one order: nothing is drawn for it, but for the whole batch there is.
     bool drew = drawing->op == "aten::randperm";

@@ -1,9 +1,9 @@
 // How what drawing ops are given follows the samples.
-#include "random_draw.hpp"
+#include "coupled/random_draw.hpp"
+#include "tape/arguments.hpp"
+#include "tape/segment.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/tape/arguments.hpp>
-#include <infinitybatch/tape/segment.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>

@@ -1,6 +1,5 @@
-#include <infinitybatch/tape/arguments.hpp>
-
-#include <infinitybatch/coupled/whole_batch_op.hpp>
+#include "coupled/whole_batch_op.hpp"
+#include "tape/arguments.hpp"
 
 #include <unordered_set>
 

@@ -1,4 +1,4 @@
-#include "embedding.hpp"
+#include "coupled/embedding.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <infinitybatch/coupled/whole_batch_op.hpp>
+#include "coupled/whole_batch_op.hpp"
 
 namespace infinitybatch::coupled {
 

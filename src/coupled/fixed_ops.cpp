@@ -1,10 +1,11 @@
-#include <infinitybatch/coupled/fixed_ops.hpp>
+#include "coupled/fixed_ops.hpp"
 
-#include <infinitybatch/core/rng.hpp>
-#include <infinitybatch/core/unwatched.hpp>
+#include "core/rng.hpp"
+#include "core/unwatched.hpp"
 
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <array>
@@ -14,8 +15,6 @@
 
 namespace infinitybatch::coupled {
 namespace {
-
-thread_local FixedOps* innermost_scope = nullptr;
 
 constexpr std::array<std::string_view, 4> kNorms{"aten::batch_norm", "aten::native_batch_norm",
                                                  "aten::_native_batch_norm_legit",
@@ -92,7 +91,7 @@ void add_to_rows(const at::Tensor& output, const std::vector<at::Tensor>& means)
 
 }  // namespace
 
-struct FixedOps::Replaced : at::ObserverContext {
+struct FixedOps::Replaced : tape::OpContext {
   std::optional<double> draw;
   at::Tensor input, weight, bias;  // of a norm
   std::vector<at::Tensor> means;   // of rows given to a function of all samples
@@ -101,12 +100,7 @@ struct FixedOps::Replaced : at::ObserverContext {
 };
 
 FixedOps::FixedOps(const std::vector<at::Device>& devices, int64_t rows, const CouplingWatch& watch)
-    : outer_(innermost_scope),
-      handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(&on_op, &after_op)
-                                             .needsInputs(true)
-                                             .needsOutputs(true)
-                                             .scopes({at::RecordScope::FUNCTION}))),
-      rows_(rows),
+    : rows_(rows),
       watch_(watch) {
   const auto know = [this](const at::Generator& generator) {
     generators_.emplace_back(generator, GeneratorState(generator));
@@ -115,18 +109,13 @@ FixedOps::FixedOps(const std::vector<at::Device>& devices, int64_t rows, const C
   for (const at::Device& device : devices) {
     if (!device.is_cpu()) know(at::globalContext().defaultGenerator(device));
   }
-  innermost_scope = this;
+  listening_.emplace(*this, tape::Hears{.results = true});
 }
 
 FixedOps::~FixedOps() {
-  at::removeCallback(handle_);
-  innermost_scope = outer_;
+  listening_.reset();
   // Those that ops were given are nobody else's to put back.
   for (const auto& [generator, state] : generators_) state.put_back(generator);
-}
-
-bool FixedOps::at_work() noexcept {
-  return innermost_scope != nullptr;
 }
 
 bool FixedOps::strayed() {
@@ -143,23 +132,20 @@ std::map<std::string, std::string> FixedOps::foreign() const {
   return tell_foreign_sources();
 }
 
-std::unique_ptr<at::ObserverContext> FixedOps::on_op(const at::RecordFunction& op) {
-  std::unique_ptr<at::ObserverContext> context;
-  if (FixedOps* scope = innermost_scope) {
-    scope->errors_.guard([&] { context = scope->begin(op); });
-  }
+std::unique_ptr<tape::OpContext> FixedOps::begin(const tape::SeenOp& op) noexcept {
+  std::unique_ptr<tape::OpContext> context;
+  errors_.guard([&] { context = meet(op); });
   return context;
 }
 
-void FixedOps::after_op(const at::RecordFunction& op, at::ObserverContext* context) {
-  if (innermost_scope == nullptr || context == nullptr) return;
-  auto* replaced = dynamic_cast<Replaced*>(context);
-  if (replaced == nullptr) return;
-  if (replaced->inside) --innermost_scope->inside_;
-  innermost_scope->errors_.guard([&] { innermost_scope->end(op, *replaced); });
+void FixedOps::end(const tape::SeenOp& op, tape::OpContext* context) noexcept {
+  if (context == nullptr) return;
+  auto& replaced = static_cast<Replaced&>(*context);
+  if (replaced.inside) --inside_;
+  errors_.guard([&] { replace(op, replaced); });
 }
 
-std::unique_ptr<at::ObserverContext> FixedOps::begin(const at::RecordFunction& op) {
+std::unique_ptr<tape::OpContext> FixedOps::meet(const tape::SeenOp& op) {
   if (inside_ > 0) return nullptr;
   const std::string_view name = op.name();
   const auto inputs = op.inputs();
@@ -195,7 +181,7 @@ std::unique_ptr<at::ObserverContext> FixedOps::begin(const at::RecordFunction& o
   return replaced;
 }
 
-void FixedOps::end(const at::RecordFunction& op, Replaced& replaced) {
+void FixedOps::replace(const tape::SeenOp& op, Replaced& replaced) {
   if (errors_.any()) return;
   if (!replaced.draw && !replaced.across && !replaced.input.defined()) return;
   const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);

@@ -1,7 +1,8 @@
-#include <infinitybatch/coupled/foreign_draws.hpp>
+#include "coupled/foreign_draws.hpp"
+
+#include "core/rng.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/rng.hpp>
 
 namespace infinitybatch::coupled {
 

@@ -1,6 +1,6 @@
-#include <infinitybatch/coupled/original_weights.hpp>
+#include "coupled/original_weights.hpp"
 
-#include <infinitybatch/core/torch_compat.hpp>
+#include "core/torch_compat.hpp"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

@@ -1,4 +1,4 @@
-#include <infinitybatch/coupled/part_of_batch.hpp>
+#include "coupled/part_of_batch.hpp"
 
 namespace infinitybatch::coupled {
 namespace {

@@ -1,7 +1,7 @@
-#include "plain_copy.hpp"
+#include "coupled/plain_copy.hpp"
 
-#include <infinitybatch/core/foreign_exception.hpp>
-#include <infinitybatch/core/unwatched.hpp>
+#include "core/foreign_exception.hpp"
+#include "core/unwatched.hpp"
 
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>

@@ -1,12 +1,13 @@
-#include "provisional_run.hpp"
+#include "coupled/provisional_run.hpp"
+
+#include "core/exception_text.hpp"
+#include "core/foreign_exception.hpp"
+#include "core/out_of_memory.hpp"
+#include "core/rng.hpp"
+#include "coupled/provisional.hpp"
+#include "coupled/row_errors.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/exception_text.hpp>
-#include <infinitybatch/core/foreign_exception.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
-#include <infinitybatch/core/rng.hpp>
-#include <infinitybatch/coupled/provisional.hpp>
-#include <infinitybatch/coupled/row_errors.hpp>
 
 #include <ATen/Context.h>
 #include <ATen/Functions.h>

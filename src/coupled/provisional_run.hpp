@@ -1,6 +1,6 @@
 #pragma once
 
-#include <infinitybatch/coupled/part_of_batch.hpp>
+#include "coupled/part_of_batch.hpp"
 
 #include <ATen/core/TensorBody.h>
 

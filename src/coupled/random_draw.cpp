@@ -1,4 +1,4 @@
-#include "random_draw.hpp"
+#include "coupled/random_draw.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

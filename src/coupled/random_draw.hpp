@@ -1,8 +1,7 @@
 #pragma once
 
-#include "random_ops.hpp"
-
-#include <infinitybatch/coupled/random_draw.hpp>
+#include "coupled/draw_laws.hpp"
+#include "coupled/random_ops.hpp"
 
 #include <map>
 #include <memory>

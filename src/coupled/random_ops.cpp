@@ -1,4 +1,4 @@
-#include "random_ops.hpp"
+#include "coupled/random_ops.hpp"
 
 #include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>

@@ -1,11 +1,11 @@
 #pragma once
 
+#include "coupled/draw_laws.hpp"
+#include "tape/op_facts.hpp"
+
 #include <ATen/core/Generator.h>
 #include <ATen/core/TensorBody.h>
 #include <ATen/core/ivalue.h>
-
-#include <infinitybatch/coupled/random_draw.hpp>
-#include <infinitybatch/tape/op_facts.hpp>
 
 #include <cstdint>
 #include <optional>

@@ -1,4 +1,4 @@
-#include <infinitybatch/coupled/random_streams.hpp>
+#include "coupled/random_streams.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

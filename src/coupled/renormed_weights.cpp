@@ -1,14 +1,14 @@
-#include <infinitybatch/coupled/renormed_weights.hpp>
+#include "coupled/renormed_weights.hpp"
 
-#include "plain_copy.hpp"
-
-#include <infinitybatch/core/tensor_memory.hpp>
-#include <infinitybatch/core/torch_compat.hpp>
-#include <infinitybatch/coupled/original_weights.hpp>
-#include <infinitybatch/tape/op_facts.hpp>
+#include "core/tensor_memory.hpp"
+#include "core/torch_compat.hpp"
+#include "coupled/original_weights.hpp"
+#include "coupled/plain_copy.hpp"
+#include "tape/op_bus.hpp"
 
 #include <ATen/Functions.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace infinitybatch::coupled {
 namespace {
 
 /// Of an interpreter's stack: what was there before comes first.
-c10::ArrayRef<const c10::IValue> arguments_of(const at::RecordFunction& op, size_t count) {
+c10::ArrayRef<const c10::IValue> arguments_of(const tape::SeenOp& op, size_t count) {
   const auto stack = op.inputs();
   return stack.size() < count ? c10::ArrayRef<const c10::IValue>()
                               : stack.slice(stack.size() - count);
@@ -104,7 +104,7 @@ void RenormedWeights::put_aside(const at::Tensor& indices) {
   scaled.index_fill_(0, all, true);
 }
 
-std::optional<std::string> RenormedWeights::begin(const at::RecordFunction& op) {
+std::optional<std::string> RenormedWeights::begin(const tape::SeenOp& op) {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unseen(false);
   const auto arguments = arguments_of(op, 4);  // weight, indices, max_norm, norm_type
@@ -141,8 +141,8 @@ void RenormedWeights::end() {
   rows_.reset();
 }
 
-bool RenormedWeights::is_lookup(const at::RecordFunction& op) const {
-  const tape::OpFacts* facts = tape::facts_of(op);
+bool RenormedWeights::is_lookup(const tape::SeenOp& op) const {
+  const tape::OpFacts* facts = op.facts();
   if (facts == nullptr || !facts->looks_up) return false;
   const auto arguments = arguments_of(op, facts->argument_count);
   if (arguments.empty() || !arguments[0].isTensor() || !arguments[1].isTensor()) return false;
@@ -155,8 +155,8 @@ bool RenormedWeights::is_lookup(const at::RecordFunction& op) const {
   });
 }
 
-std::optional<std::string> RenormedWeights::other_read(const at::RecordFunction& op) const {
-  const tape::OpFacts* facts = tape::facts_of(op);
+std::optional<std::string> RenormedWeights::other_read(const tape::SeenOp& op) const {
+  const tape::OpFacts* facts = op.facts();
   if (facts == nullptr) return std::nullopt;  // what it calls is seen
   const auto arguments = arguments_of(op, facts->argument_count);
   for (size_t i = 0; i < arguments.size(); ++i) {

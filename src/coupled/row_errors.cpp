@@ -1,5 +1,6 @@
-#include <infinitybatch/core/exception_classifiers.hpp>
-#include <infinitybatch/coupled/row_errors.hpp>
+#include "coupled/row_errors.hpp"
+
+#include "core/exception_classifiers.hpp"
 
 #include <utility>
 

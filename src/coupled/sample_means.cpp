@@ -1,4 +1,6 @@
-#include <infinitybatch/coupled/sample_means.hpp>
+#include "coupled/sample_means.hpp"
+
+#include "tape/op_bus.hpp"
 
 #include <algorithm>
 #include <string_view>
@@ -17,7 +19,7 @@ bool in_same_memory(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-void SampleMeans::observe(const at::RecordFunction& op) {
+void SampleMeans::observe(const tape::SeenOp& op) {
   if (op.name() != kInstanceNorm) {
     if (!means_.empty()) look_for_reads(op);
     return;
@@ -43,7 +45,7 @@ void SampleMeans::note(const c10::IValue& buffer, int64_t count) {
   }
 }
 
-void SampleMeans::look_for_reads(const at::RecordFunction& op) {
+void SampleMeans::look_for_reads(const tape::SeenOp& op) {
   const auto look = [&](const at::Tensor& tensor) {
     if (!tensor.defined()) return;
     for (SampleMean& mean : means_) {

@@ -1,10 +1,9 @@
-#include <infinitybatch/coupled/watched_memory.hpp>
+#include "coupled/watched_memory.hpp"
 
-#include "plain_copy.hpp"
-
-#include <infinitybatch/core/extent.hpp>
-#include <infinitybatch/core/tensor_memory.hpp>
-#include <infinitybatch/tape/op_facts.hpp>
+#include "core/extent.hpp"
+#include "core/tensor_memory.hpp"
+#include "coupled/plain_copy.hpp"
+#include "tape/op_bus.hpp"
 
 #include <c10/core/GradMode.h>
 
@@ -118,8 +117,8 @@ void WatchedMemory::forget_carried() {
   }
 }
 
-void WatchedMemory::observe(const at::RecordFunction& op) {
-  const tape::OpFacts* facts = tape::facts_of(op);
+void WatchedMemory::observe(const tape::SeenOp& op) {
+  const tape::OpFacts* facts = op.facts();
   if (facts == nullptr || (!facts->writes && !any_carried_)) return;
   const std::string& name = facts->name();
   if (facts->writes_metadata || asks_for_form(name)) return;

@@ -1,11 +1,11 @@
-#include <infinitybatch/coupled/whole_batch_op.hpp>
+#include "coupled/whole_batch_op.hpp"
 
-#include "across_batch_op.hpp"
-#include "batch_norm.hpp"
-#include "embedding.hpp"
+#include "coupled/across_batch_op.hpp"
+#include "coupled/batch_norm.hpp"
+#include "coupled/embedding.hpp"
+#include "tape/arguments.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/tape/arguments.hpp>
 
 #include <algorithm>
 #include <array>

@@ -1,4 +1,4 @@
-#include <infinitybatch/execute/assumed_times.hpp>
+#include "execute/assumed_times.hpp"
 
 #include <mutex>
 

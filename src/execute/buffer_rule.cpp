@@ -1,6 +1,7 @@
-#include <infinitybatch/execute/buffer_rule.hpp>
+#include "execute/buffer_rule.hpp"
 
-#include <infinitybatch/core/bits.hpp>
+#include "core/bits.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 
 #include <ATen/Functions.h>

@@ -1,6 +1,6 @@
-#include <infinitybatch/execute/buffer_values.hpp>
+#include "execute/buffer_values.hpp"
 
-#include <infinitybatch/core/bits.hpp>
+#include "core/bits.hpp"
 
 #include <c10/core/GradMode.h>
 

@@ -1,11 +1,10 @@
 // The part of CutPass that records micro-batches whose graph would not fit.
-#include <infinitybatch/execute/cut_pass.hpp>
+#include "core/bits.hpp"
+#include "execute/cut_pass.hpp"
+#include "execute/light_recording.hpp"
+#include "tape/recorder.hpp"
 
-#include "light_recording.hpp"
-
-#include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/tape/recorder.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

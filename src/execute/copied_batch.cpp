@@ -1,4 +1,4 @@
-#include <infinitybatch/execute/copied_batch.hpp>
+#include "execute/copied_batch.hpp"
 
 #include <ATen/Functions.h>
 

@@ -1,10 +1,12 @@
-#include <infinitybatch/execute/cut_pass.hpp>
+#include "execute/cut_pass.hpp"
 
-#include <infinitybatch/autograd/engine.hpp>
+#include "autograd/engine.hpp"
+#include "core/torch_compat.hpp"
+#include "execute/schedule.hpp"
+#include "tape/arguments.hpp"
+#include "tape/witness.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/torch_compat.hpp>
-#include <infinitybatch/tape/arguments.hpp>
-#include <infinitybatch/tape/witness.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

@@ -1,18 +1,19 @@
 // The part of CutPass that records micro-batches and decides whether their tapes can be believed.
-#include <infinitybatch/execute/cut_pass.hpp>
+#include "core/batch_form.hpp"
+#include "core/bits.hpp"
+#include "core/rng.hpp"
+#include "coupled/draw_laws.hpp"
+#include "execute/cut_pass.hpp"
+#include "execute/findings.hpp"
+#include "execute/light_recording.hpp"
+#include "execute/outside_loss.hpp"
+#include "execute/plain_runs.hpp"
+#include "tape/arguments.hpp"
+#include "tape/recorder.hpp"
+#include "tape/sample_flow.hpp"
+#include "tape/witness.hpp"
 
-#include "light_recording.hpp"
-
-#include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/rng.hpp>
-#include <infinitybatch/coupled/random_draw.hpp>
-#include <infinitybatch/execute/outside_loss.hpp>
-#include <infinitybatch/execute/plain_runs.hpp>
-#include <infinitybatch/tape/arguments.hpp>
-#include <infinitybatch/tape/recorder.hpp>
-#include <infinitybatch/tape/sample_flow.hpp>
-#include <infinitybatch/tape/witness.hpp>
 
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
@@ -146,7 +147,7 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
                       const Forward& forward, const Elsewhere& elsewhere) {
   Part& part = parts_[rows.begin];
   rewind_random();
-  const bool check = job_.check_recordings && !checked_;
+  const bool check = !job_.findings->recordings_checked && !checked_;
   const RngSnapshot before = check ? RngSnapshot::capture(devices_) : RngSnapshot();
   Batch outputs;
   auto recorded = std::make_shared<Recorded>();
@@ -208,10 +209,7 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
   numbers = numbers || (known != nullptr && known->moves());
   if (job_.static_tapes != nullptr && numbers) job_.static_tapes->by_rows.clear();
   if (job_.static_tapes != nullptr && !counts && !numbers) confirm(rows, recorded);
-  for (Leaf& leaf : outputs.leaves()) {
-    if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.detach();
-  }
-  return outputs;
+  return without_graph(outputs);
 }
 
 tape::Tape CutPass::disturbed(const Batch& inputs, coupled::CouplingWatch& watch,
@@ -233,7 +231,7 @@ Batch CutPass::record_anew(Rows rows, const Batch& inputs, coupled::CouplingWatc
   buffers_.end_micro_batch();
   parts_.erase(rows.begin);
   ops_.clear();
-  if (job_.draw_laws != nullptr) *job_.draw_laws = {};
+  job_.findings->draw_laws = {};
   checked_ = false;
   return record(rows, inputs, watch, forward, elsewhere);
 }
@@ -263,8 +261,9 @@ void CutPass::begin(Part& part, std::shared_ptr<const Recorded> recorded) {
   if (job_.alone) return;
   if (parts_.size() == 1 && ops_.empty()) {
     const tape::Tape& tape = part.recorded->tape;
-    const bool known = job_.draw_laws != nullptr && job_.draw_laws->fit(tape);
-    auto law = known ? job_.draw_laws->laws.begin() : std::vector<coupled::DrawLaw>::iterator();
+    coupled::DrawLaws& laws = job_.findings->draw_laws;
+    const bool known = job_.match_native_rng && laws.fit(tape);
+    auto law = known ? laws.laws.begin() : std::vector<coupled::DrawLaw>::iterator();
     for (size_t s = 1; s < part.recorded->stretches.size(); ++s) {
       const tape::Op& op = part.recorded->first_op(part.recorded->stretches[s]);
       ops_.push_back(coupled::draws_for_all(tape, op)
@@ -322,7 +321,7 @@ bool CutPass::reuse(Rows rows) {
   const auto entry = job_.static_tapes->by_rows.find(rows.size());
   if (entry == job_.static_tapes->by_rows.end() || !entry->second.confirmed) return false;
   if (streams_ && rows.size() < job_.batch_size() &&
-      !job_.draw_laws->fit(entry->second.recorded->tape)) {
+      !job_.findings->draw_laws.fit(entry->second.recorded->tape)) {
     return false;
   }
   Part& part = parts_[rows.begin];
@@ -374,7 +373,7 @@ void CutPass::learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape
   if (!streams_ || rows.size() == total || parts_.size() > 1) return;
   // What Python's numbers decide may be another way in each step.
   const bool decided = *foreign_after_ != foreign_before_;
-  if (!decided && job_.draw_laws->fit(tape)) return;
+  if (!decided && job_.findings->draw_laws.fit(tape)) return;
   // Another number of samples tells which dimensions follow it.
   const Rows other = other_rows(rows, total);
   buffers_.end_micro_batch();
@@ -383,7 +382,7 @@ void CutPass::learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape
     tape::Tape second = record_tape(others, watch, run, /*disturbed=*/false, nullptr);
     meet_random(second);
     tape::trim(second);
-    *job_.draw_laws =
+    job_.findings->draw_laws =
         coupled::find_draw_laws({tape, inputs, rows.size()}, {second, others, other.size()});
   });
 }

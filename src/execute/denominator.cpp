@@ -1,6 +1,6 @@
-#include <infinitybatch/execute/denominator.hpp>
+#include "execute/denominator.hpp"
 
-#include <infinitybatch/core/host_number.hpp>
+#include "core/host_number.hpp"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>

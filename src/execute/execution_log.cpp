@@ -1,4 +1,4 @@
-#include <infinitybatch/execute/execution_log.hpp>
+#include "execute/execution_log.hpp"
 
 #include <atomic>
 #include <mutex>
@@ -38,10 +38,6 @@ void ExecutionLog::note(const Instruction& instruction, Rows rows) {
   if (instruction.micro_batch >= 0) line = with_rows(line, rows);
   if (instruction.segment >= 0) line += " segment " + std::to_string(instruction.segment);
   add(std::move(line));
-}
-
-void ExecutionLog::note(const char* what, Rows rows) {
-  if (keeps_log) add(with_rows(what, rows));
 }
 
 }  // namespace infinitybatch

@@ -1,8 +1,9 @@
-#include <infinitybatch/execute/fewest_rows.hpp>
+#include "execute/fewest_rows.hpp"
+
+#include "core/out_of_memory.hpp"
+#include "coupled/row_errors.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
-#include <infinitybatch/coupled/row_errors.hpp>
 
 #include <stdexcept>
 #include <typeinfo>

@@ -1,9 +1,9 @@
-#include <infinitybatch/execute/gradient_look.hpp>
+#include "execute/gradient_look.hpp"
 
-#include <infinitybatch/autograd/engine.hpp>
-#include <infinitybatch/autograd/own_backward.hpp>
-#include <infinitybatch/execute/relative_distance.hpp>
-#include <infinitybatch/execute/row_difference.hpp>
+#include "autograd/engine.hpp"
+#include "autograd/own_backward.hpp"
+#include "execute/relative_distance.hpp"
+#include "execute/row_difference.hpp"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

@@ -1,6 +1,6 @@
-#include <infinitybatch/execute/graph_memory.hpp>
+#include "execute/graph_memory.hpp"
 
-#include <infinitybatch/core/torch_compat.hpp>
+#include "core/torch_compat.hpp"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
@@ -8,38 +8,6 @@
 #include <utility>
 
 namespace infinitybatch {
-
-/// While it lives this thread's ops are told to one of these.
-class GraphMemory::Watching {
- public:
-  explicit Watching(GraphMemory& memory)
-      : outer_(std::exchange(innermost_, &memory)),
-        handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(&on_op, &after_op)
-                                               .needsInputs(true)
-                                               .needsOutputs(true)
-                                               .scopes({at::RecordScope::FUNCTION}))) {}
-  ~Watching() {
-    at::removeCallback(handle_);
-    innermost_ = outer_;
-  }
-  Watching(const Watching&) = delete;
-  Watching& operator=(const Watching&) = delete;
-
- private:
-  static std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& op) {
-    if (innermost_ != nullptr) innermost_->begin(op);
-    return nullptr;
-  }
-  static void after_op(const at::RecordFunction& op, at::ObserverContext* /*context*/) {
-    if (innermost_ != nullptr) innermost_->end(op);
-  }
-
-  static thread_local GraphMemory* innermost_;
-  GraphMemory* outer_;
-  at::CallbackHandle handle_;
-};
-
-thread_local GraphMemory* GraphMemory::Watching::innermost_ = nullptr;
 
 void GraphMemory::know(const Batch& inputs) {
   for (const Leaf& leaf : inputs.leaves()) {
@@ -57,21 +25,22 @@ void GraphMemory::know(const Batch& inputs) {
 Batch GraphMemory::watch(const std::function<Batch()>& forward) {
   Batch outputs;
   {
-    const Watching watching(*this);
+    const tape::OpBus::Scope listening(*this, {.results = true});
     outputs = forward();
   }
   errors_.rethrow();
   return outputs;
 }
 
-void GraphMemory::begin(const at::RecordFunction& op) {
+std::unique_ptr<tape::OpContext> GraphMemory::begin(const tape::SeenOp& op) noexcept {
   ++depth_;
   errors_.guard([&] {
     for (const c10::IValue& input : op.inputs()) meet(input, /*made=*/false);
   });
+  return nullptr;
 }
 
-void GraphMemory::end(const at::RecordFunction& op) {
+void GraphMemory::end(const tape::SeenOp& op, tape::OpContext* /*context*/) noexcept {
   errors_.guard([&] {
     for (const c10::IValue& output : op.outputs()) meet(output, /*made=*/true);
   });

@@ -1,18 +1,18 @@
-#include <infinitybatch/execute/job.hpp>
+#include "execute/job.hpp"
 
-#include <infinitybatch/execute/output_law.hpp>
+#include "execute/findings.hpp"
 
 #include <algorithm>
 
 namespace infinitybatch {
 
 bool Job::learns_output_law(Rows rows) const {
-  return output_law != nullptr && output_law->leaves.empty() && rows.begin == 0 &&
-         rows.size() < batch_size();
+  return coupled != nullptr && outside == nullptr && !rehearses &&
+         findings->output_law.leaves.empty() && rows.begin == 0 && rows.size() < batch_size();
 }
 
 bool Job::examines(Rows rows) const {
-  return examined != nullptr && !*examined && use_tapes && rows.begin == 0 && rows.size() > 1 &&
+  return asks_for_mixing() && !findings->examined && rows.begin == 0 && rows.size() > 1 &&
          rows.size() < batch_size();
 }
 
@@ -25,12 +25,12 @@ Rows other_rows(Rows rows, int64_t batch_size) {
 
 std::vector<at::Device> devices_of(const Job& job) {
   std::vector<at::Device> devices{job.device};
-  for (const NamedParameter& parameter : job.parameters) {
-    const at::Device device = parameter.tensor.device();
-    if (std::find(devices.begin(), devices.end(), device) == devices.end()) {
-      devices.push_back(device);
-    }
-  }
+  const auto add = [&](at::Device device) {
+    const bool known = std::find(devices.begin(), devices.end(), device) != devices.end();
+    if (!known) devices.push_back(device);
+  };
+  for (const NamedParameter& parameter : job.parameters) add(parameter.tensor.device());
+  for (const at::Device& device : job.further_devices) add(device);
   return devices;
 }
 

@@ -1,11 +1,12 @@
-// The part of Executor that finds out how a model's outputs follow its samples.
-#include <infinitybatch/execute/executor.hpp>
+// The part of RowChecks that finds out how a model's outputs follow its samples.
+#include "core/out_of_memory.hpp"
+#include "core/plain_leaves.hpp"
+#include "coupled/row_errors.hpp"
+#include "execute/row_checks.hpp"
+#include "execute/findings.hpp"
+#include "tape/sample_flow.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
-#include <infinitybatch/core/plain_leaves.hpp>
-#include <infinitybatch/coupled/row_errors.hpp>
-#include <infinitybatch/tape/sample_flow.hpp>
 
 #include <exception>
 #include <optional>
@@ -35,44 +36,43 @@ bool only_ambiguous(const OutputForm& form) {
 
 }  // namespace
 
-void Executor::learn_outputs(Rows rows, const Batch& inputs, const Batch& outputs,
+void RowChecks::learn_outputs(Rows rows, const Batch& inputs, const Batch& outputs,
                              const tape::Tape& tape) {
   const at::Device device = job_.coupled->device().value_or(job_.device);
   const OutputForm form = form_of(outputs, rows.size(), tape, inputs, device);
   if (!needs_other_rows(form)) {
-    *job_.output_law = find_output_law(form, nullptr);
+    job_.findings->output_law = find_output_law(form, nullptr);
     return;
   }
   const int64_t end = job_.batch_size();
-  WholeOutputs& whole = two_pass_ ? two_pass_->outputs() : *whole_outputs_;
   if (only_ambiguous(form)) {
     std::optional<OutputForm> two;
     try {
-      if (!wrote_inputs_) two = form_elsewhere({0, 2}, device);
+      if (!forwards_.wrote_inputs()) two = form_elsewhere({0, 2}, device);
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
       if (!is_out_of_memory(error) && !coupled::may_be_of_rows(error)) throw;
       // No room for two: samples lie first, as is the convention.
     }
-    *job_.output_law = find_output_law(form, two ? &*two : nullptr);
+    job_.findings->output_law = find_output_law(form, two ? &*two : nullptr);
     return;
   }
-  if (end % rows.size() != 0) return whole.know_sources(form.from_samples, form.why);
+  if (end % rows.size() != 0) return whole_->know_sources(form.from_samples, form.why);
   // Other samples, too.
   const OutputForm other = form_elsewhere({end - other_rows(rows, end).size(), end}, device);
-  *job_.output_law = find_output_law(form, &other);
-  whole.expect(other.outputs);
+  job_.findings->output_law = find_output_law(form, &other);
+  whole_->expect(other.outputs);
 }
 
-OutputForm Executor::form_elsewhere(Rows rows, at::Device device) {
-  if (wrote_inputs_) {
+OutputForm RowChecks::form_elsewhere(Rows rows, at::Device device) {
+  if (forwards_.wrote_inputs()) {
     throw Unsupported(
         "forward changes its inputs in place, and has to run on other rows too, to find out how "
         "its outputs follow the samples; write that out of place, as in x = x - mean. The rows "
         "that it ran on are changed");
   }
   OutputForm form;
-  record_elsewhere(rows, [&](const Batch& inputs, const tape::Tape& tape, const Batch& outputs) {
+  forwards_.record_elsewhere(rows, [&](const Batch& inputs, const tape::Tape& tape, const Batch& outputs) {
     form = form_of(outputs, rows.size(), tape, inputs, device);
     if (experiment_.awaits(rows)) experiment_.meet_others(rows.size(), inputs, tape, outputs);
   });

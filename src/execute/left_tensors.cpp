@@ -1,6 +1,6 @@
-#include <infinitybatch/execute/left_tensors.hpp>
+#include "execute/left_tensors.hpp"
 
-#include <infinitybatch/core/extent.hpp>
+#include "core/extent.hpp"
 
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>

@@ -1,9 +1,10 @@
 #pragma once
 
+#include "core/exception_text.hpp"
+#include "core/foreign_exception.hpp"
+#include "tape/recorder.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/exception_text.hpp>
-#include <infinitybatch/core/foreign_exception.hpp>
-#include <infinitybatch/tape/recorder.hpp>
 
 #include <exception>
 #include <string>

@@ -1,14 +1,14 @@
-// The part of Executor that compares rows of a larger batch with the same rows of a smaller one.
-#include <infinitybatch/execute/executor.hpp>
+// The part of RowChecks that compares rows of a larger batch with the same rows of a smaller one.
+#include "autograd/engine.hpp"
+#include "core/pinned_copies.hpp"
+#include "coupled/fixed_ops.hpp"
+#include "execute/copied_batch.hpp"
+#include "execute/row_checks.hpp"
+#include "execute/findings.hpp"
+#include "execute/light_recording.hpp"
+#include "tape/recorder.hpp"
 
-#include "light_recording.hpp"
-
-#include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/pinned_copies.hpp>
-#include <infinitybatch/coupled/fixed_ops.hpp>
-#include <infinitybatch/execute/copied_batch.hpp>
-#include <infinitybatch/tape/recorder.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
@@ -57,37 +57,38 @@ Batch as_leaves(const Batch& inputs) {
 
 }  // namespace
 
-void Executor::note_read() {
-  if (job_.rows_seen == nullptr || !read_.empty() || !share_.requires_grad()) return;
+void RowChecks::read_by(const at::Tensor& share) {
+  experiment_.read_by(share);
+  if (!job_.looks_at_rows() || !read_.empty() || !share.requires_grad()) return;
   // Micro-batches that are smaller than any so far are few.
-  if (!job_.rows_seen->due(job_.batch_size(), smallest_)) return;
+  if (!job_.findings->rows_seen.due(job_.batch_size(), forwards_.smallest())) return;
   std::map<const torch::autograd::Node*, std::vector<size_t>> leaves;
-  read_.resize(outputs_.leaves().size(), false);
+  read_.resize(forwards_.outputs.leaves().size(), false);
   for (size_t i = 0; i < read_.size(); ++i) {
-    const at::Tensor& tensor = outputs_.leaves()[i].tensor;
+    const at::Tensor& tensor = forwards_.outputs.leaves()[i].tensor;
     if (tensor.defined() && tensor.requires_grad()) leaves[tensor.grad_fn().get()].push_back(i);
   }
-  autograd::walk_graph({share_}, [&](const torch::autograd::Node& node) {
+  autograd::walk_graph({share}, [&](const torch::autograd::Node& node) {
     const auto found = leaves.find(&node);
     if (found == leaves.end()) return;
     for (const size_t leaf : found->second) read_[leaf] = true;
   });
 }
 
-std::optional<TrialOutputs> Executor::try_forward(const Batch& inputs, int64_t rows) {
+std::optional<TrialOutputs> RowChecks::try_forward(const Batch& inputs, int64_t rows) {
   std::optional<TrialOutputs> tried;
   const auto run = [&](bool light) {
-    aside(/*trial=*/true, [&] {
-      inputs_ = as_leaves(wrote_inputs_ ? copied(inputs) : inputs);
+    forwards_.aside(/*trial=*/true, [&] {
+      forwards_.inputs = as_leaves(forwards_.wrote_inputs() ? copied(inputs) : inputs);
       const std::vector<at::Device> devices = devices_of(job_);
-      coupled::FixedOps fixed(devices, rows, watch_);
+      coupled::FixedOps fixed(devices, rows, forwards_.watch());
       const auto call = [&] {
-        forward({0, rows});
-        return std::exchange(outputs_, Batch());
+        forwards_.run({0, rows});
+        return std::exchange(forwards_.outputs, Batch());
       };
       Batch outputs;
       if (light) {
-        tape::Recorder recorder(inputs_, {}, devices);
+        tape::Recorder recorder(forwards_.inputs, {}, devices);
         recorder.lighten(job_.device);
         outputs = run_lightly(recorder, call);
       } else {
@@ -104,16 +105,16 @@ std::optional<TrialOutputs> Executor::try_forward(const Batch& inputs, int64_t r
   return tried;
 }
 
-std::optional<std::vector<at::Tensor>> Executor::try_gradients(const Batch& inputs, Rows rows,
+std::optional<std::vector<at::Tensor>> RowChecks::try_gradients(const Batch& inputs, Rows rows,
                                                                const std::vector<int64_t>& dims,
                                                                const std::vector<bool>& compared) {
   std::optional<std::vector<at::Tensor>> gradients;
-  aside(/*trial=*/true, [&] {
-    inputs_ = as_leaves(wrote_inputs_ ? copied(inputs) : inputs);
-    coupled::FixedOps fixed(devices_of(job_), rows.size(), watch_);
+  forwards_.aside(/*trial=*/true, [&] {
+    forwards_.inputs = as_leaves(forwards_.wrote_inputs() ? copied(inputs) : inputs);
+    coupled::FixedOps fixed(devices_of(job_), rows.size(), forwards_.watch());
     const at::AutoGradMode recording(/*enabled=*/true);
-    forward({0, rows.size()});
-    const at::Tensor number = weighed(outputs_, dims, compared, rows);
+    forwards_.run({0, rows.size()});
+    const at::Tensor number = weighed(forwards_.outputs, dims, compared, rows);
     if (!number.defined() || fixed.stood_in()) return;
     std::vector<at::Tensor> found = gradients_by(job_.parameters, number);
     if (!fixed.strayed()) gradients = std::move(found);
@@ -121,29 +122,27 @@ std::optional<std::vector<at::Tensor>> Executor::try_gradients(const Batch& inpu
   return gradients;
 }
 
-void Executor::compare_rows() {
-  if (job_.rows_seen == nullptr || !job_.exact_coupling || watch_.talked()) return;
+void RowChecks::compare_rows() {
+  if (!job_.looks_at_rows() || forwards_.watch().talked()) return;
   if (coupled::FixedOps::at_work()) return;  // this step is part of a forward that is looked at
-  const int64_t rows = smallest_;
+  const int64_t rows = forwards_.smallest();
   if (rows == 0 || rows >= job_.batch_size()) return;
+  RowsSeen& known = job_.findings->rows_seen;
   // Rows of the user's own making are asked for again in first steps alone: they may be drawn.
   const bool whole = job_.outside != nullptr || keeps_rows(*job_.inputs);
-  const bool due = whole || job_.rows_seen->steps == 0
-                       ? job_.rows_seen->due(job_.batch_size(), rows)
-                       : rows < job_.rows_seen->rows;
-  if (!due) return job_.rows_seen->pass();
+  const bool due =
+      whole || known.steps == 0 ? known.due(job_.batch_size(), rows) : rows < known.rows;
+  if (!due) return known.pass();
   looked_ = true;
   RowLook look;
   look.batch_size = job_.batch_size();
   look.rows = rows;
-  look.singles = rows == 1 && first_.size() == 1;
-  look.again = job_.rows_seen->looked > 0 && rows >= job_.rows_seen->rows;
+  look.singles = rows == 1 && forwards_.first().size() == 1;
+  look.again = known.looked > 0 && rows >= known.rows;
   look.device = job_.device;
   if (high_water_) look.peak = room_for_a_look(high_water_->peak());
   if (job_.outside == nullptr) {
-    look.compared = job_.coupled == nullptr ? read_
-                    : two_pass_             ? two_pass_->outputs().read()
-                                            : whole_outputs_->read();
+    look.compared = whole_ != nullptr ? whole_->read() : read_;
   }
   // Few, and no more of them at a time than a micro-batch has.
   look.few = !whole;
@@ -164,10 +163,10 @@ void Executor::compare_rows() {
   // Calls of a wrapped model without gradients exclude nobody, who may read parameters.
   const bool moves = job_.outside == nullptr || at::GradMode::is_enabled();
   MovedValues moved(moves ? job_.parameters : std::vector<NamedParameter>(),
-                    moves ? buffers_.written_buffers() : std::vector<at::Tensor>(),
-                    watch_.memory());
+                    moves ? forwards_.buffers().written_buffers() : std::vector<at::Tensor>(),
+                    forwards_.watch().memory());
   look.moved = &moved;
-  if (own_backward_.value_or(false)) {
+  if (forwards_.own_backward().value_or(false)) {
     look.gradients.emplace();
     look.gradients->run = [this, compared = look.compared](const Batch& inputs, Rows part,
                                                            const std::vector<int64_t>& dims) {
@@ -185,18 +184,10 @@ void Executor::compare_rows() {
   }
   rows_differ_ = seen.differs.has_value();
   if (rows_differ_) {
-    throw infinitybatch::rows_differ(seen, job_.batch_size(), *job_.rows_seen);
+    throw infinitybatch::rows_differ(seen, job_.batch_size(), known);
   }
-  if (!seen.compared) return job_.rows_seen->pass();
-  job_.rows_seen->note(job_.batch_size(), rows, std::move(seen.dims));
-}
-
-void Executor::look_at_rows() {
-  try {
-    compare_rows();
-  } catch (const CouplingError&) {
-    differ_ = std::current_exception();
-  }
+  if (!seen.compared) return known.pass();
+  known.note(job_.batch_size(), rows, std::move(seen.dims));
 }
 
 }  // namespace infinitybatch

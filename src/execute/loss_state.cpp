@@ -1,7 +1,8 @@
-#include <infinitybatch/execute/loss_state.hpp>
+#include "execute/loss_state.hpp"
+
+#include "core/tensor_memory.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/tensor_memory.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

@@ -1,7 +1,7 @@
-#include <infinitybatch/execute/loss_total.hpp>
+#include "execute/loss_total.hpp"
 
-#include <infinitybatch/core/host_number.hpp>
-#include <infinitybatch/core/sum_type.hpp>
+#include "core/host_number.hpp"
+#include "core/sum_type.hpp"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

@@ -1,6 +1,4 @@
-#include <infinitybatch/execute/loss_watch.hpp>
-
-#include <infinitybatch/tape/op_facts.hpp>
+#include "execute/loss_watch.hpp"
 
 #include <ATen/core/ivalue.h>
 
@@ -9,8 +7,6 @@
 
 namespace infinitybatch {
 namespace {
-
-thread_local LossWatch* innermost_watch = nullptr;
 
 template <typename Visit>
 void for_each_tensor(const c10::IValue& value, Visit&& visit) {
@@ -35,35 +31,25 @@ LossWatch::LossWatch(const std::vector<at::Tensor>& watched, std::function<void(
                      std::function<void(const at::Tensor&)> read)
     : write_(std::move(write)),
       read_(std::move(read)),
-      outer_(innermost_watch),
-      handle_(
-          at::addThreadLocalCallback(at::RecordFunctionCallback(&on_op).needsInputs(true).scopes(
-              {at::RecordScope::FUNCTION}))) {
+      listening_(*this) {
   for (size_t i = 0; i < watched.size(); ++i) {
     if (!watched[i].defined() || !watched[i].has_storage()) continue;
     unwritten_.emplace(watched[i].storage().unsafeGetStorageImpl(), i);
   }
-  innermost_watch = this;
 }
 
-LossWatch::~LossWatch() {
-  at::removeCallback(handle_);
-  innermost_watch = outer_;
-}
-
-std::unique_ptr<at::ObserverContext> LossWatch::on_op(const at::RecordFunction& op) {
-  LossWatch* watch = innermost_watch;
-  if (watch != nullptr) watch->errors_.guard([&] { watch->meet(op); });
+std::unique_ptr<tape::OpContext> LossWatch::begin(const tape::SeenOp& op) noexcept {
+  errors_.guard([&] { meet(op); });
   return nullptr;
 }
 
-void LossWatch::meet(const at::RecordFunction& op) {
+void LossWatch::meet(const tape::SeenOp& op) {
   if (!collective_ && is_collective(op.name())) collective_ = op.name();
   for (const c10::IValue& input : op.inputs()) {
     for_each_tensor(input, [this](const at::Tensor& tensor) { meet_read(tensor); });
   }
   if (unwritten_.empty()) return;
-  const tape::OpFacts* facts = tape::facts_of(op);
+  const tape::OpFacts* facts = op.facts();
   if (facts == nullptr || !facts->writes) return;
   const auto inputs = op.inputs();
   for (size_t i = 0; i < inputs.size() && i < facts->written.size(); ++i) {

@@ -1,17 +1,18 @@
-#include <infinitybatch/execute/mixing_experiment.hpp>
+#include "execute/mixing_experiment.hpp"
 
-#include <infinitybatch/autograd/engine.hpp>
-#include <infinitybatch/core/batch_form.hpp>
+#include "autograd/engine.hpp"
+#include "core/batch_form.hpp"
+#include "core/foreign_exception.hpp"
+#include "core/out_of_memory.hpp"
+#include "core/rng.hpp"
+#include "coupled/row_errors.hpp"
+#include "coupled/whole_batch_op.hpp"
+#include "execute/loss_watch.hpp"
+#include "tape/mixing.hpp"
+#include "tape/recorder.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/foreign_exception.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
-#include <infinitybatch/core/rng.hpp>
-#include <infinitybatch/coupled/row_errors.hpp>
-#include <infinitybatch/coupled/whole_batch_op.hpp>
-#include <infinitybatch/execute/loss_watch.hpp>
 #include <infinitybatch/memory/limit.hpp>
-#include <infinitybatch/tape/mixing.hpp>
-#include <infinitybatch/tape/recorder.hpp>
 
 #include <ATen/Functions.h>
 

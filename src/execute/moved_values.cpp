@@ -1,8 +1,8 @@
-#include <infinitybatch/execute/moved_values.hpp>
+#include "execute/moved_values.hpp"
 
-#include <infinitybatch/core/extent.hpp>
-#include <infinitybatch/core/tensor_memory.hpp>
-#include <infinitybatch/core/unwatched.hpp>
+#include "core/extent.hpp"
+#include "core/tensor_memory.hpp"
+#include "core/unwatched.hpp"
 
 #include <ATen/Functions.h>
 #include <ATen/MapAllocator.h>

@@ -1,7 +1,6 @@
 // The part of CutPass that moves what waits off the device and back.
-#include <infinitybatch/execute/cut_pass.hpp>
-
-#include <infinitybatch/tape/arguments.hpp>
+#include "execute/cut_pass.hpp"
+#include "tape/arguments.hpp"
 
 #include <cstdint>
 

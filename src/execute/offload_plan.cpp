@@ -1,3 +1,5 @@
+#include "execute/schedule.hpp"
+
 #include <infinitybatch/execute/plan.hpp>
 
 #include <algorithm>

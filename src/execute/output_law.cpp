@@ -1,9 +1,10 @@
-#include <infinitybatch/execute/output_law.hpp>
+#include "execute/output_law.hpp"
 
-#include <infinitybatch/core/bits.hpp>
+#include "core/bits.hpp"
+#include "core/following_dims.hpp"
+#include "core/plain_leaves.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/following_dims.hpp>
-#include <infinitybatch/core/plain_leaves.hpp>
 
 #include <ATen/Functions.h>
 

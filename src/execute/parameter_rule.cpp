@@ -1,8 +1,9 @@
-#include <infinitybatch/execute/parameter_rule.hpp>
+#include "execute/parameter_rule.hpp"
 
-#include <infinitybatch/core/bits.hpp>
+#include "core/bits.hpp"
+#include "core/tensor_memory.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/tensor_memory.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

@@ -1,6 +1,6 @@
-#include <infinitybatch/execute/pass_times.hpp>
+#include "execute/pass_times.hpp"
 
-#include <infinitybatch/execute/assumed_times.hpp>
+#include "execute/assumed_times.hpp"
 
 #include <algorithm>
 

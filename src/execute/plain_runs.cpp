@@ -1,9 +1,10 @@
-#include <infinitybatch/execute/plain_runs.hpp>
+#include "execute/plain_runs.hpp"
 
-#include <infinitybatch/core/bits.hpp>
+#include "core/bits.hpp"
+#include "core/out_of_memory.hpp"
+#include "coupled/row_errors.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
-#include <infinitybatch/coupled/row_errors.hpp>
 
 #include <c10/core/GradMode.h>
 

@@ -1,4 +1,6 @@
-#include <infinitybatch/execute/profile.hpp>
+#include "execute/profile.hpp"
+
+#include "execute/schedule.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -1,18 +1,17 @@
-// The part of Executor that runs forward on other rows once more, to see what depends on their
+// The part of RowChecks that runs forward on other rows once more, to see what depends on their
 // number: buffers that count samples (`self.seen += len(x)`), numbers that do (`x / len(x)`).
-#include "light_recording.hpp"
-
-#include <infinitybatch/execute/executor.hpp>
+#include "core/exception_text.hpp"
+#include "core/foreign_exception.hpp"
+#include "core/out_of_memory.hpp"
+#include "core/rng.hpp"
+#include "coupled/row_errors.hpp"
+#include "execute/buffer_values.hpp"
+#include "execute/copied_batch.hpp"
+#include "execute/row_checks.hpp"
+#include "execute/light_recording.hpp"
+#include "tape/recorder.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/exception_text.hpp>
-#include <infinitybatch/core/foreign_exception.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
-#include <infinitybatch/core/rng.hpp>
-#include <infinitybatch/coupled/row_errors.hpp>
-#include <infinitybatch/execute/buffer_values.hpp>
-#include <infinitybatch/execute/copied_batch.hpp>
-#include <infinitybatch/tape/recorder.hpp>
 
 #include <c10/core/GradMode.h>
 
@@ -22,28 +21,28 @@
 
 namespace infinitybatch {
 
-void Executor::recount(const std::function<Batch(Rows)>& load) {
+void RowChecks::recount(const std::function<Batch(Rows)>& load) {
   // Micro-batches of two lengths tell by themselves.
-  if (uneven_ || !buffers_.written()) return;
-  const int64_t here = first_.size();
-  Rows rows = other_rows(first_, job_.batch_size());
+  if (forwards_.uneven() || !forwards_.buffers().written()) return;
+  const int64_t here = forwards_.first().size();
+  Rows rows = other_rows(forwards_.first(), job_.batch_size());
   const auto run = [&](bool light) {
-    aside(/*trial=*/false, [&] {
-      inputs_ = load(rows);
-      if (wrote_inputs_) inputs_ = copied(inputs_);
+    forwards_.aside(/*trial=*/false, [&] {
+      forwards_.inputs = load(rows);
+      if (forwards_.wrote_inputs()) forwards_.inputs = copied(forwards_.inputs);
       const auto call = [&] {
-        forward(rows);
+        forwards_.run(rows);
         return Batch();
       };
       if (light) {
-        tape::Recorder recorder(inputs_, {}, devices_of(job_));
+        tape::Recorder recorder(forwards_.inputs, {}, devices_of(job_));
         recorder.lighten(job_.device);
         run_lightly(recorder, call);
       } else {
         call();
       }
-      outputs_ = Batch();
-      buffers_.end_other_rows();
+      forwards_.outputs = Batch();
+      forwards_.buffers().end_other_rows();
     });
   };
   const auto ask = [&] {
@@ -60,7 +59,7 @@ void Executor::recount(const std::function<Batch(Rows)>& load) {
       // It may want even numbers, as pairs of views do.
       const int64_t half = here / 2;
       if (half < 1 || !coupled::may_be_of_rows(std::current_exception())) throw;
-      rows = {first_.begin, first_.begin + half};
+      rows = {forwards_.first().begin, forwards_.first().begin + half};
       ask();
     }
   } catch (const Error&) {
@@ -78,59 +77,13 @@ void Executor::recount(const std::function<Batch(Rows)>& load) {
   }
 }
 
-void Executor::learn_numbers(bool any) {
-  PlainRuns& runs = state_.runs();
-  const bool part = any || (first_.size() != 0 && first_.size() < job_.batch_size());
-  if (learning_ || !part || !runs.wants_to_learn(any)) return;
-  learning_ = true;
-  CarriedState* const counted = std::exchange(state_at_work_, nullptr);
-  const RngSnapshot random = RngSnapshot::capture(devices_of(job_));
-  const auto hold_draws = watch_.hold_draws();  // of generators that the user made
-  const BufferValues values(job_.buffers);
-  const auto told = std::tuple(first_, uneven_, lengths_);  // of the step's own micro-batches
-  const auto undo = [&] {
-    outputs_ = Batch();
-    release();
-    std::tie(first_, uneven_, lengths_) = told;
-    parameters_->end_micro_batch();
-    values.restore();
-    random.restore();
-    hold_draws();
-  };
-  const auto end = [&] {
-    state_at_work_ = counted;
-    learning_ = false;
-  };
-  try {
-    runs.learn(first_, job_.batch_size(), [&](Rows rows) {
-      const at::NoGradGuard no_grad;  // nobody goes back
-      try {
-        load(rows);
-        if (wrote_inputs_) inputs_ = copied(inputs_);
-        forward(rows);
-      } catch (...) {
-        keep_foreign_exception(std::current_exception());
-        undo();
-        throw;
-      }
-      Batch outputs = std::exchange(outputs_, Batch());
-      undo();
-      return outputs;
-    });
-  } catch (...) {
-    end();
-    throw;
-  }
-  end();
-}
-
-void Executor::count_rows() {
+void RowChecks::count_rows() {
   const std::optional<Rows> here = experiment_.may_count();
-  // With a loss outside forward's recordings are somebody else's.
-  if (!here || wrote_inputs_ || job_.outside != nullptr) return;
+  // With cuts and a loss outside micro-batches of two lengths tell.
+  if (!here || forwards_.wrote_inputs() || (job_.cut && job_.outside != nullptr)) return;
   const Rows rows = other_rows(*here, job_.batch_size());
   try {
-    record_elsewhere(rows, [&](const Batch& inputs, const tape::Tape& tape, const Batch& outputs) {
+    forwards_.record_elsewhere(rows, [&](const Batch& inputs, const tape::Tape& tape, const Batch& outputs) {
       experiment_.meet_others(rows.size(), inputs, tape, outputs);
     });
   } catch (...) {
@@ -138,55 +91,6 @@ void Executor::count_rows() {
     if (!is_out_of_memory(error) && !coupled::may_be_of_rows(error)) throw;
     experiment_.meet_no_others();  // nobody can tell
   }
-}
-
-void Executor::aside(bool trial, const std::function<void()>& forward) {
-  const RngSnapshot random = RngSnapshot::capture(devices_of(job_));
-  const auto hold_draws = watch_.hold_draws();  // of generators that the user made
-  const BufferValues values(job_.buffers);
-  const auto told = std::tuple(first_, uneven_, lengths_);  // of the step's own micro-batches
-  CarriedState trial_state(watch_.memory(), state_);
-  state_at_work_ = &trial_state;
-  const auto undo = [&] {
-    outputs_ = Batch();
-    release();
-    state_at_work_ = &state_;
-    trial_state.roll_back();
-    std::tie(first_, uneven_, lengths_) = told;
-    trial ? parameters_->end_trial() : parameters_->end_micro_batch();
-    values.restore();
-    random.restore();
-    hold_draws();
-  };
-  try {
-    forward();
-  } catch (...) {
-    undo();
-    watch_.forget_errors();
-    throw;
-  }
-  undo();
-}
-
-void Executor::record_elsewhere(
-    Rows rows,
-    const std::function<void(const Batch& inputs, const tape::Tape&, const Batch& outputs)>& use) {
-  std::vector<at::Tensor> buffers;
-  for (const BufferSlot& slot : job_.buffers) {
-    if (at::Tensor buffer = slot.get(); buffer.defined()) buffers.push_back(std::move(buffer));
-  }
-  aside(/*trial=*/false, [&] {
-    load(rows);
-    tape::Recorder recorder(inputs_, buffers, devices_of(job_));
-    // One that is cut for memory, or offloads, has no room for a graph.
-    if (job_.cut && (job_.checkpoints != nullptr || job_.store != nullptr))
-      recorder.lighten(job_.device);
-    const Batch outputs = recorder.run([&] {
-      forward(rows);
-      return std::exchange(outputs_, Batch());
-    });
-    use(inputs_, recorder.finish(outputs), outputs);
-  });
 }
 
 }  // namespace infinitybatch

@@ -1,4 +1,4 @@
-#include <infinitybatch/execute/relative_distance.hpp>
+#include "execute/relative_distance.hpp"
 
 #include <ATen/Context.h>
 #include <ATen/Functions.h>

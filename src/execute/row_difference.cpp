@@ -1,6 +1,6 @@
-#include <infinitybatch/execute/row_difference.hpp>
+#include "execute/row_difference.hpp"
 
-#include <infinitybatch/execute/relative_distance.hpp>
+#include "execute/relative_distance.hpp"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

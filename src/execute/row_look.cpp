@@ -1,9 +1,10 @@
-#include <infinitybatch/execute/row_look.hpp>
+#include "execute/row_look.hpp"
 
-#include <infinitybatch/core/foreign_exception.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
-#include <infinitybatch/coupled/row_errors.hpp>
-#include <infinitybatch/execute/row_difference.hpp>
+#include "core/foreign_exception.hpp"
+#include "core/out_of_memory.hpp"
+#include "coupled/row_errors.hpp"
+#include "execute/row_difference.hpp"
+
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 

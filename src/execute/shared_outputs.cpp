@@ -1,6 +1,6 @@
-#include <infinitybatch/execute/shared_outputs.hpp>
+#include "execute/shared_outputs.hpp"
 
-#include <infinitybatch/core/extent.hpp>
+#include "core/extent.hpp"
 
 #include <ATen/core/Tensor.h>
 

@@ -1,4 +1,4 @@
-#include <infinitybatch/execute/simulator.hpp>
+#include "execute/simulator.hpp"
 
 #include <algorithm>
 #include <map>

@@ -1,4 +1,4 @@
-#include <infinitybatch/execute/source_watch.hpp>
+#include "execute/source_watch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

@@ -1,18 +1,26 @@
-#include <infinitybatch/execute/two_pass.hpp>
+#include "execute/two_pass.hpp"
 
-#include <infinitybatch/autograd/engine.hpp>
+#include "autograd/engine.hpp"
+#include "core/batch_form.hpp"
+#include "core/foreign_exception.hpp"
+#include "core/unwatched.hpp"
+#include "execute/outside_loss.hpp"
+#include "tape/draws.hpp"
+#include "tape/mismatch.hpp"
+#include "tape/recorder.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/tape/draws.hpp>
-#include <infinitybatch/tape/mismatch.hpp>
-#include <infinitybatch/tape/recorder.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 namespace infinitybatch {
+
 TwoPass::TwoPass(const Job& job, autograd::GradientSinks& sinks)
     : job_(job), sinks_(sinks), devices_(devices_of(job)), outputs_(job) {
   for (const BufferSlot& slot : job.buffers) {
@@ -20,42 +28,67 @@ TwoPass::TwoPass(const Job& job, autograd::GradientSinks& sinks)
   }
 }
 
-const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain,
+const char* TwoPass::why_no_tapes() const {
+  return job_.tapes_failed ? "an earlier replay gave other outputs than its recording"
+                           : "use_tapes=false was given";
+}
+
+const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain, bool tells,
                             const std::function<Batch()>& forward) {
   Part& part = parts_[rows.begin];
+  // Nobody goes back without a graph.
+  part.again = at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled();
   part.memory.reset();
   if (retain && job_.offloads_graphs) part.memory.emplace().know(inputs);
   const auto run = [&] { return part.memory ? part.memory->watch(forward) : forward(); };
   part.rows = rows;
-  part.random = RngSnapshot::capture(devices_);
-  if (!job_.exact_coupling) {
-    const at::NoGradGuard no_grad;
-    for (const at::Tensor& buffer : buffers_) part.buffers.push_back(buffer.detach().clone());
+  if (part.again) part.random = RngSnapshot::capture(devices_);
+  if (part.again && !job_.exact_coupling) {
+    part.buffers = std::make_shared<BufferValues>(job_.buffers);
   }
   Batch outputs;
-  if (!job_.use_tapes) {
-    part.tape.opaque = job_.tapes_failed ? "an earlier replay gave other outputs than its recording"
-                                         : "use_tapes=false was given";
+  const bool graph_alone = retain && !job_.tapes_stay && job_.buffers.empty();
+  const bool needs_tape = part.again && job_.use_tapes && !graph_alone;
+  if (!needs_tape && !tells) {
     outputs = run();
-  } else if (retain && !job_.tapes_stay && job_.buffers.empty() && !job_.learns_output_law(rows) &&
-             !job_.examines(rows)) {
-    outputs = run();
+    forget_recording(part);
   } else {
     tape::Recorder recorder(inputs, buffers_, devices_);
     outputs = recorder.run(run);
     part.tape = recorder.finish(outputs);
-    if (part.tape.refusal && !(retain && job_.buffers.empty())) {
+    part.recorded = true;
+    if (part.tape.refusal && needs_tape) {
       throw Unsupported(*part.tape.refusal +
                         ", so micro-batches would not see what the whole batch sees");
     }
   }
-  if (!part.tape.opaque) {  // a tape has what it needs of both, a graph that is kept needs neither
+  // A tape has what it needs of both, unless it turns out to give other outputs; a graph that is
+  // kept needs neither.
+  if (replays(part) && !job_.tapes_stay) {
     part.random = RngSnapshot();
-    part.buffers.clear();
+    part.buffers.reset();
   }
-  const Batch& seen = outputs_.add(rows, outputs);
+  if (tells) given_ = without_graph(outputs);
+  if (job_.outside != nullptr) {
+    outputs = job_.outside->take(rows, inputs, std::move(outputs));
+    if (retain) part.inputs = inputs;
+  }
+  const Batch& seen = job_.outside ? job_.outside->taken(rows) : outputs_.add(rows, outputs);
   if (retain) part.graph = std::move(outputs);
   return seen;
+}
+
+void TwoPass::forget_recording(Part& part) const {
+  if (part.again && job_.use_tapes) return;
+  if (std::exchange(part.recorded, false)) part.tape = tape::Tape();
+  if (part.again && !part.tape.opaque) part.tape.opaque = why_no_tapes();
+}
+
+std::optional<std::string> TwoPass::will_run_again() const {
+  for (const auto& [begin, part] : parts_) {
+    if (part.tape.opaque) return part.tape.opaque;
+  }
+  return std::nullopt;
 }
 
 bool TwoPass::keeps_graph_before(Rows rows) const {
@@ -67,29 +100,62 @@ void TwoPass::drop_graph(Rows rows) {
   Part& part = parts_.at(rows.begin);
   part.graph.reset();
   part.memory.reset();
+  part.inputs = Batch();
+}
+
+bool TwoPass::drop_graphs() {
+  const bool any = kept_graphs() > 0;
+  for (const auto& [begin, part] : parts_) drop_graph(part.rows);
+  return any;
+}
+
+int64_t TwoPass::kept_graphs() const {
+  return std::count_if(parts_.begin(), parts_.end(),
+                       [](const auto& part) { return part.second.graph.has_value(); });
+}
+
+GraphBytes TwoPass::kept_graph_bytes() const {
+  GraphBytes sum;
+  for (const auto& [begin, part] : parts_) {
+    if (!part.graph || !part.memory) continue;
+    const GraphBytes bytes = part.memory->bytes();
+    sum.offloaded += bytes.offloaded;
+    sum.stayed += bytes.stayed;
+  }
+  return sum;
+}
+
+const Batch* TwoPass::inputs_of_graph(Rows rows) const {
+  const Part& part = parts_.at(rows.begin);
+  return part.graph ? &part.inputs : nullptr;
 }
 
 int64_t TwoPass::leave(Rows rows) {
   Part& part = parts_.at(rows.begin);
-  if (!part.memory) return outputs_.leave(rows);
-  return part.memory->start_leaving(*job_.store, memory_of(outputs_.of(rows)));
+  if (part.memory) return part.memory->start_leaving(*job_.store, memory_of(seen(rows)));
+  return job_.outside == nullptr ? outputs_.leave(rows) : 0;
 }
 
 int64_t TwoPass::offload(Rows rows) {
   Part& part = parts_.at(rows.begin);
-  return (part.memory ? offload_graph(part) : 0) + outputs_.offload(rows);
+  const int64_t bytes = part.memory ? offload_graph(part) : 0;
+  return bytes + (job_.outside == nullptr ? outputs_.offload(rows) : 0);
+}
+
+Batch& TwoPass::seen(Rows rows) {
+  return job_.outside != nullptr ? job_.outside->taken(rows) : outputs_.of(rows);
 }
 
 int64_t TwoPass::offload_graph(Part& part) {
   if (!job_.tapes_stay) {
     part.tape = tape::Tape();  // no other forward follows
     part.random = RngSnapshot();
-    part.buffers.clear();
+    part.buffers.reset();
   }
   GraphMemory& memory = *part.memory;
   const int64_t bytes =
-      infinitybatch::offload_graph(memory, *job_.store, *part.graph, outputs_.of(part.rows));
-  outputs_.compare_none(part.rows);
+      infinitybatch::offload_graph(memory, *job_.store, *part.graph, seen(part.rows));
+  if (job_.outside == nullptr) outputs_.compare_none(part.rows);
   graph_bytes_.offloaded += memory.bytes().offloaded;
   graph_bytes_.stayed += memory.bytes().stayed;
   return bytes;
@@ -97,7 +163,8 @@ int64_t TwoPass::offload_graph(Part& part) {
 
 int64_t TwoPass::fetch(Rows rows, bool ahead) {
   Part& part = parts_.at(rows.begin);
-  return (part.memory ? part.memory->fetch(ahead) : 0) + outputs_.fetch(rows, ahead);
+  const int64_t bytes = part.memory ? part.memory->fetch(ahead) : 0;
+  return bytes + (job_.outside == nullptr ? outputs_.fetch(rows, ahead) : 0);
 }
 
 void TwoPass::again(Rows rows, const Batch& inputs, const std::function<Batch()>& forward) {
@@ -106,9 +173,10 @@ void TwoPass::again(Rows rows, const Batch& inputs, const std::function<Batch()>
     if (part.memory) part.memory->fetch(/*ahead=*/false);
     part.memory.reset();
     at_work_ = *std::exchange(part.graph, std::nullopt);
+    part.inputs = Batch();
     return;
   }
-  if (!part.tape.opaque) {
+  if (replays(part)) {
     at_work_ = tape::replay(part.tape, inputs);
     replayed_ = true;
   } else {
@@ -119,27 +187,39 @@ void TwoPass::again(Rows rows, const Batch& inputs, const std::function<Batch()>
     tape::set_states(part.tape.initial);
     // Past the version counter: where forward doesn't write them nothing changes, and graphs that
     // are kept stay valid.
-    for (size_t i = 0; i < part.buffers.size(); ++i) {
-      buffers_[i].variable_data().copy_(part.buffers[i]);
+    if (part.buffers) part.buffers->restore();
+    try {
+      at_work_ = forward();
+    } catch (...) {
+      keep_foreign_exception(std::current_exception());
+      const Unwatched unwatched;
+      now.restore();
+      throw;
     }
-    at_work_ = forward();
     now.restore();
   }
   if (!job_.tapes_stay) {
-    part.buffers.clear();
+    part.buffers.reset();
     part.tape = tape::Tape();
   }
+  if (job_.outside != nullptr) return job_.outside->compare(rows, at_work_);
   outputs_.compare(rows, at_work_);
 }
 
-void TwoPass::backward(Rows rows) {
+at::Tensor TwoPass::gradient(Rows rows, size_t leaf, const at::Tensor& output) {
+  if (!seeds_.empty()) return seeds_[leaf];
+  if (job_.outside != nullptr) return job_.outside->gradient(rows, leaf, output);
+  return outputs_.gradient(rows, leaf, output.device());
+}
+
+void TwoPass::backward(Rows rows, const std::vector<at::Tensor>& except) {
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> gradients;
   const auto& leaves = at_work_.leaves();
   for (size_t i = 0; i < leaves.size(); ++i) {
     const at::Tensor& output = leaves[i].tensor;
     if (!output.defined() || !output.requires_grad()) continue;
-    at::Tensor gradient = seeds_.empty() ? outputs_.gradient(rows, i, output.device()) : seeds_[i];
+    at::Tensor gradient = this->gradient(rows, i, output);
     if (!gradient.defined()) continue;  // the loss ignores this output
     roots.push_back(output);
     gradients.push_back(std::move(gradient));
@@ -147,7 +227,7 @@ void TwoPass::backward(Rows rows) {
   if (roots.empty()) return;
   // The graph keeps what it needs of them.
   at_work_ = Batch();
-  sinks_.redirect_other_leaves(roots);
+  sinks_.redirect_other_leaves(roots, except);
   autograd::run_backward_of_part(roots, gradients);
 }
 
@@ -156,6 +236,7 @@ void TwoPass::seed() {
 }
 
 void TwoPass::free() {
+  given_ = Batch();
   at_work_ = Batch();
   seeds_.clear();
 }

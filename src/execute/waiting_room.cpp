@@ -1,6 +1,6 @@
-#include <infinitybatch/execute/waiting_room.hpp>
+#include "execute/waiting_room.hpp"
 
-#include <infinitybatch/core/tensor_memory.hpp>
+#include "core/tensor_memory.hpp"
 
 #include <algorithm>
 

@@ -1,15 +1,16 @@
-#include <infinitybatch/execute/whole_outputs.hpp>
+#include "execute/whole_outputs.hpp"
 
-#include <infinitybatch/autograd/engine.hpp>
-#include <infinitybatch/core/bits.hpp>
+#include "autograd/engine.hpp"
+#include "core/bits.hpp"
+#include "core/join.hpp"
+#include "core/plain_leaves.hpp"
+#include "core/torch_compat.hpp"
+#include "coupled/row_errors.hpp"
+#include "execute/carried_state.hpp"
+#include "execute/findings.hpp"
+#include "execute/loss_watch.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/join.hpp>
-#include <infinitybatch/core/plain_leaves.hpp>
-#include <infinitybatch/core/torch_compat.hpp>
-#include <infinitybatch/coupled/row_errors.hpp>
-#include <infinitybatch/execute/carried_state.hpp>
-#include <infinitybatch/execute/loss_watch.hpp>
-#include <infinitybatch/execute/output_law.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
@@ -57,7 +58,7 @@ void WholeOutputs::expect(const Batch& outputs) {
   expected_.clear();
   for (size_t i = 0; i < outputs.leaves().size(); ++i) {
     const at::Tensor& tensor = outputs.leaves()[i].tensor;
-    const bool once = tensor.defined() && job_.output_law->leaves[i].once();
+    const bool once = tensor.defined() && job_.findings->output_law.leaves[i].once();
     expected_.push_back(once ? tensor.to(device()) : at::Tensor());
   }
 }
@@ -75,7 +76,8 @@ void WholeOutputs::find_law(const std::vector<Batch>& outputs,
   if (row_counts[other] == row_counts[0]) return;
   if (outputs[other].leaves().size() != from_samples_.size()) return;
   const OutputForm second{outputs[other], row_counts[other], from_samples_, why_};
-  *job_.output_law = find_output_law({outputs[0], row_counts[0], from_samples_, why_}, &second);
+  job_.findings->output_law =
+      find_output_law({outputs[0], row_counts[0], from_samples_, why_}, &second);
 }
 
 void WholeOutputs::assemble() {
@@ -96,10 +98,9 @@ void WholeOutputs::assemble() {
     }
   }
   find_law(outputs, row_counts);
-  const bool known =
-      outputs.size() > 1 && job_.output_law != nullptr && job_.output_law->fits(outputs.front());
+  const bool known = outputs.size() > 1 && job_.findings->output_law.fits(outputs.front());
   check_plain_leaves(outputs, row_counts, /*other_sizes=*/known);
-  whole_ = known ? join(std::move(outputs), row_counts, *job_.output_law, expected_)
+  whole_ = known ? join(std::move(outputs), row_counts, job_.findings->output_law, expected_)
                  : concatenate(std::move(outputs), row_counts, "outputs");
   for (size_t i = 0; i < whole_.leaves().size(); ++i) {
     whole_.leaves()[i].tensor = whole_.leaves()[shared_.first_of(i)].tensor;
@@ -263,13 +264,12 @@ at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
   // A graph that is kept for the outputs is gone through once more.
   autograd::run_backward({loss}, {gradient}, /*keep=*/reads_forward);
   auto leaf = wanted.begin();
-  const OutputLaw* law = job_.output_law;
+  const OutputLaw& law = job_.findings->output_law;
   for (size_t i = 0; i < wants_gradient_.size(); ++i) {
     const size_t first = shared_.first_of(i);  // has the gradient of all
     gradients_.push_back(wants_gradient_[i] && first == i ? (leaf++)->grad() : at::Tensor());
     read_.push_back(gradients_[first].defined());
-    const bool compares =
-        parts_.size() > 1 && law != nullptr && law->fits(whole_) && law->leaves[i].compares;
+    const bool compares = parts_.size() > 1 && law.fits(whole_) && law.leaves[i].compares;
     if (compares && gradients_[i].defined()) refuse_compared(whole_, i);
   }
   return loss.detach();
@@ -292,10 +292,10 @@ at::Tensor WholeOutputs::computed(const Batch& outputs, const Batch& targets, Lo
 /// Called with an error of the loss at work, which outputs may have caused that were joined along
 /// one dimension and follow the samples along another one, too.
 void WholeOutputs::explain_compared() const {
-  const OutputLaw* law = job_.output_law;
-  if (parts_.size() < 2 || law == nullptr || !law->fits(whole_)) return;
-  for (size_t i = 0; i < law->leaves.size(); ++i) {
-    if (law->leaves[i].compares) std::throw_with_nested(compared(whole_, i));
+  const OutputLaw& law = job_.findings->output_law;
+  if (parts_.size() < 2 || !law.fits(whole_)) return;
+  for (size_t i = 0; i < law.leaves.size(); ++i) {
+    if (law.leaves[i].compares) std::throw_with_nested(compared(whole_, i));
   }
 }
 

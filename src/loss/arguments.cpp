@@ -1,4 +1,4 @@
-#include "arguments.hpp"
+#include "loss/arguments.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

@@ -1,12 +1,12 @@
 #include <infinitybatch/loss/binary.hpp>
 
+#include "loss/elementwise.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/Functions.h>
 #include <ATen/core/Reduction.h>
-
-#include "elementwise.hpp"
 
 namespace infinitybatch::losses {
 namespace {

@@ -1,9 +1,9 @@
-#include "class_weights.hpp"
+#include "loss/class_weights.hpp"
 
-#include "arguments.hpp"
+#include "core/host_number.hpp"
+#include "loss/arguments.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/host_number.hpp>
 
 #include <ATen/Functions.h>
 

@@ -1,13 +1,13 @@
 #include <infinitybatch/loss/classification.hpp>
 
+#include "loss/arguments.hpp"
+#include "loss/class_weights.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Reduction.h>
-
-#include "arguments.hpp"
-#include "class_weights.hpp"
 
 namespace infinitybatch::losses {
 namespace {

@@ -1,6 +1,6 @@
 #include <infinitybatch/loss/coupled.hpp>
 
-#include "one_number.hpp"
+#include "loss/one_number.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

@@ -1,11 +1,11 @@
 #include <infinitybatch/loss/distance.hpp>
 
+#include "loss/elementwise.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/core/Reduction.h>
-
-#include "elementwise.hpp"
 
 namespace infinitybatch::losses {
 namespace {

@@ -1,4 +1,4 @@
-#include "elementwise.hpp"
+#include "loss/elementwise.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "arguments.hpp"
+#include "loss/arguments.hpp"
 
 namespace infinitybatch::losses {
 

@@ -1,6 +1,6 @@
-#include "embeddings.hpp"
+#include "loss/embeddings.hpp"
 
-#include "arguments.hpp"
+#include "loss/arguments.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

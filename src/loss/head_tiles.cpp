@@ -1,6 +1,6 @@
-#include "head_tiles.hpp"
+#include "loss/head_tiles.hpp"
 
-#include "arguments.hpp"
+#include "loss/arguments.hpp"
 
 #include <ATen/Functions.h>
 

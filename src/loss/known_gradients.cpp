@@ -1,8 +1,9 @@
-#include "known_gradients.hpp"
+#include "loss/known_gradients.hpp"
+
+#include "core/torch_compat.hpp"
+#include "loss/backward_errors.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/torch_compat.hpp>
-#include <infinitybatch/loss/backward_errors.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

@@ -1,10 +1,10 @@
 #include <infinitybatch/loss/linear_cross_entropy.hpp>
 
-#include "arguments.hpp"
-#include "class_weights.hpp"
-#include "head_tiles.hpp"
-#include "known_gradients.hpp"
-#include "tiles.hpp"
+#include "loss/arguments.hpp"
+#include "loss/class_weights.hpp"
+#include "loss/head_tiles.hpp"
+#include "loss/known_gradients.hpp"
+#include "loss/tiles.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

@@ -1,4 +1,4 @@
-#include "one_number.hpp"
+#include "loss/one_number.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -9,7 +9,7 @@
 namespace infinitybatch {
 
 at::Tensor one_number(const at::Tensor& value, const std::string& what) {
-  if (!value.defined()) throw InvalidArgument(what + " returned no tensor; return a sum");
+  if (!value.defined()) throw InvalidArgument(what + " returned no tensor; it must return a scalar tensor");
   if (value.is_complex()) {
     throw InvalidArgument(what +
                           " returned a complex tensor; backward needs a real number, such as "
@@ -18,7 +18,7 @@ at::Tensor one_number(const at::Tensor& value, const std::string& what) {
   if (value.numel() != 1) {
     std::ostringstream message;
     message << what << " returned a tensor of shape " << value.sizes()
-            << "; one number is wanted: end it with .sum()";
+            << "; it must return a scalar tensor: end it with .sum()";
     throw InvalidArgument(message.str());
   }
   return value.dim() == 0 ? value : value.reshape({});

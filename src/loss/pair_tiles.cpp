@@ -1,6 +1,6 @@
-#include "pair_tiles.hpp"
+#include "loss/pair_tiles.hpp"
 
-#include "arguments.hpp"
+#include "loss/arguments.hpp"
 
 #include <ATen/Functions.h>
 

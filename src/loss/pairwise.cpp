@@ -1,13 +1,12 @@
-#include <infinitybatch/loss/contrastive.hpp>
+#include "autograd/engine.hpp"
+#include "loss/arguments.hpp"
+#include "loss/embeddings.hpp"
+#include "loss/known_gradients.hpp"
+#include "loss/one_number.hpp"
+#include "loss/tiles.hpp"
 
-#include "arguments.hpp"
-#include "embeddings.hpp"
-#include "known_gradients.hpp"
-#include "one_number.hpp"
-#include "tiles.hpp"
-
-#include <infinitybatch/autograd/engine.hpp>
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/loss/contrastive.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

@@ -1,5 +1,7 @@
 #include <infinitybatch/loss/regression.hpp>
 
+#include "loss/elementwise.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 
 #include <ATen/Functions.h>
@@ -7,8 +9,6 @@
 
 #include <cmath>
 #include <numbers>
-
-#include "elementwise.hpp"
 
 namespace infinitybatch::losses {
 namespace {

@@ -1,11 +1,11 @@
 #include <infinitybatch/loss/sequence.hpp>
 
+#include "loss/arguments.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/core/Reduction.h>
-
-#include "arguments.hpp"
 
 namespace infinitybatch::losses {
 namespace {

@@ -1,12 +1,11 @@
-#include <infinitybatch/loss/contrastive.hpp>
-
-#include "arguments.hpp"
-#include "embeddings.hpp"
-#include "known_gradients.hpp"
-#include "pair_tiles.hpp"
-#include "tiles.hpp"
+#include "loss/arguments.hpp"
+#include "loss/embeddings.hpp"
+#include "loss/known_gradients.hpp"
+#include "loss/pair_tiles.hpp"
+#include "loss/tiles.hpp"
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/loss/contrastive.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

@@ -1,4 +1,4 @@
-#include "tiles.hpp"
+#include "loss/tiles.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

@@ -1,4 +1,4 @@
-#include "accelerator.hpp"
+#include "memory/accelerator.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

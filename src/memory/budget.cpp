@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kExamples =
     "; write bytes as a whole number (536870912) or \"512MiB\", a fraction of the device with a "
-    "point (0.8, 1.0 for all of it), or \"auto\"";
+    "point or as a percentage (0.8, \"80%\", 1.0 for all of it), or \"auto\"";
 constexpr double kAutoShare = 0.9;
 
 int64_t checked_bytes(int64_t bytes, const std::string& name, const std::string& written) {
@@ -40,13 +40,17 @@ std::string written(double number) {
   return text.str();
 }
 
-/// A bare number with a point in it, as in "0.8". Empty for anything else.
-std::optional<double> as_fraction(const std::string& text) {
-  if (text.find('.') == std::string::npos) return std::nullopt;
+/// A bare number with a point in it, as in "0.8", or one of percent, as in "80%". Empty for
+/// anything else.
+std::optional<double> as_fraction(std::string text) {
+  const size_t end = text.find_last_not_of(" \t");
+  const bool is_percent = end != std::string::npos && text[end] == '%';
+  if (is_percent) text.resize(end);
+  if (!is_percent && text.find('.') == std::string::npos) return std::nullopt;
   std::istringstream stream(text);
   stream.imbue(std::locale::classic());
   double number = 0.0;
-  if (stream >> number && (stream >> std::ws).eof()) return number;
+  if (stream >> number && (stream >> std::ws).eof()) return is_percent ? number / 100 : number;
   return std::nullopt;
 }
 

@@ -1,4 +1,4 @@
-#include "cpu_accounting.hpp"
+#include "memory/cpu_accounting.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 

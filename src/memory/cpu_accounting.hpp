@@ -1,8 +1,9 @@
 #pragma once
 
-#include <infinitybatch/memory/failure_injection.hpp>
+#include "memory/failure_injection.hpp"
+#include "memory/trace.hpp"
+
 #include <infinitybatch/memory/statistics.hpp>
-#include <infinitybatch/memory/trace.hpp>
 
 #include <atomic>
 #include <cstdint>

@@ -1,6 +1,6 @@
-#include <infinitybatch/memory/cpu_allocator.hpp>
+#include "memory/cpu_allocator.hpp"
 
-#include "cpu_accounting.hpp"
+#include "memory/cpu_accounting.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>

@@ -1,6 +1,6 @@
-#include "device_peaks.hpp"
+#include "memory/device_peaks.hpp"
 
-#include "accelerator.hpp"
+#include "memory/accelerator.hpp"
 
 #include <algorithm>
 #include <mutex>

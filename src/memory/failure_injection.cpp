@@ -1,9 +1,9 @@
-#include <infinitybatch/memory/failure_injection.hpp>
+#include "memory/failure_injection.hpp"
 
-#include "cpu_accounting.hpp"
+#include "memory/cpu_accounting.hpp"
+#include "memory/cpu_allocator.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/memory/cpu_allocator.hpp>
 
 namespace infinitybatch::memory {
 

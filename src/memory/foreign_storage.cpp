@@ -1,6 +1,6 @@
-#include <infinitybatch/memory/foreign_storage.hpp>
+#include "memory/foreign_storage.hpp"
 
-#include "cpu_accounting.hpp"
+#include "memory/cpu_accounting.hpp"
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>

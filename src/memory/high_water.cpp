@@ -1,9 +1,9 @@
-#include <infinitybatch/memory/high_water.hpp>
+#include "memory/high_water.hpp"
 
-#include "cpu_accounting.hpp"
-#include "device_peaks.hpp"
+#include "memory/cpu_accounting.hpp"
+#include "memory/cpu_allocator.hpp"
+#include "memory/device_peaks.hpp"
 
-#include <infinitybatch/memory/cpu_allocator.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 
 #include <algorithm>

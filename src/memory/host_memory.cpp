@@ -1,4 +1,4 @@
-#include <infinitybatch/memory/host_memory.hpp>
+#include "memory/host_memory.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

@@ -1,9 +1,10 @@
 #include <infinitybatch/memory/limit.hpp>
 
-#include "cpu_accounting.hpp"
+#include "memory/cpu_accounting.hpp"
+#include "memory/cpu_allocator.hpp"
+#include "memory/high_water.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/memory/cpu_allocator.hpp>
 
 #include <c10/util/Exception.h>
 

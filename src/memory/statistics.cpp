@@ -1,11 +1,10 @@
 #include <infinitybatch/memory/statistics.hpp>
 
-#include "accelerator.hpp"
-#include "cpu_accounting.hpp"
-#include "device_peaks.hpp"
-
-#include <infinitybatch/memory/cpu_allocator.hpp>
-#include <infinitybatch/memory/host_memory.hpp>
+#include "memory/accelerator.hpp"
+#include "memory/cpu_accounting.hpp"
+#include "memory/cpu_allocator.hpp"
+#include "memory/device_peaks.hpp"
+#include "memory/host_memory.hpp"
 
 namespace infinitybatch::memory {
 namespace {

@@ -1,10 +1,10 @@
-#include <infinitybatch/memory/trace.hpp>
+#include "memory/trace.hpp"
 
-#include "accelerator.hpp"
-#include "cpu_accounting.hpp"
+#include "memory/accelerator.hpp"
+#include "memory/cpu_accounting.hpp"
+#include "memory/cpu_allocator.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/memory/cpu_allocator.hpp>
 
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>

@@ -1,4 +1,4 @@
-#include "copy_thread.hpp"
+#include "offload/copy_thread.hpp"
 
 #include <algorithm>
 #include <chrono>

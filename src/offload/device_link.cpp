@@ -1,4 +1,4 @@
-#include "device_link.hpp"
+#include "offload/device_link.hpp"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/TensorBody.h>

@@ -1,7 +1,8 @@
-#include <infinitybatch/offload/disk_file.hpp>
+#include "offload/disk_file.hpp"
+
+#include "offload/failure_injection.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/offload/failure_injection.hpp>
 
 #include <fcntl.h>
 #include <sys/resource.h>

@@ -1,4 +1,4 @@
-#include <infinitybatch/offload/extents.hpp>
+#include "offload/extents.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

@@ -1,4 +1,4 @@
-#include <infinitybatch/offload/failure_injection.hpp>
+#include "offload/failure_injection.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

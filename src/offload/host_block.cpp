@@ -1,4 +1,4 @@
-#include <infinitybatch/offload/host_block.hpp>
+#include "offload/host_block.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>

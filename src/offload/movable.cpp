@@ -1,4 +1,4 @@
-#include "movable.hpp"
+#include "offload/movable.hpp"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/DispatchKey.h>

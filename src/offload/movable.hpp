@@ -1,6 +1,6 @@
 #pragma once
 
-#include <infinitybatch/offload/store.hpp>
+#include "offload/store.hpp"
 
 #include <c10/core/StorageImpl.h>
 

@@ -1,4 +1,4 @@
-#include "places.hpp"
+#include "offload/places.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>

@@ -1,11 +1,10 @@
 #pragma once
 
-#include "device_link.hpp"
-
-#include <infinitybatch/offload/disk_file.hpp>
-#include <infinitybatch/offload/extents.hpp>
-#include <infinitybatch/offload/host_block.hpp>
-#include <infinitybatch/offload/store.hpp>
+#include "offload/device_link.hpp"
+#include "offload/disk_file.hpp"
+#include "offload/extents.hpp"
+#include "offload/host_block.hpp"
+#include "offload/store.hpp"
 
 #include <cstddef>
 #include <cstdint>

@@ -1,7 +1,7 @@
-#include <infinitybatch/offload/store.hpp>
+#include "offload/store.hpp"
 
-#include "movable.hpp"
-#include "store_state.hpp"
+#include "offload/movable.hpp"
+#include "offload/store_state.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

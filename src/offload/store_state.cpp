@@ -1,8 +1,9 @@
-#include "store_state.hpp"
+#include "offload/store_state.hpp"
+
+#include "core/torch_compat.hpp"
+#include "offload/absence.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/torch_compat.hpp>
-#include <infinitybatch/offload/absence.hpp>
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>

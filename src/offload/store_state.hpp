@@ -1,8 +1,8 @@
 #pragma once
 
-#include "copy_thread.hpp"
-#include "device_link.hpp"
-#include "places.hpp"
+#include "offload/copy_thread.hpp"
+#include "offload/device_link.hpp"
+#include "offload/places.hpp"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Storage.h>

@@ -1,6 +1,6 @@
-#include <infinitybatch/plan/checkpoint_planner.hpp>
+#include "plan/checkpoint_planner.hpp"
 
-#include "narrow_places.hpp"
+#include "plan/narrow_places.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,6 @@
 // Samples of other lengths: kinds that differ in nothing else share plans, and logical batches
 // whose samples differ among themselves are planned by the longest.
-#include <infinitybatch/plan/planner.hpp>
+#include "plan/planner.hpp"
 
 #include <algorithm>
 #include <cmath>

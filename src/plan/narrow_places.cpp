@@ -1,6 +1,6 @@
-#include "narrow_places.hpp"
+#include "plan/narrow_places.hpp"
 
-#include <infinitybatch/tape/arguments.hpp>
+#include "tape/arguments.hpp"
 
 #include <algorithm>
 #include <map>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <infinitybatch/tape/tape.hpp>
+#include "tape/tape.hpp"
 
 #include <cstdint>
 #include <vector>

@@ -1,8 +1,10 @@
-#include <infinitybatch/plan/planner.hpp>
+#include "plan/planner.hpp"
+
+#include "execute/schedule.hpp"
+#include "execute/simulator.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/execute/simulator.hpp>
 
 #include <algorithm>
 #include <climits>

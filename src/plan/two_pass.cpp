@@ -1,8 +1,9 @@
 // What the planner does differently for a coupled loss, and for tapes that are cut: it measures in
 // a rehearsal, then plans passes over the whole batch.
-#include <infinitybatch/core/counted.hpp>
-#include <infinitybatch/execute/simulator.hpp>
-#include <infinitybatch/plan/planner.hpp>
+#include "core/counted.hpp"
+#include "execute/schedule.hpp"
+#include "execute/simulator.hpp"
+#include "plan/planner.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -1,10 +1,9 @@
-#include <infinitybatch/step/admission.hpp>
+#include "step/admission.hpp"
+
+#include "core/transforms.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/transforms.hpp>
 
-#include <ATen/Parallel.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
@@ -15,12 +14,11 @@ namespace {
 void check_grad_mode() {
   if (c10::InferenceMode::is_enabled()) {
     throw StateError(
-        "backward() was called under torch.inference_mode(), where no gradient exists; call it "
-        "outside");
+        "backward() needs gradients: call it outside torch.inference_mode()");
   }
   if (!at::GradMode::is_enabled()) {
     throw StateError(
-        "backward() was called under torch.no_grad(), which leaves no gradient; call it outside");
+        "backward() needs gradients: call it outside torch.no_grad()");
   }
 }
 
@@ -104,45 +102,6 @@ std::vector<const void*> owned_by(const Job& job) {
   }
   for (const BufferSlot& slot : job.buffers) owned.push_back(slot.get().unsafeGetTensorImpl());
   return owned;
-}
-
-std::string kind_of_draws(const Job& job) {
-  std::string kind = program_kind_of(job) + "|ones";
-  for (const auto& leaf : lengths_of(job)) {
-    for (const int64_t size : leaf) kind += size == 1 ? '1' : '.';
-    kind += ',';
-  }
-  return kind;
-}
-
-Dims lengths_of(const Job& job) {
-  Dims dims = job.inputs->dims;
-  dims.insert(dims.end(), job.targets->dims.begin(), job.targets->dims.end());
-  return dims;
-}
-
-std::string signature_of(const Job& job) {
-  std::string signature = kind_of(job);
-  for (const std::vector<int64_t>& leaf : lengths_of(job)) {
-    signature += '|';
-    for (const int64_t size : leaf) signature += 'x' + std::to_string(size);
-  }
-  return signature;
-}
-
-std::string program_kind_of(const Job& job) {
-  return kind_of(job) + "|program " + std::to_string(job.program);
-}
-
-std::string kind_of(const Job& job) {
-  std::string signature = job.inputs->signature + "|" + job.targets->signature;
-  signature += job.training ? "|train" : "|eval";
-  signature += "|" + std::to_string(at::get_num_threads());
-  if (at::autocast::is_autocast_enabled(job.device.type())) {
-    signature += "|autocast";
-    signature += c10::toString(at::autocast::get_autocast_dtype(job.device.type()));
-  }
-  return signature;
 }
 
 }  // namespace infinitybatch

@@ -1,14 +1,14 @@
 #include <infinitybatch/step/bench.hpp>
 
-#include "examined_model.hpp"
-#include "native_loss.hpp"
+#include "core/foreign_exception.hpp"
+#include "core/out_of_memory.hpp"
+#include "step/admission.hpp"
+#include "step/examined_model.hpp"
+#include "step/native_loss.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/foreign_exception.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
-#include <infinitybatch/step/admission.hpp>
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/core/Tensor.h>

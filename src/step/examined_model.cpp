@@ -1,6 +1,6 @@
-#include "examined_model.hpp"
+#include "step/examined_model.hpp"
 
-#include <infinitybatch/step/admission.hpp>
+#include "step/admission.hpp"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

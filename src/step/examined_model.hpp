@@ -1,11 +1,11 @@
 #pragma once
 
-#include <infinitybatch/core/rng.hpp>
-#include <infinitybatch/core/torch_compat.hpp>
-#include <infinitybatch/coupled/coupling_watch.hpp>
-#include <infinitybatch/coupled/original_weights.hpp>
-#include <infinitybatch/execute/carried_state.hpp>
-#include <infinitybatch/execute/job.hpp>
+#include "core/rng.hpp"
+#include "core/torch_compat.hpp"
+#include "coupled/coupling_watch.hpp"
+#include "coupled/original_weights.hpp"
+#include "execute/carried_state.hpp"
+#include "execute/job.hpp"
 
 #include <optional>
 #include <string>

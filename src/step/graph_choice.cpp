@@ -1,8 +1,9 @@
-#include "graph_choice.hpp"
+#include "step/graph_choice.hpp"
+
+#include "core/out_of_memory.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
 
 #include <algorithm>
 #include <exception>

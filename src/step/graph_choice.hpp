@@ -1,9 +1,10 @@
 #pragma once
 
-#include <infinitybatch/execute/pass_times.hpp>
+#include "execute/pass_times.hpp"
+#include "offload/store.hpp"
+#include "plan/planner.hpp"
+
 #include <infinitybatch/execute/plan.hpp>
-#include <infinitybatch/offload/store.hpp>
-#include <infinitybatch/plan/planner.hpp>
 
 #include <cstdint>
 #include <functional>

@@ -1,9 +1,10 @@
-#include "left_behind.hpp"
+#include "step/left_behind.hpp"
 
-#include <infinitybatch/autograd/engine.hpp>
-#include <infinitybatch/core/engine_error.hpp>
+#include "autograd/engine.hpp"
+#include "core/engine_error.hpp"
+#include "core/torch_compat.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/torch_compat.hpp>
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>

@@ -1,10 +1,10 @@
-#include "left_outputs.hpp"
+#include "step/left_outputs.hpp"
 
-#include "left_behind.hpp"
+#include "core/following_dims.hpp"
+#include "execute/left_tensors.hpp"
+#include "step/left_behind.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/following_dims.hpp>
-#include <infinitybatch/execute/left_tensors.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>

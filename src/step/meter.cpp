@@ -1,8 +1,9 @@
-#include "meter.hpp"
+#include "step/meter.hpp"
 
-#include <infinitybatch/execute/assumed_times.hpp>
+#include "execute/assumed_times.hpp"
+#include "memory/trace.hpp"
+
 #include <infinitybatch/memory/statistics.hpp>
-#include <infinitybatch/memory/trace.hpp>
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
@@ -124,7 +125,7 @@ Measurement run(Executor& executor, const Piece& piece, int64_t first_row, at::D
     executor.run(instruction, rows);
   };
   Measurement measured = run(perform, &executor.sinks(), piece, first_row, device);
-  measured.dims = executor.take_lengths();
+  measured.dims = executor.forwards().take_lengths();
   return measured;
 }
 
@@ -137,7 +138,7 @@ Measurement run_planned(Executor& executor, const Piece& piece, int64_t first_ro
     executor.run(instruction, rows);
   };
   Measurement measured = run(perform, &executor.sinks(), piece, first_row, device);
-  measured.dims = executor.take_lengths();
+  measured.dims = executor.forwards().take_lengths();
   return measured;
 }
 

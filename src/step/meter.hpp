@@ -1,8 +1,9 @@
 #pragma once
 
+#include "execute/executor.hpp"
+#include "plan/planner.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/execute/executor.hpp>
-#include <infinitybatch/plan/planner.hpp>
 
 #include <functional>
 

@@ -1,7 +1,7 @@
-#include "native_loss.hpp"
+#include "step/native_loss.hpp"
 
-#include <infinitybatch/execute/denominator.hpp>
-#include <infinitybatch/step/admission.hpp>
+#include "execute/denominator.hpp"
+#include "step/admission.hpp"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>

@@ -1,6 +1,7 @@
 #pragma once
 
-#include <infinitybatch/execute/job.hpp>
+#include "execute/job.hpp"
+
 #include <infinitybatch/step/virtual_batch.hpp>
 
 #include <optional>

@@ -1,6 +1,6 @@
-#include "offload.hpp"
+#include "step/offload.hpp"
 
-#include <infinitybatch/memory/host_memory.hpp>
+#include "memory/host_memory.hpp"
 
 #include <algorithm>
 #include <utility>

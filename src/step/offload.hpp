@@ -1,7 +1,8 @@
 #pragma once
 
+#include "offload/store.hpp"
+
 #include <infinitybatch/execute/plan.hpp>
-#include <infinitybatch/offload/store.hpp>
 #include <infinitybatch/step/virtual_batch.hpp>
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-#include <infinitybatch/step/programs.hpp>
+#include "step/programs.hpp"
 
 namespace infinitybatch {
 

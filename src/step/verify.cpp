@@ -1,14 +1,14 @@
 #include <infinitybatch/step/verify.hpp>
 
-#include "examined_model.hpp"
-#include "native_loss.hpp"
+#include "core/exchange.hpp"
+#include "core/foreign_exception.hpp"
+#include "core/out_of_memory.hpp"
+#include "core/rng.hpp"
+#include "step/admission.hpp"
+#include "step/examined_model.hpp"
+#include "step/native_loss.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/exchange.hpp>
-#include <infinitybatch/core/foreign_exception.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
-#include <infinitybatch/core/rng.hpp>
-#include <infinitybatch/step/admission.hpp>
 
 #include <ATen/Context.h>
 #include <ATen/Functions.h>

@@ -1,26 +1,22 @@
 #include <infinitybatch/step/virtual_batch.hpp>
 
-#include "meter.hpp"
-#include "offload.hpp"
-#include "virtual_batch_state.hpp"
+#include "core/foreign_exception.hpp"
+#include "core/out_of_memory.hpp"
+#include "core/pinned_copies.hpp"
+#include "core/rng.hpp"
+#include "coupled/draw_laws.hpp"
+#include "memory/foreign_storage.hpp"
+#include "offload/store.hpp"
+#include "plan/checkpoint_planner.hpp"
+#include "plan/planner.hpp"
+#include "step/admission.hpp"
+#include "step/meter.hpp"
+#include "step/offload.hpp"
+#include "step/virtual_batch_state.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/exception_text.hpp>
-#include <infinitybatch/core/foreign_exception.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
-#include <infinitybatch/core/pinned_copies.hpp>
-#include <infinitybatch/core/rng.hpp>
-#include <infinitybatch/coupled/random_draw.hpp>
-#include <infinitybatch/memory/foreign_storage.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
-#include <infinitybatch/offload/absence.hpp>
-#include <infinitybatch/offload/store.hpp>
-#include <infinitybatch/plan/checkpoint_planner.hpp>
-#include <infinitybatch/plan/planner.hpp>
-#include <infinitybatch/step/admission.hpp>
-#include <infinitybatch/tape/mismatch.hpp>
-#include <infinitybatch/tape/witness.hpp>
 
 #include <algorithm>
 #include <chrono>
@@ -33,22 +29,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// A BatchNorm in a C++ module refuses a micro-batch of one sample by itself.
-bool refuses_one_sample(const std::exception_ptr& exception) {
-  try {
-    std::rethrow_exception(exception);
-  } catch (const c10::Error& error) {
-    const std::string what = error.what_without_backtrace();
-    return what.find("Expected more than 1 value per channel") != std::string::npos;
-  } catch (...) {
-    return false;
-  }
-}
-
 }  // namespace
 
-StaticTapes* VirtualBatch::State::static_tapes(const Job& job) const {
-  StaticTapes& tapes = static_tapes_[signature_of(job) + program_kind_of(job)];
+StaticTapes* VirtualBatch::State::static_tapes(const Job& job) {
+  StaticTapes& tapes = knowledge_->static_tapes[kind_.lengths];
   std::vector<const void*> owned = owned_by(job);
   if (tapes.owned != owned) tapes = StaticTapes{{}, std::move(owned)};
   return &tapes;
@@ -58,19 +42,7 @@ std::string VirtualBatch::State::program_of(const Job& job) const {
   return Programs::identity(model_, job.inputs->arguments);
 }
 
-void VirtualBatch::State::forget_programs() const {
-  programs_.clear();
-  static_tapes_.clear();
-  draw_laws_.clear();
-  output_laws_.clear();
-  examined_.clear();
-  rows_seen_.clear();
-  checked_.clear();
-  couplings_.clear();
-  few_rows_.clear();
-}
-
-Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targets) const {
+Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targets) {
   Job job;
   job.model = &model_;
   job.loss = std::get_if<SeparableLoss>(&loss_);
@@ -86,30 +58,30 @@ Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targe
   if (options_.loss_scale) job.loss_scale = options_.loss_scale();
   admit(job);
   job.cut = cut_[job.training];
-  if (programs_.full()) forget_programs();
+  if (programs_.full()) {
+    programs_.clear();
+    known_.forget_programs();
+  }
   job.program = programs_.number(program_of(job));
+  kind_ = batch_kind(job, inputs, targets);
+  knowledge_ = &known_.of(kind_);
+  memory_ = &known_.memory_of(kind_);
   if (options_.static_graph) {
     job.cut = true;
     job.static_tapes = static_tapes(job);
-  }
-  const bool checkpointed = !checkpoints_.empty() && checkpoints_.contains(signature_of(job));
-  if (!options_.static_graph && (options_.checkpoint_segments || checkpointed)) {
+  } else if (options_.checkpoint_segments || memory_->checkpoints) {
     job.alone = !job.cut;
     job.cut = true;
-    job.checkpoints = &checkpoints_[signature_of(job)];
+    if (!memory_->checkpoints) memory_->checkpoints.emplace();
+    job.checkpoints = &*memory_->checkpoints;
   }
   const bool waits = job.cut || job.coupled != nullptr;
   const bool offloads = options_.offload.when == Offload::When::always ||
-                        ((job.cut || keeps_graphs(job)) && offloaded_.contains(signature_of(job)));
+                        ((job.cut || keeps_graphs(job)) && memory_->offloads);
   if (waits && offloads) job.store = store(job.device);
   job.offloads_graphs = job.store != nullptr && keeps_graphs(job);
-  if (job.coupled != nullptr) job.output_law = &output_laws_[program_kind_of(job)];
-  if (job.cut) job.check_recordings = !checked_.contains(program_kind_of(job));
-  if (job.exact_coupling && job.use_tapes) job.examined = &examined_[program_kind_of(job)];
-  if (job.exact_coupling) job.rows_seen = &rows_seen_[program_kind_of(job)];
   job.renormed = &renormed_;
   job.match_native_rng = options_.match_native_rng;
-  if (job.match_native_rng) job.draw_laws = &draw_laws_[kind_of_draws(job)];
   return job;
 }
 
@@ -129,17 +101,12 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
         "What is allocated before the step (parameters, gradients, optimizer state, inputs)");
   }
 
-  // A step that fails leaves them as they were: what it refuses, the next one refuses too.
-  bool* const examined = job.examined;
-  bool examined_now = examined != nullptr && *examined;
-  if (examined != nullptr) job.examined = &examined_now;
-  RowsSeen* const rows_seen = job.rows_seen;
-  RowsSeen rows_seen_now = rows_seen != nullptr ? *rows_seen : RowsSeen();
-  if (rows_seen != nullptr) job.rows_seen = &rows_seen_now;
-  int changes = 0;  // of the number of segments
+  Findings findings = knowledge_->findings;  // kept where the step succeeds
+  job.findings = &findings;
+  segments_changed_ = 0;
   beside_plan_ = false;
   collective_.reset();
-  const FewRows::Step few_rows(few_rows_);
+  const FewRows::Step few_rows(knowledge_->few_rows);
   for (int64_t restarts = 0;; ++restarts) {
     if (collective_) {
       throw Unsupported(
@@ -156,8 +123,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
     try {
       StepReport report = attempt(job, budget, hand_out);
       programs_.left(program_of(job));
-      if (examined != nullptr) *examined = examined_now;
-      if (rows_seen != nullptr) *rows_seen = std::move(rows_seen_now);
+      knowledge_->findings = std::move(findings);
       report.peak_bytes = peak.peak();
       // Of the plan alone, which says nothing of a rehearsal, a look at rows or an attempt that
       // took more.
@@ -171,83 +137,9 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       report.seconds = std::chrono::duration<double>(Clock::now() - start).count();
       report.restarts = restarts;
       return report;
-    } catch (const tape::Mismatch&) {
-      check_inputs();
-      // From now on this model's forward runs again instead.
-      use_tapes_ = false;
-      job.use_tapes = false;
-      job.tapes_failed = true;
-      job.examined = nullptr;
-    } catch (const tape::OtherValues&) {
-      check_inputs();  // each micro-batch is recorded from now on
-    } catch (const SegmentsChanged& changed) {
-      check_inputs();
-      segments_ = changed.segments();
-      --restarts;
-      if (++changes > 3) {
-        throw CouplingError("aten::batch_norm",
-                            "the model does not run its layers that see the whole batch equally "
-                            "often each time; give micro_batch_size, put them into eval mode, or "
-                            "accept another gradient with batch_coupling=\"per_micro_batch\"");
-      }
-    } catch (const CouplingError&) {
-      if (!options_.micro_batch_size || !job.cut) check_inputs();
-      if (job.checkpoints != nullptr) {
-        if (options_.checkpoint_segments && !job.alone) throw;
-        // The layer was not met before memory ran out, or is met for the first time.
-        end_checkpoints(job);
-      }
-      if (!answer_by_cuts(job)) answer_coupling(job);
-      if (options_.checkpoint_segments) job.checkpoints = &checkpoints_[signature_of(job)];
-      // Nothing has run out of memory: not a restart that the report should count.
-      --restarts;
-    } catch (const NoRoomToLook&) {
-      throw;
-    } catch (const BudgetExceeded& error) {
-      if (!give_up_graphs(job) && !plan_smaller(job)) refuse_budget(job, error);
-    } catch (const OffloadError&) {
-      if (!give_up_graphs(job)) throw;
-    } catch (const Unsupported& error) {
-      if (job.checkpoints == nullptr || !streamed_ || options_.checkpoint_segments) throw;
-      check_inputs();
-      give_up_checkpoints(job, *budget + 1, *budget,
-                          std::string("a single sample (") + error.what_without_backtrace() + ")");
     } catch (...) {
-      if (const std::string text = first_line_of(std::current_exception());
-          offload::tells_of_absence(text)) {
-        throw StateError(text.substr(text.find(offload::kAbsent)));
-      }
-      if (streamed_ && job.checkpoints != nullptr && refuses_one_sample(std::current_exception())) {
-        check_inputs();
-        checkpoints_.erase(signature_of(job));
-        std::rethrow_exception(std::exchange(streamed_, nullptr));
-      }
-      if (answer_few_rows(job)) {
-        --restarts;  // nothing has run out of memory
-        continue;
-      }
-      if (!budget || !is_out_of_memory(std::current_exception())) throw;
-      // The user's own error says nothing of our sizes. A fixed size cannot be answered by a
-      // smaller one: there even what the system refused comes back as it is.
-      if (limit && !limit->allocation_failed()) throw;
-      if (options_.micro_batch_size && limit && limit->refused() == 0) throw;
-      check_inputs();
-      const int64_t needed = limit->refused();
-      if (job.checkpoints != nullptr) {
-        if (checkpoint_smaller(job)) continue;
-        give_up_checkpoints(
-            job, std::max(needed, *budget + 1), *budget,
-            failed_in_loss_
-                ? "the loss on the outputs of all " + std::to_string(job.batch_size()) + " samples"
-                : "the smallest segment of a single sample, beside what waits for "
-                  "it and the gradients of the parameters");
-      }
-      if (begin_turns(job)) continue;
-      try {
-        answer_out_of_memory(job, needed, *budget);
-      } catch (const BudgetExceeded& error) {
-        if (!give_up_graphs(job) && !plan_smaller(job)) refuse_budget(job, error);
-      }
+      const Failed::Scope failed(failed_, std::current_exception());
+      if (!answer(job, budget, limit ? &*limit : nullptr)) --restarts;
     }
   }
 }
@@ -266,10 +158,10 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     checked = job;
     const bool rehearsed = (job.coupled != nullptr || job.cut) && job.checkpoints == nullptr;
     if (rehearsed && !options_.micro_batch_size) {
-      checked.offloads_graphs = offloads_graphs(job);
-      if (rehearse(checked, *budget)) checked.check_recordings = false;
+      checked.offloads_graphs = offloads_graphs();
+      rehearse(checked, *budget);
       choose_graphs(job, *budget);
-      checked.offloads_graphs = offloads_graphs(job);
+      checked.offloads_graphs = offloads_graphs();
       random.restore();
     }
     if (job.store != nullptr) offloaded_before_ = job.store->statistics();
@@ -288,12 +180,12 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
       graph_bytes_ = executor->graph_bytes();
     }
     if (!hand_out) {
-      inputs_written_ = executor->wrote_inputs();
+      inputs_written_ = executor->forwards().wrote_inputs();
       executor->roll_back();
       random.restore();
       check_inputs();
     }
-    const std::optional<int64_t> without_look = executor->peak_without_look();
+    const std::optional<int64_t> without_look = executor->checks().peak_without_look();
     if (without_look) beside_plan_ = true;
     own_peak_ = without_look.value_or(own.peak());
     report.loss = executor->loss();
@@ -311,7 +203,7 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
       if (auto collective = executor->collective()) collective_ = std::move(collective);
       coupled_beyond_cuts_ = executor->coupled_beyond_cuts();
       failed_rows_ = executor->failed_rows();
-      inputs_written_ = inputs_written_ || executor->wrote_inputs();
+      inputs_written_ = inputs_written_ || executor->forwards().wrote_inputs();
       executor->roll_back();
     }
     // Nobody has looked at recordings of a step that failed: what mixes samples is looked for in
@@ -343,105 +235,9 @@ void VirtualBatch::State::tell_offload(const Job& job, StepReport& report) {
   }
 }
 
-bool VirtualBatch::State::begin_checkpoints(Job& job) {
-  const bool possible = !options_.micro_batch_size && !options_.static_graph &&
-                        options_.use_tapes && job.exact_coupling && coupling_of(job) == nullptr &&
-                        planner_.smallest_failed() && !failed_in_loss_;
-  if (!possible || job.checkpoints != nullptr) return false;
-  streamed_ = std::current_exception();
-  job.alone = !job.cut;
-  job.cut = true;
-  job.checkpoints = &checkpoints_[signature_of(job)];
-  // With less in each segment what waits may fit.
-  offloaded_.erase(signature_of(job));
-  const bool offloads = options_.offload.when == Offload::When::always;
-  job.store = offloads ? store(job.device) : nullptr;
-  return true;
-}
-
-void VirtualBatch::State::end_checkpoints(Job& job) {
-  checkpoints_.erase(signature_of(job));
-  offloaded_.erase(signature_of(job));
-  job.checkpoints = nullptr;
-  job.store = nullptr;
-  if (job.alone) job.cut = false;
-  job.alone = false;
-}
-
-void VirtualBatch::State::give_up_checkpoints(const Job& job, int64_t needed, int64_t budget,
-                                              const std::string& what) {
-  checkpoints_.erase(signature_of(job));
-  std::optional<int64_t> smallest;
-  try {
-    if (streamed_) std::rethrow_exception(std::exchange(streamed_, nullptr));
-  } catch (const BudgetExceeded& error) {
-    // Known to work, if not the least that would.
-    smallest = error.smallest_feasible();
-    if (smallest) needed = error.needed();
-  }
-  throw BudgetExceeded(needed, budget, smallest, what);
-}
-
-bool VirtualBatch::State::checkpoint_smaller(Job& job) {
-  CheckpointPlanner& planner = checkpoints_[signature_of(job)];
-  // Beside the loss of all outputs there is only what waits.
-  if (failed_in_loss_) return begin_offload(job) || begin_again(job, planner);
-  return planner.ran_out_of_memory() || begin_offload(job) || begin_again(job, planner) ||
-         begin_forgetting(planner);
-}
-
-bool VirtualBatch::State::begin_again(const Job& job, CheckpointPlanner& planner) const {
-  const bool offloads = options_.offload.when != Offload::When::never;
-  if (job.coupled == nullptr || !job.alone || planner.again || planner.forget || offloads)
-    return false;
-  planner.begin_again();
-  return true;
-}
-
-bool VirtualBatch::State::begin_offload(Job& job) {
-  const bool fixed = options_.micro_batch_size || job.checkpoints != nullptr;
-  const bool possible = (job.cut || keeps_graphs(job)) &&
-                        options_.offload.when != Offload::When::never &&
-                        (fixed || planner_.smallest_failed());
-  if (!possible || job.store != nullptr) return false;
-  offloaded_.insert(signature_of(job));
-  job.store = store(job.device);
-  job.offloads_graphs = keeps_graphs(job);
-  return true;
-}
-
-bool VirtualBatch::State::begin_turns(const Job& job) {
-  return options_.micro_batch_size && job.store != nullptr && plan_.overlaps &&
-         in_turn_.insert(signature_of(job)).second;
-}
-
-bool VirtualBatch::State::begin_forgetting(CheckpointPlanner& planner) const {
-  const bool offloads = options_.offload.when != Offload::When::never;
-  if (planner.forget || offloads || options_.checkpoint_segments) return false;
-  planner.begin_forgetting();
-  return true;
-}
-
-offload::Store* VirtualBatch::State::store(at::Device device) const {
+offload::Store* VirtualBatch::State::store(at::Device device) {
   if (!store_ || store_->device() != device) store_ = make_store(options_.offload, device);
   return store_.get();
-}
-
-void VirtualBatch::State::answer_out_of_memory(const Job& job, int64_t needed, int64_t budget) {
-  if (options_.micro_batch_size) {
-    throw BudgetExceeded(needed, budget, std::nullopt,
-                         "micro_batch_size=" + std::to_string(*options_.micro_batch_size));
-  }
-  if (!planning_) {
-    throw BudgetExceeded(std::max(needed, budget + 1), budget, std::nullopt,
-                         "The step, before its first micro-batch,");
-  }
-  try {
-    planner_.ran_out_of_memory(needed, failed_in_loss_);
-  } catch (const BudgetExceeded&) {
-    if (const Coupling* coupling = coupling_of(job)) std::rethrow_exception(coupling->why);
-    throw;
-  }
 }
 
 void VirtualBatch::State::check_inputs() const {
@@ -452,52 +248,6 @@ void VirtualBatch::State::check_inputs() const {
       "of a layer that sees the whole batch); write that out of place, as in x = x - mean. The "
       "rows "
       "that it ran on are changed");
-}
-
-const VirtualBatch::State::Coupling* VirtualBatch::State::coupling_of(const Job& job) const {
-  const auto found = couplings_.find(program_kind_of(job));
-  return found == couplings_.end() ? nullptr : &found->second;
-}
-
-bool VirtualBatch::State::answer_by_cuts(Job& job) {
-  bool& cut = cut_[job.training];
-  const Coupling* known = coupling_of(job);
-  const bool uncut = known != nullptr && known->uncut;
-  if (!job.cut && job.exact_coupling && !uncut && !coupled_beyond_cuts_) {
-    job.cut = cut = true;
-    job.offloads_graphs = false;
-    if (options_.offload.when == Offload::When::always) job.store = store(job.device);
-    return true;
-  }
-  if (!job.cut || options_.micro_batch_size || options_.static_graph) return false;
-  // What forward does between the ops of the whole batch cannot be cut. As one micro-batch it needs
-  // not be.
-  Coupling& coupling = couplings_[program_kind_of(job)];
-  coupling.why = std::current_exception();
-  coupling.uncut = true;
-  job.cut = cut = false;
-  return true;
-}
-
-void VirtualBatch::State::answer_coupling(const Job& job) {
-  // The whole batch as one micro-batch couples nothing.
-  const bool may_try = !options_.micro_batch_size && planner_.whole_batch_may_fit();
-  Coupling& coupling = couplings_[program_kind_of(job)];
-  if (!coupling.why) coupling.why = std::current_exception();
-  if (!may_try || coupling.whole) std::rethrow_exception(coupling.why);
-  coupling.whole = true;
-}
-
-bool VirtualBatch::State::answer_few_rows(const Job& job) {
-  if (!planning_ || inputs_written_ || job.checkpoints != nullptr) return false;
-  return few_rows_.meet(program_kind_of(job), failed_rows_, job.batch_size(),
-                        std::current_exception());
-}
-
-void VirtualBatch::State::refuse_budget(const Job& job, const BudgetExceeded& why) {
-  const std::string kind = program_kind_of(job);
-  if (few_rows_.failing(kind) == 0) throw;
-  few_rows_.refuse(kind, job.batch_size(), why);
 }
 
 VirtualBatch::VirtualBatch(Model model, Loss loss, Options options)

@@ -1,24 +1,22 @@
 #pragma once
 
-#include "few_rows.hpp"
-#include "graph_choice.hpp"
+#include "coupled/draw_laws.hpp"
+#include "execute/executor.hpp"
+#include "execute/pass_times.hpp"
+#include "offload/store.hpp"
+#include "plan/planner.hpp"
+#include "step/graph_choice.hpp"
+#include "step/knowledge.hpp"
+#include "step/programs.hpp"
+#include "step/recovery.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/coupled/random_draw.hpp>
-#include <infinitybatch/execute/executor.hpp>
-#include <infinitybatch/execute/pass_times.hpp>
-#include <infinitybatch/execute/recorded.hpp>
-#include <infinitybatch/offload/store.hpp>
-#include <infinitybatch/plan/checkpoint_planner.hpp>
-#include <infinitybatch/plan/planner.hpp>
-#include <infinitybatch/step/programs.hpp>
+#include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/step/virtual_batch.hpp>
 
 #include <array>
 #include <exception>
-#include <map>
 #include <memory>
-#include <set>
 #include <string>
 
 namespace infinitybatch {
@@ -37,54 +35,54 @@ class VirtualBatch::State {
   Plan plan() const { return plan_; }
 
  private:
-  /// Of a program whose samples are coupled, and not by what cuts help with.
-  struct Coupling {
-    bool uncut = false;  // its tapes cannot be cut
-    bool whole = false;  // it is tried as one micro-batch of all
-    std::exception_ptr why = nullptr;
-  };
-
-  void check_checkpoint_options() const;
-  Job job(const BatchSource& inputs, const BatchSource& targets) const;
+  Job job(const BatchSource& inputs, const BatchSource& targets);
   /// Those of this kind of batch; empty where parameters or buffers are other tensors now.
-  StaticTapes* static_tapes(const Job& job) const;
+  StaticTapes* static_tapes(const Job& job);
   std::string program_of(const Job& job) const;
-  void forget_programs() const;
   StepReport attempt(const Job& job, const std::optional<int64_t>& budget, bool hand_out);
   /// Records, and then follows the plan that the recordings ask for.
   void follow_cuts(Executor& executor, const Job& job, std::vector<int64_t> sizes, bool hand_out);
   void follow_fixed_size(Executor& executor, const Job& job, bool hand_out, StepReport& report);
   /// Measures what the planner still wants to know of a coupled loss's micro-batches, and undoes
-  /// it. Returns whether the first recording was checked on the way.
-  bool rehearse(const Job& job, int64_t budget);
+  /// it.
+  void rehearse(const Job& job, int64_t budget);
   /// Whether graphs are offloaded by choice.
-  bool offloads_graphs(const Job& job) const;
+  bool offloads_graphs() const;
   /// Of a coupled loss that offloads, once it is rehearsed: finds out whether offloading all graphs
   /// takes less time than second forwards.
   void choose_graphs(const Job& job, int64_t budget);
   /// From now on second forwards instead; false where no graph was offloaded by choice.
-  bool give_up_graphs(const Job& job);
+  bool give_up_graphs();
   /// With a fixed size: whether micro-batches keep their graph for a coupled loss.
   bool keeps_graphs(const Job& job) const;
   Request request(const Job& job, int64_t budget) const;
   void follow_planner(Executor& executor, const Job& job, int64_t budget, bool hand_out,
                       StepReport& report);
-  /// Makes the planner plan smaller, or throws what the user should see.
-  void answer_out_of_memory(const Job& job, int64_t needed, int64_t budget);
   /// Micro-batch by micro-batch, each of them segment by segment; or, where ops see the whole
   /// batch, so from one of them to the next.
   void follow_checkpoints(Executor& executor, const Job& job, const std::optional<int64_t>& budget,
                           bool hand_out, StepReport& report);
+  /// An attempt has thrown `failed_`. Returns whether the next one is a restart.
+  /// \throws what the user should see, where there is no answer
+  bool answer(Job& job, const std::optional<int64_t>& budget, const memory::Limit* limit);
+  bool apply(Answer answer, Job& job, const std::optional<int64_t>& budget);
+  void raise_explained(const Job& job, const std::optional<int64_t>& budget);
+  void refuse_smaller(int64_t budget);
+  bool plan_smaller(int64_t budget);
+  bool begin_cuts(Job& job);
+  bool end_cuts(Job& job);
+  bool begin_whole_batch(const Job& job);
+  /// Larger micro-batches, where a few samples were what forward failed on; false where not.
+  bool begin_larger(const Job& job);
+  /// \throws BudgetExceeded
+  [[noreturn]] void refuse_budget(const Job& job);
   /// From now on batches of this kind are computed so; false where they cannot be.
   bool begin_checkpoints(Job& job);
   /// No more: samples are coupled.
   void end_checkpoints(Job& job);
   /// They did not help: as if they had never begun. \throws BudgetExceeded
   /// \param what it is that does not fit
-  [[noreturn]] void give_up_checkpoints(const Job& job, int64_t needed, int64_t budget,
-                                        const std::string& what);
-  /// Cuts for memory, but smaller ones or on another rung; false where there is none.
-  bool checkpoint_smaller(Job& job);
+  [[noreturn]] void give_up_checkpoints(int64_t needed, int64_t budget, const std::string& what);
   /// From now on what waits of batches of this kind leaves the device; false where it cannot.
   bool begin_offload(Job& job);
   /// What waits until a coupled loss is known does not, but is made again after it.
@@ -97,16 +95,7 @@ class VirtualBatch::State {
   bool may_overlap(const Job& job) const;
   /// From now on they are copied in turn; false where they were.
   bool begin_turns(const Job& job);
-  bool plan_smaller(Job& job) { return begin_offload(job) || begin_checkpoints(job); }
-  offload::Store* store(at::Device device) const;
-  /// Whether cutting the tapes, or giving it up again, may be exact.
-  bool answer_by_cuts(Job& job);
-  void answer_coupling(const Job& job);
-  /// Larger micro-batches, where a few samples were what forward failed on; false where not.
-  bool answer_few_rows(const Job& job);
-  /// Where those have no room. \throws BudgetExceeded, the one at work where that is not why
-  [[noreturn]] void refuse_budget(const Job& job, const BudgetExceeded& why);
-  const Coupling* coupling_of(const Job& job) const;
+  offload::Store* store(at::Device device);
   /// \throws Unsupported where forward has to run again on inputs that it has changed
   void check_inputs() const;
 
@@ -127,22 +116,18 @@ class VirtualBatch::State {
   bool use_tapes_ = true;
   std::array<bool, 2> cut_{};    // in eval, in training: ops of the model see the whole batch
   bool inputs_written_ = false;  // by forward, in the last attempt
-  mutable Programs programs_;    // what is known of them stands by kind of batch and program
-  mutable std::map<std::string, StaticTapes> static_tapes_;  // by kind of batch
-  /// Kinds of batches one sample of which does not fit.
-  mutable std::map<std::string, CheckpointPlanner> checkpoints_;
-  std::set<std::string> offloaded_;  // kinds of batches what waits of which does not fit
-  std::set<std::string> in_turn_;  // of these: nor what is copied beside other micro-batches' work
-  mutable std::unique_ptr<offload::Store> store_;
-  mutable std::map<std::string, coupled::DrawLaws> draw_laws_;  // by kind of batch
-  mutable std::map<std::string, OutputLaw> output_laws_;        // by kind of batch
-  mutable PlainNumbers numbers_;                                // of the model's, in Python
-  mutable coupled::RenormedMemory renormed_;      // addresses: at worst a copy too many
-  mutable std::map<std::string, bool> examined_;  // kinds of batches: whether mixing is ruled out
-  mutable std::map<std::string, RowsSeen> rows_seen_;  // by kind of batch
-  mutable std::set<std::string> checked_;  // kinds of batches whose recordings were checked
+  Programs programs_;
+  KnowledgeBase known_;
+  BatchKind kind_;                  // of the step at work
+  Knowledge* knowledge_ = nullptr;  // of that kind
+  KnownMemory* memory_ = nullptr;   // the same
+  std::unique_ptr<offload::Store> store_;
+  PlainNumbers numbers_;                   // of the model's, in Python
+  coupled::RenormedMemory renormed_;       // addresses: at worst a copy too many
   int64_t segments_ = 1;                   // of the cut tapes that were recorded last
-  mutable FewRows few_rows_;
+  Failed failed_;                          // the attempt that is answered
+  int64_t needed_ = 0;                     // bytes, by it, where memory ran out
+  int segments_changed_ = 0;               // how often, in the step at work
   int64_t failed_rows_ = 0;                // see `Executor::failed_rows`
   bool failed_in_loss_ = false;            // the last attempt, in the loss of all outputs
   bool coupled_beyond_cuts_ = false;       // of the last attempt: no cut helps
@@ -151,8 +136,6 @@ class VirtualBatch::State {
   bool beside_plan_ = false;               // the step at work ran what is no part of its plan
   int64_t own_peak_ = 0;                   // of the last attempt, without that
   std::exception_ptr streamed_;            // why one sample does not fit as a whole
-  /// By kind of batch and program: why only one micro-batch of all samples is exact.
-  mutable std::map<std::string, Coupling> couplings_;
 };
 
 }  // namespace infinitybatch

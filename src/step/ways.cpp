@@ -1,13 +1,14 @@
 // The ways that a step can go: a fixed size, a plan, from cut to cut, segment by segment.
-#include "meter.hpp"
-#include "virtual_batch_state.hpp"
+#include "core/foreign_exception.hpp"
+#include "core/out_of_memory.hpp"
+#include "core/rng.hpp"
+#include "execute/schedule.hpp"
+#include "step/admission.hpp"
+#include "step/meter.hpp"
+#include "step/virtual_batch_state.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/foreign_exception.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
-#include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/memory/statistics.hpp>
-#include <infinitybatch/step/admission.hpp>
 
 #include <algorithm>
 #include <limits>
@@ -75,13 +76,13 @@ void VirtualBatch::State::follow_cuts(Executor& executor, const Job& job,
   auto& instructions = piece.plan.instructions;
   instructions.erase(instructions.begin(), instructions.begin() + count);
   run(executor, prepare(std::move(piece), hand_out), 0, job.device);
-  checked_.insert(program_kind_of(job));
+  job.findings->recordings_checked = true;
 }
 
 void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
                                              const std::optional<int64_t>& budget, bool hand_out,
                                              StepReport& report) {
-  CheckpointPlanner& planner = checkpoints_[signature_of(job)];
+  CheckpointPlanner& planner = *memory_->checkpoints;
   const int64_t baseline = memory::stats(job.device).live;
   constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max() / 4;
   const int64_t rows = options_.micro_batch_size.value_or(1);
@@ -144,7 +145,7 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
     // Looks at other rows are no part of what a plan needs.
     if (hand_out) follow(plan_, end, end + 1, /*counts=*/false);
   }
-  if (!job.alone) checked_.insert(program_kind_of(job));
+  if (!job.alone) job.findings->recordings_checked = true;
   plan_.baseline_bytes = baseline;
   plan_.budget_bytes = budget;
   if (!coupled) plan_.predicted_peak_bytes = baseline + planner.estimate();
@@ -160,12 +161,12 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
 bool VirtualBatch::State::may_overlap(const Job& job) const {
   // Of a fixed size nothing is predicted: what was too much is known where the limit is enforced.
   const bool known = !options_.memory_budget || job.device.is_cpu();
-  return known && !in_turn_.contains(signature_of(job));
+  return known && !memory_->in_turn;
 }
 
 Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   Request request;
-  request.signature = kind_of(job);
+  request.signature = kind_.layout;
   if (job.cut) request.signature += "|cut into " + std::to_string(segments_);
   request.offloaded = job.store != nullptr;
   if (request.offloaded) request.signature += "|offloaded";
@@ -173,7 +174,7 @@ Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   if (request.offloads_graphs) request.signature += "|graphs, too";
   request.outputs_offload = request.offloaded && job.coupled != nullptr &&
                             job.coupled->device().value_or(job.device) == job.device;
-  request.dims = lengths_of(job);
+  request.dims = lengths_of(*job.inputs, *job.targets);
   request.batch_size = job.batch_size();
   request.baseline_bytes = memory::stats(job.device).live;
   request.budget_bytes = budget;
@@ -182,21 +183,20 @@ Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
   request.measured = !job.device.is_cpu();
   request.whole_loss = job.coupled != nullptr;
   request.segments = job.cut ? segments_ : 0;
-  const Coupling* coupling = coupling_of(job);
-  request.whole_batch_only = coupling != nullptr && coupling->whole;
-  request.fails_on = few_rows_.failing(program_kind_of(job));
+  request.whole_batch_only = knowledge_->whole;
+  request.fails_on = knowledge_->few_rows.failing();
   return request;
 }
 
-bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
+void VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
   Job quiet = job;
   quiet.on_micro_batch = nullptr;
-  quiet.output_law = nullptr;
+  quiet.rehearses = true;
   quiet.keep_outputs = false;
   quiet.waits = job.store != nullptr && !job.cut;
   // A small batch has too few rows to time every size in one pass over them.
   constexpr int kPasses = 8;
-  if (planner_.settled_for(request(quiet, budget))) return false;
+  if (planner_.settled_for(request(quiet, budget))) return;
   const RngSnapshot random = RngSnapshot::capture(devices_of(job));
   std::optional<Executor> executor;
   try {
@@ -212,13 +212,13 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
         if (quiet.waits) {
           graph_choices_.add(request(job, budget), piece->plan, executor->take_times());
         }
-        executor->examine();
+        executor->checks().examine();
         row += piece->plan.batch_size;
-        inputs_written_ = executor->wrote_inputs();
+        inputs_written_ = executor->forwards().wrote_inputs();
         check_inputs();
         if (!job.cut) continue;
         // Each piece stands for a whole batch.
-        quiet.check_recordings = false;
+        quiet.findings->recordings_checked = true;
         executor->roll_back();
         if (job.match_native_rng) random.restore();
         executor.emplace(quiet);
@@ -228,7 +228,6 @@ bool VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
       executor.reset();
       if (planner_.settled()) break;
     }
-    return job.check_recordings && !quiet.check_recordings;
   } catch (...) {
     keep_foreign_exception(std::current_exception());
     if (executor) {
@@ -245,14 +244,14 @@ bool VirtualBatch::State::keeps_graphs(const Job& job) const {
          options_.retained_micro_batches > 0;
 }
 
-bool VirtualBatch::State::offloads_graphs(const Job& job) const {
-  return !graph_choices_.empty() && graph_choices_.offloads(signature_of(job));
+bool VirtualBatch::State::offloads_graphs() const {
+  return !graph_choices_.empty() && graph_choices_.offloads(kind_.shapes());
 }
 
 void VirtualBatch::State::choose_graphs(const Job& job, int64_t budget) {
   const bool possible = job.coupled != nullptr && !job.cut && job.store != nullptr;
   if (!possible || !planner_.settled()) return;
-  const std::string kind = signature_of(job);
+  const std::string kind = kind_.shapes();
   if (graph_choices_.find(kind) != nullptr) return;
   Job offload = job;
   offload.offloads_graphs = true;
@@ -261,8 +260,8 @@ void VirtualBatch::State::choose_graphs(const Job& job, int64_t budget) {
       {[&] { return request(offload, budget); }, [&] { rehearse(offload, budget); }});
 }
 
-bool VirtualBatch::State::give_up_graphs(const Job& job) {
-  return offloads_graphs(job) && graph_choices_.give_up(signature_of(job));
+bool VirtualBatch::State::give_up_graphs() {
+  return offloads_graphs() && graph_choices_.give_up(kind_.shapes());
 }
 
 void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int64_t budget,
@@ -275,10 +274,10 @@ void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int
     report.predicted_peak_bytes = piece.plan.predicted_peak_bytes;
     plan_ = piece.plan;
     planner_.observe(piece, run_planned(executor, piece, 0, job.device));
-    if (job.cut) checked_.insert(program_kind_of(job));
+    if (job.cut) job.findings->recordings_checked = true;
     plan_ = planner_.plan();
     if (!graph_choices_.empty()) {
-      const GraphChoice* choice = graph_choices_.find(signature_of(job));
+      const GraphChoice* choice = graph_choices_.find(kind_.shapes());
       if (choice != nullptr) plan_.reason += "; " + choice->reason;
     }
     return;
@@ -291,7 +290,7 @@ void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int
     const int64_t rows = piece->plan.batch_size;
     *piece = prepare(std::move(*piece), hand_out);
     planner_.observe(*piece, run(executor, *piece, row, job.device));
-    executor.examine();
+    executor.checks().examine();
     row += rows;
   }
   plan_ = planner_.plan();

@@ -1,20 +1,21 @@
 #include <infinitybatch/step/wrap.hpp>
 
-#include "retained.hpp"
-#include "wrap_budget.hpp"
-#include "wrap_forward.hpp"
-#include "wrap_report.hpp"
-#include "wrapped_call.hpp"
+#include "core/foreign_exception.hpp"
+#include "core/out_of_memory.hpp"
+#include "core/pinned_copies.hpp"
+#include "core/plain_leaves.hpp"
+#include "core/transforms.hpp"
+#include "execute/outside_loss.hpp"
+#include "execute/schedule.hpp"
+#include "step/admission.hpp"
+#include "step/options.hpp"
+#include "step/wrap_budget.hpp"
+#include "step/wrap_forward.hpp"
+#include "step/wrap_report.hpp"
+#include "step/wrapped_call.hpp"
+#include "tape/witness.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/foreign_exception.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
-#include <infinitybatch/core/pinned_copies.hpp>
-#include <infinitybatch/core/plain_leaves.hpp>
-#include <infinitybatch/core/transforms.hpp>
-#include <infinitybatch/execute/outside_loss.hpp>
-#include <infinitybatch/step/admission.hpp>
-#include <infinitybatch/tape/witness.hpp>
 
 #include <c10/core/GradMode.h>
 
@@ -27,94 +28,19 @@ namespace infinitybatch {
 
 namespace {
 
-Batch run(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs, int64_t total) {
-  if (wrapped->options.memory_budget) return forward_under_budget(wrapped, std::move(job), inputs);
-  const int64_t size = *wrapped->options.micro_batch_size;
-  const bool one = total <= size;
-  if (one && !wrapped->options.agree) {
-    auto report = std::make_shared<WrapReport>();
-    report->micro_batch_sizes = {total};
-    report->strategy = "native";
-    Batch outputs = wrapped->model.forward(to_device(inputs, job.device));
-    publish(*wrapped, std::move(report));
-    return outputs;
-  }
-  bool coupled = false;
-  const auto attempt = [&](const auto& run) {
-    ForwardPass pass(wrapped, job, inputs);
-    try {
-      Batch outputs = run(pass);
-      pass.call()->report = report_of(*pass.call(), pass.sizes());
-      publish(*wrapped, pass.call()->report);
-      return outputs;
-    } catch (...) {
-      keep_foreign_exception(std::current_exception());
-      coupled = pass.saw_coupling();
-      pass.roll_back();
-      throw;
-    }
-  };
-  std::shared_ptr<offload::Store> store;
-  const int64_t retained = wrapped->options.retained_micro_batches;
-  const auto stream = [&](ForwardPass& pass) {
-    const StoreUse alone(*wrapped, store.get());
-    return pass.run({split_by(total, size), one ? 1 : retained, /*overlaps=*/true}, total);
-  };
-  const auto cut = [&](ForwardPass& pass) {
-    const StoreUse alone(*wrapped, store.get());
-    return pass.run_cuts(split_for_cuts(total, size), /*overlap=*/true);
-  };
-  const auto offload = [&] {
-    if (wrapped->options.offload.when != Offload::When::always) return;
-    store = wrapped->store_on(job.device);
-    job.store = store.get();
-  };
-  const auto offload_graphs = [&] {
-    if (retained > 0) offload();
-    job.offloads_graphs = retained > 0 && store != nullptr;
-  };
-  std::atomic<bool>& sees_all = wrapped->sees_whole_batch();
-  if (one) {
-    offload_graphs();
-    return attempt(stream);
-  }
-  if (wrapped->options.static_graph) {
-    offload();
-    const Rerunnable rerunnable(inputs);
-    try {
-      return attempt(cut);
-    } catch (const tape::OtherValues&) {
-      rerunnable.check();  // each micro-batch is recorded from now on
-    }
-    return attempt(cut);
-  }
-  if (sees_all) {
-    offload();
-    try {
-      return attempt(cut);
-    } catch (const NothingToCut&) {
-      sees_all = false;
-    }
-  }
-  const Rerunnable rerunnable(inputs);
-  offload_graphs();
-  std::exception_ptr coupling;
-  try {
-    return attempt(stream);
-  } catch (const CouplingError&) {
-    if (!coupled) throw;  // a buffer that depends on the samples
-    coupling = std::current_exception();
-  }
-  rerunnable.check();
-  job.offloads_graphs = false;
-  offload();
-  try {
-    Batch outputs = attempt(cut);
-    sees_all = true;
-    return outputs;
-  } catch (const NothingToCut&) {
-    std::rethrow_exception(coupling);  // compiled code shows no op
-  }
+Batch run(const std::shared_ptr<Wrapped>& wrapped, const Job& job, const Batch& inputs,
+          int64_t total) {
+  const Options& options = wrapped->options;
+  const bool native =
+      !options.memory_budget && total <= *options.micro_batch_size && !wrapped->own.agree;
+  if (!native) return forward(wrapped, job, inputs);
+  auto report = std::make_shared<WrapReport>();
+  report->micro_batch_sizes = {total};
+  report->strategy = "native";
+  Batch outputs = wrapped->model.forward(to_device(inputs, job.device));
+  publish(*wrapped, std::move(report));
+  if (options.on_micro_batch) options.on_micro_batch({0, total, detached(outputs), Batch()});
+  return outputs;
 }
 
 bool is_ours(const std::exception_ptr& error) {
@@ -190,24 +116,11 @@ Batch run_joining(const std::shared_ptr<Wrapped>& wrapped, const Job& job, const
 
 }  // namespace
 
-Wrap::Wrap(Model model, WrapOptions options) : wrapped_(std::make_shared<Wrapped>()) {
-  if (options.micro_batch_size && *options.micro_batch_size < 1) {
-    throw InvalidArgument("micro_batch_size is " + std::to_string(*options.micro_batch_size) +
-                          "; it is a number of samples, 1 or more");
-  }
-  check_retained(options.retained_micro_batches, options.micro_batch_size.has_value());
-  if (options.match_native_rng && options.batch_coupling != BatchCoupling::exact) {
-    throw InvalidArgument(
-        "match_native_rng=True needs batch_coupling=\"exact\"; leave one of them out");
-  }
-  if (options.static_graph && options.batch_coupling != BatchCoupling::exact) {
-    throw InvalidArgument(
-        "static_graph=True computes layers such as BatchNorm over the whole batch, which "
-        "batch_coupling=\"per_micro_batch\" forbids; leave one of them out");
-  }
-  if (!options.micro_batch_size && !options.memory_budget) options.memory_budget = "auto";
+Wrap::Wrap(Model model, Options options, WrapOptions own) : wrapped_(std::make_shared<Wrapped>()) {
+  wrapped_->options = checked_wrap_options(std::move(options));
+  wrapped_->own = std::move(own);
   wrapped_->model = std::move(model);
-  wrapped_->options = std::move(options);
+  wrapped_->use_tapes = wrapped_->options.use_tapes;
 }
 
 Batch Wrap::forward(const Batch& inputs) const {
@@ -222,6 +135,8 @@ Batch Wrap::forward(const Batch& inputs) const {
   Job job;
   job.model = &wrapped_->model;
   job.match_native_rng = wrapped_->options.match_native_rng;
+  job.exact_coupling = wrapped_->options.batch_coupling == BatchCoupling::exact;
+  job.use_tapes = wrapped_->use_tapes;
   admit_model(job);
   const std::string arguments = identity_of_plain_leaves(inputs);
   job.program = wrapped_->begin_program(arguments);

@@ -1,23 +1,16 @@
-#include "wrap_budget.hpp"
-#include "wrap_cuts.hpp"
-#include "wrap_seam.hpp"
+#include "autograd/engine.hpp"
+#include "autograd/gradient_sinks.hpp"
+#include "autograd/node_at_work.hpp"
+#include "core/foreign_exception.hpp"
+#include "core/pinned_copies.hpp"
+#include "core/torch_compat.hpp"
+#include "core/transforms.hpp"
+#include "core/unwatched.hpp"
+#include "step/wrap_budget.hpp"
+#include "step/wrap_run.hpp"
 
-#include <infinitybatch/autograd/engine.hpp>
-#include <infinitybatch/autograd/gradient_sinks.hpp>
-#include <infinitybatch/autograd/node_at_work.hpp>
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/foreign_exception.hpp>
-#include <infinitybatch/core/pinned_copies.hpp>
-#include <infinitybatch/core/torch_compat.hpp>
-#include <infinitybatch/core/transforms.hpp>
-#include <infinitybatch/core/unwatched.hpp>
-#include <infinitybatch/coupled/coupling_watch.hpp>
-#include <infinitybatch/execute/execution_log.hpp>
-#include <infinitybatch/memory/limit.hpp>
-#include <infinitybatch/tape/draws.hpp>
 
-#include <ATen/Functions.h>
-#include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -36,22 +29,6 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-/// Calls `run`, then `put_back`, whether `run` throws or not. No destructor does so: putting back
-/// runs ops and Python, which has to be rid of its exception first, and may throw.
-template <typename Run, typename PutBack>
-auto run_and_put_back(const Run& run, const PutBack& put_back) {
-  try {
-    auto result = run();
-    put_back();
-    return result;
-  } catch (...) {
-    keep_foreign_exception(std::current_exception());
-    const Unwatched unwatched;
-    put_back();
-    throw;
-  }
-}
-
 /// Runs backward with the parameters that required grad in forward, and puts the state back that
 /// user code must not see changed: buffers, and which parameters require grad (freezing them after
 /// forward does not matter natively).
@@ -62,179 +39,22 @@ auto with_state_put_back(const WrappedCall& call, const Run& run) {
   for (const auto& [tensor, flag] : call.requires_grad) {
     if (tensor.requires_grad() != flag) turned.emplace_back(tensor, !flag);
   }
-  return run_and_put_back(
-      [&] {
-        for (const auto& [tensor, flag] : turned) tensor.set_requires_grad(!flag);
-        return run();
-      },
-      [&] {
-        buffers.restore();
-        for (const auto& [tensor, flag] : turned) tensor.set_requires_grad(flag);
-      });
-}
-
-/// Runs user code again, under the random numbers and the modes of forward.
-template <typename Run>
-auto as_in_forward(const WrappedCall& call, const WrappedCall::Part& part, const Run& run) {
-  const tape::ModesGuard modes;
-  const RngSnapshot random = RngSnapshot::capture(call.devices);
-  const tape::GeneratorsGuard generators(part.tape);  // the user's own too
-  return run_and_put_back(
-      [&] {
-        part.random.restore();
-        tape::set_states(part.tape.initial);
-        call.modes.apply();
-        return run();
-      },
-      [&] { random.restore(); });
-}
-
-/// One backward pass over all micro-batches, last to first. Nothing leaves it before `gradients`.
-class BackwardPass {
- public:
-  /// \param kept graphs of forward; null without any
-  BackwardPass(const WrappedCall& call, const std::vector<at::Tensor>& gradients, bool use_tapes,
-               std::unique_ptr<WrappedCall::Kept> kept)
-      : call_(call),
-        seam_(call, gradients),
-        use_tapes_(use_tapes),
-        kept_(std::move(kept)),
-        own_sinks_(kept_ ? nullptr
-                         : std::make_unique<autograd::GradientSinks>(call.leaves, /*nested=*/true)),
-        sinks_(kept_ ? *kept_->sinks : *own_sinks_) {
-    sinks_.install();
-  }
-  ~BackwardPass() { sinks_.uninstall(); }
-  BackwardPass(const BackwardPass&) = delete;
-  BackwardPass& operator=(const BackwardPass&) = delete;
-
-  void run() {
-    for (size_t i = call_.parts.size(); i-- > 0;) {
-      if (call_.wrapped->options.interrupt) call_.wrapped->options.interrupt();
-      const auto kept = kept_ ? kept_->graphs.find(i) : std::map<size_t, Graph>::iterator();
-      if (kept_ && kept != kept_->graphs.end()) {
-        ExecutionLog::note("wrap backward, kept", call_.parts[i].rows);
-        Graph graph = std::move(kept->second);
-        kept_->graphs.erase(kept);
-        fetch(graph);
-        differentiate(call_.parts[i], graph.inputs, std::move(graph.outputs));
-      } else {
-        run(call_.parts[i]);
-      }
-      memory::Limit::check();
-    }
-  }
-  bool replayed() const noexcept { return replayed_; }
-  /// Whether outputs differ from those of forward. Waits for the device.
-  bool differs() const { return seam_.differs(); }
-
-  std::vector<at::Tensor> gradients() {
-    std::vector<at::Tensor> sums = sinks_.take();
-    sums.insert(sums.end(), seam_.of_inputs().begin(), seam_.of_inputs().end());
-    return sums;
-  }
-
- private:
-  using Graph = WrappedCall::Kept::Graph;
-
-  void run(const WrappedCall::Part& part);
-  void fetch(Graph& graph);
-  void differentiate(const WrappedCall::Part& part, const Batch& micro, Batch outputs);
-  Batch outputs_of(const WrappedCall::Part& part, const Batch& micro);
-
-  const WrappedCall& call_;
-  WrapSeam seam_;
-  const bool use_tapes_;
-  const std::unique_ptr<WrappedCall::Kept> kept_;
-  const std::unique_ptr<autograd::GradientSinks> own_sinks_;
-  autograd::GradientSinks& sinks_;
-  bool replayed_ = false;
-};
-
-void BackwardPass::run(const WrappedCall::Part& part) {
-  ExecutionLog::note("wrap backward", part.rows);
-  const Batch micro = call_.micro_batch(part.rows);
-  part.buffers->restore();
-  Batch outputs = outputs_of(part, micro);
-  seam_.compare(part.rows, part.numbers, outputs);
-  differentiate(part, micro, std::move(outputs));
-}
-
-/// What it keeps is there again, and what the next one keeps begins to come.
-void BackwardPass::fetch(Graph& graph) {
-  if (!graph.memory) return;
-  graph.memory->fetch(/*ahead=*/false);
-  graph.memory.reset();
-  if (!call_.overlaps || kept_->graphs.empty()) return;
-  std::optional<GraphMemory>& next = kept_->graphs.rbegin()->second.memory;
-  if (next) next->fetch(/*ahead=*/true);
-}
-
-void BackwardPass::differentiate(const WrappedCall::Part& part, const Batch& micro, Batch outputs) {
-  std::vector<at::Tensor> roots;
-  std::vector<at::Tensor> seeds;
-  for (size_t i = 0; i < outputs.leaves().size(); ++i) {
-    const at::Tensor& output = outputs.leaves()[i].tensor;
-    if (!output.defined() || !output.requires_grad()) continue;
-    at::Tensor seed = seam_.gradient(part.rows, i, output);
-    if (!seed.defined()) continue;
-    roots.push_back(output);
-    seeds.push_back(std::move(seed));
-  }
-  // The graph keeps what it needs of them.
-  outputs = Batch();
-  if (!roots.empty()) {
-    sinks_.redirect_other_leaves(roots, micro.tensors());
-    autograd::run_backward_of_part(roots, seeds);
-    roots.clear();
-    seam_.collect(part.rows, micro);
-  }
-  at::autocast::clear_cache();
-  sinks_.forget_dead_leaves();
-  if (sinks_.has_other_leaves()) {
-    throw Unsupported(
-        "forward keeps a leaf that requires grad and that it makes anew each time, so its gradient "
-        "would be lost; make it once, outside of forward");
-  }
-}
-
-Batch BackwardPass::outputs_of(const WrappedCall::Part& part, const Batch& micro) {
-  if (use_tapes_ && !part.tape.opaque) {
-    replayed_ = true;
-    return tape::replay(part.tape, micro);
-  }
-  for (const Version& version : call_.parameter_versions) version.check();
-  const auto forward = [&] {
-    const auto run = [&] { return call_.wrapped->model.forward(micro); };
-    return call_.runs ? call_.runs->uncounted(run) : run();
+  // No destructor does so: it runs ops and Python, which has to be rid of its exception first.
+  const auto put_back = [&] {
+    buffers.restore();
+    for (const auto& [tensor, flag] : turned) tensor.set_requires_grad(flag);
   };
-  return as_in_forward(call_, part, [&] {
-    if (!call_.renormed) return forward();
-    // Rows that forward has scaled are not scaled again.
-    coupled::CouplingWatch watch(call_.renormed);
-    const coupled::CouplingWatch::Scope watching(watch);
-    Batch outputs = forward();
-    watch.rethrow();
-    return outputs;
-  });
-}
-
-std::vector<at::Tensor> run_once(const WrappedCall& call, const std::vector<at::Tensor>& gradients,
-                                 bool use_tapes, std::unique_ptr<WrappedCall::Kept> kept,
-                                 bool& differs) {
-  BackwardPass pass(call, gradients, use_tapes, std::move(kept));
-  pass.run();
-  differs = pass.differs();
-  if (differs && !pass.replayed()) {
-    throw Unsupported(
-        "forward gave other outputs when it ran again on the same rows under the same random "
-        "state, so its gradient would not belong to the outputs. It depends on a kernel that is "
-        "not deterministic, on code that torch.compile compiled again in between "
-        "(torch.compile(model, dynamic=True)), or on state other than parameters, buffers and "
-        "torch's, NumPy's or Python's random numbers (train() or eval() called before backward, "
-        "say)");
+  try {
+    for (const auto& [tensor, flag] : turned) tensor.set_requires_grad(!flag);
+    auto result = run();
+    put_back();
+    return result;
+  } catch (...) {
+    keep_foreign_exception(std::current_exception());
+    const Unwatched unwatched;
+    put_back();
+    throw;
   }
-  return differs ? std::vector<at::Tensor>() : pass.gradients();
 }
 
 /// Backward of a whole wrapped forward. Runs the engine again inside: holds no lock meanwhile.
@@ -248,7 +68,7 @@ class WrapNode : public Node {
   variable_list apply(variable_list&& gradients) override {
     const std::shared_ptr<WrappedCall> call = call_;
     TORCH_CHECK(call != nullptr, torch::autograd::ERR_BACKWARD_TWICE);
-    const WrapOptions& options = call->wrapped->options;
+    const WrapOptions& own = call->wrapped->own;
     const PinnedCopies copies;
     const autograd::NodeAtWork at_work(*this);
     try {
@@ -268,7 +88,7 @@ class WrapNode : public Node {
         *call->going_back = false;
         call->wrapped->left_unread = true;
       }
-      if (options.agree) options.agree(error);
+      if (own.agree) own.agree(error);
       if (error) std::rethrow_exception(error);
       check_left_out(sums);
       leave_out_unreached(sums);
@@ -276,7 +96,7 @@ class WrapNode : public Node {
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
       keep_foreign_exception(error);
-      if (options.on_backward_error) options.on_backward_error(error);
+      if (own.on_backward_error) own.on_backward_error(error);
       throw;
     }
   }
@@ -300,8 +120,8 @@ class WrapNode : public Node {
     }
     for (const std::shared_ptr<WrappedCall>& call : calls) {
       // The graph of the whole batch may be anybody's, unless it is kept for the outputs.
-      const bool whole = !call->cuts && call->parts.size() == 1;
-      if (whole && call->kept_count() == 0) continue;
+      const bool whole = !call->run->cut() && call->run->part_count() == 1;
+      if (whole && call->run->kept_graphs() == 0) continue;
       const bool left = std::any_of(nodes->begin(), nodes->end(), [&](const Node* node) {
         return call->made(*node) || has_no_way_back(*node);
       });
@@ -354,39 +174,9 @@ class WrapNode : public Node {
   std::shared_ptr<LeftOut> left_out_ = std::make_shared<LeftOut>(*this);
 };
 
-/// Tells the call what was copied while it lives.
-class Copying {
- public:
-  explicit Copying(WrappedCall& call) : call_(call) {
-    if (call.store) before_ = call.store->statistics();
-  }
-  ~Copying() {
-    if (call_.store) call_.add_offloaded(OffloadedMeanwhile(before_, call_.store->statistics()));
-  }
-  Copying(const Copying&) = delete;
-  Copying& operator=(const Copying&) = delete;
-
- private:
-  WrappedCall& call_;
-  offload::StoreStatistics before_;
-};
-
 std::vector<at::Tensor> run(WrappedCall& call, const std::vector<at::Tensor>& gradients) {
-  const OneThread alone_in_it(*call.wrapped);
-  if (call.cuts) {
-    return call.cuts->backward(gradients, torch::autograd::get_current_graph_task_keep_graph());
-  }
-  bool differs = false;
-  const StoreUse alone(*call.wrapped, call.store.get());
-  const Copying copying(call);
-  std::unique_ptr<WrappedCall::Kept> kept = call.take_kept();
-  if (call.wrapped->use_tapes) {
-    std::vector<at::Tensor> sums =
-        run_once(call, gradients, /*use_tapes=*/true, std::move(kept), differs);
-    if (!differs) return sums;
-    call.wrapped->use_tapes = false;
-  }
-  return run_once(call, gradients, /*use_tapes=*/false, std::move(kept), differs);
+  const OneThread alone(*call.wrapped);
+  return call.run->backward(gradients, torch::autograd::get_current_graph_task_keep_graph());
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "wrapped_call.hpp"
+#include "step/wrapped_call.hpp"
 
 #include <functional>
 #include <memory>
@@ -30,8 +30,8 @@ std::vector<std::shared_ptr<WrappedCall>> calls_of(Wrapped& wrapped);
 /// Lets go of every graph that any call keeps on the device. False where there was none.
 bool drop_graphs(Wrapped& wrapped);
 
-/// Forward of a wrapped model that has a memory budget.
-Batch forward_under_budget(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs);
+/// Forward of a wrapped model: attempts, until one succeeds.
+Batch forward(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs);
 
 /// Runs a backward pass under the budget of its forward. Where memory runs out, graphs that are
 /// kept, of whichever call, are dropped and it runs again.

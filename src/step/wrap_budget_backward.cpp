@@ -1,9 +1,9 @@
-#include "wrap_budget.hpp"
-#include "wrap_cuts.hpp"
+#include "core/out_of_memory.hpp"
+#include "step/wrap_budget.hpp"
+#include "step/wrap_run.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/out_of_memory.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 
@@ -68,7 +68,7 @@ void note(WrappedCall& call, int64_t restarts) {
 
 /// A given size cannot become smaller; what waits can leave.
 void offload_next_time(const WrappedCall& call) {
-  if (call.cuts && call.wrapped->options.micro_batch_size) call.cuts->offload_next_time();
+  if (call.run->cut() && call.wrapped->options.micro_batch_size) call.run->offload_next_time();
 }
 
 }  // namespace
@@ -86,7 +86,7 @@ std::vector<std::shared_ptr<WrappedCall>> calls_of(Wrapped& wrapped) {
 bool drop_graphs(Wrapped& wrapped) {
   bool any = false;
   for (const auto& call : calls_of(wrapped)) {
-    if (call->store == nullptr) any = (call->take_kept() != nullptr) || any;
+    if (call->store == nullptr) any = call->run->drop_graphs() || any;
   }
   return any;
 }
@@ -116,9 +116,10 @@ std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
       note(call, 0);
       if (!is_out_of_memory(std::current_exception())) throw;
       if (!limit.allocation_failed()) throw;
-      // `run` has consumed what this call kept.
+      // `run` has consumed some of what this call kept. Without the rest, wherever it waits:
       const bool kept = restarts == 0 && call.report->retained > 0;
-      if (!call.cuts && (drop_graphs(*call.wrapped) || kept)) continue;
+      const bool dropped = call.run->drop_graphs();
+      if (!call.run->cut() && (drop_graphs(*call.wrapped) || dropped || kept)) continue;
       const int64_t refused = limit.refused();
       if (refused == 0) throw;  // by the system
       afterwards.peak(refused);

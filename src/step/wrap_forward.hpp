@@ -1,16 +1,9 @@
 #pragma once
 
-#include "wrapped_call.hpp"
+#include "step/wrap_run.hpp"
+#include "step/wrapped_call.hpp"
 
-#include <infinitybatch/coupled/coupling_watch.hpp>
-#include <infinitybatch/coupled/part_of_batch.hpp>
-#include <infinitybatch/execute/buffer_rule.hpp>
-#include <infinitybatch/execute/carried_state.hpp>
-#include <infinitybatch/execute/fewest_rows.hpp>
-#include <infinitybatch/execute/mixing_experiment.hpp>
-#include <infinitybatch/execute/parameter_rule.hpp>
-#include <infinitybatch/execute/row_look.hpp>
-
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -23,7 +16,8 @@ namespace infinitybatch {
 struct Split {
   std::vector<int64_t> sizes;
   int64_t retained = 0;   ///< of the last micro-batches: keep their graph, beside the tape
-  bool overlaps = false;  ///< where graphs are offloaded: copied while other micro-batches compute
+  bool overlaps = false;  ///< what is offloaded is copied while other micro-batches compute
+  std::optional<int64_t> segments = std::nullopt;  ///< of cut tapes, that it was planned for
 };
 
 /// Inputs that a forward may have to run on again.
@@ -38,42 +32,38 @@ class Rerunnable {
   std::vector<Version> versions_;
 };
 
-/// One forward pass over all micro-batches of a wrapped model.
+/// One forward pass over all micro-batches of a wrapped model: what its caller's graph has to know
+/// of it, and the outputs of all.
 class ForwardPass {
  public:
-  ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const Batch& inputs);
+  ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const Batch& inputs,
+              BatchKind kind);
   ForwardPass(const ForwardPass&) = delete;
   ForwardPass& operator=(const ForwardPass&) = delete;
 
   /// All micro-batches, and the outputs of all.
-  Batch run(const Split& split, int64_t total);
-  /// The same for a model with ops that see the whole batch.
-  /// \param overlap  what is offloaded is copied while other micro-batches compute
-  /// \param segments that it was planned for
-  /// \throws NothingToCut where there are none
-  /// \throws SegmentsChanged where there are more or fewer than planned
-  Batch run_cuts(std::vector<int64_t> sizes, bool overlap,
-                 std::optional<int64_t> segments = std::nullopt);
+  /// \throws NothingToCut    where the model is to be cut and nothing in it sees the whole batch
+  /// \throws SegmentsChanged where its tapes have more or fewer segments than planned
+  Batch run(Split split);
 
   /// One micro-batch: `finish` comes after the last.
-  void run(Rows rows, int64_t total, bool keep = false);
+  void run(Rows rows, bool keep = false);
   /// Whether all micro-batches were of one length until now, and one of another would tell along
-  /// which dimension outputs lie, which of them stand once, or which buffers count samples.
+  /// which dimension outputs lie, which of them stand once, or which numbers count samples.
   bool wants_another_size() const;
   /// The outputs of all, with their node where they want a gradient.
   Batch finish();
   /// Whether micro-batches are joined; running out of memory then is no matter of their size.
   bool finishing() const noexcept { return finishing_; }
-  int64_t failed_rows() const noexcept { return few_.failed(); }
-  /// Whether an op that couples samples has run for which somebody can stand in, or one that draws
-  /// numbers which are to be those of the whole batch.
-  bool saw_coupling() const;
+  int64_t failed_rows() const { return call_->run->engine().failed_rows(); }
+  /// See `Forwards::saw_coupling`.
+  bool saw_coupling() const { return call_->run->engine().forwards().saw_coupling(); }
 
   /// Buffers, rewritten weights and random state as the pass found them.
   void roll_back();
 
   /// Whether this forward has compared rows.
-  bool looked() const noexcept;
+  bool looked() const { return call_->run->engine().checks().looked(); }
   /// What tells the planner how much the call needs: looks at other rows are no part of that.
   void measured_by(const memory::HighWater& mark) noexcept { planners_mark_ = &mark; }
 
@@ -83,46 +73,23 @@ class ForwardPass {
  private:
   void read(const Batch& inputs);
   void read(const NamedParameter& parameter);
-  /// Whether ordinary ops of the model mix samples. \throws CouplingError
-  void examine();
-  /// Runs forward on other rows, and undoes that: buffers, parameters, attributes of modules and
-  /// random state are as before, whatever happens.
-  /// \param trial whether what it writes into parameters is not compared with what others write
-  void aside(Rows rows, bool trial, const std::function<void()>& forward);
-  /// What forward gives with `coupled::FixedOps`. Nothing where that cannot be compared.
-  std::optional<TrialOutputs> try_forward(const Batch& given, int64_t rows);
-  std::optional<std::vector<at::Tensor>> try_gradients(const Batch& given, Rows rows,
-                                                       const std::vector<int64_t>& dims);
-  /// Whether the same rows, split otherwise, give the same rows of outputs; see RowLook.
-  /// \throws CouplingError
-  void look_at_rows();
-  /// Runs forward on two samples where buffers were written in micro-batches of one, which leave
-  /// equal counts of samples in them: `buffer_rule_` compares.
-  void recount();
   /// Whether an output that is one number is the sum or mean over samples that the user says: once
   /// for each kind of batch. \throws BatchError
   void check_reduce(const JoinedOutputs& joined);
-  /// Where an op's number may count samples: runs forward on other rows, and undoes that.
-  void count_rows();
-  /// Whether forward reads numbers in Python that it changes, by experiment on the first rows.
-  void learn_numbers(int64_t first);
-  void note_examined() const;
-  /// \param memory where its graph will be offloaded: notes what it keeps; else null
-  Batch call_model(const Batch& micro, GraphMemory* memory);
   /// The user's forward; with what it leaves beside its outputs behind them.
   Batch run_model(const Batch& micro);
   Batch without_left(Batch outputs, bool keep = false);
+  /// Of a model that is not cut: a micro-batch's forward is over, its graph is there yet.
+  /// \returns its outputs, without what stands behind them
+  Batch meet(const Batch& inputs, Batch outputs);
+  void take_outputs_of_cuts();
+  /// To `Options::on_micro_batch`, of a model that is cut.
+  void show(Rows rows, const Batch& outputs) const;
   void hand_out_left(const Batch& outputs);
+  /// Of a model that is cut, each time that it runs.
   void learn_from_recording(const Batch& outputs, const Batch& micro, uint64_t first_node);
-  /// The same, in a graph that ends in sinks of its own.
-  Batch call_model_and_keep(const Batch& micro, GraphMemory* memory);
-  /// With `Job::offloads_graphs`: the graph of this part begins to leave, what left before it is
-  /// away.
-  void leave(size_t part);
-  void settle();
-  /// \param dropped nobody but whoever kept a tensor of it goes back through this graph
-  void note_graph(const Batch& outputs, const Batch& micro, uint64_t first_node, bool dropped,
-                  bool kept = false);
+  /// Notes where gradients go that are no parameters of the model, before the graph is dropped.
+  void note_graph(const Batch& outputs, const Batch& micro, uint64_t first_node);
   /// Where forward left tensors with a graph in attributes: whether a graph of the outputs can be
   /// kept beside them, which backward would use up under a loss that reads both.
   bool may_keep_beside(const std::vector<at::Tensor>& left);
@@ -130,44 +97,31 @@ class ForwardPass {
   void note_sources(const tape::Tape& tape);
   /// Whether that of further micro-batches matters.
   bool may_stand_once() const;
-  /// Whether a buffer may count samples, which micro-batches of one length do not tell.
+  bool cut() const noexcept { return call_->run->cut(); }
 
-  const WrapOptions& options_;
+  const Options& options_;
+  const WrapOptions& own_;
   const bool exact_;
   const bool recording_;
   std::shared_ptr<WrappedCall> call_;
-  BufferRule buffer_rule_;
-  coupled::CouplingWatch watch_;
-  bool drew_ = false;                            // numbers that are to be the whole batch's
-  std::optional<ParameterRule> parameter_rule_;  // once the watch knows them
-  std::optional<CarriedState> state_;
-  CarriedState* state_at_work_ = nullptr;  // another one's where forward is tried on other rows
-  BatchSource rows_;                       // the inputs
-  bool known_ = true;                      // before this call, whether ops mix samples
-  std::optional<MixingExperiment> experiment_;
-  std::optional<bool> own_backward_;  // whether going back runs code of the user's
-  std::optional<memory::HighWater> high_water_;
-  bool looked_ = false;  // at rows
-  const memory::HighWater* planners_mark_ = nullptr;
-  bool part_ = false;  // the micro-batch at work is not all of the samples
-  FewestRows few_;
-  bool wrote_inputs_ = false;
-  bool keeps_ = true;  // the graph of the micro-batch at work may be kept
-  std::vector<at::Tensor> buffers_;
+  const Job& job_;
   std::shared_ptr<const BufferValues> values_;
   RngSnapshot before_;
   std::unordered_set<c10::TensorImpl*> known_leaves_;
   size_t parameters_ = 0;  // among the call's leaves, the first ones
-  const Job& job_;
-  std::vector<Batch> outputs_;
+  const memory::HighWater* planners_mark_ = nullptr;
+  Rows rows_at_work_;
+  bool part_ = false;        // they are not all of the samples
+  bool keeping_ = false;     // its graph
+  bool may_keep_ = true;     // that
+  uint64_t first_node_ = 0;  // of its graph, or before it
+  std::vector<Batch> outputs_;  // of a model that is cut
   std::vector<int64_t> row_counts_;
   std::vector<bool> wants_gradient_;  // of each leaf of the outputs
   std::vector<bool> from_samples_;    // the same; empty where nothing was recorded
-  std::optional<size_t> leaving_;     // the part whose graph is on its way
   // What the node's edges need; the call itself holds inputs without their graph.
   Batch inputs_;
-  std::optional<coupled::PartOfBatch::Facts> part_of_batch_;  // the micro-batch at work
-  bool ambiguous_ = false;  // along which dimension the outputs of a recording lie
+  bool ambiguous_ = false;  // along which dimension outputs lie
   bool finishing_ = false;
   std::optional<LeftOutputs> left_;  // none where nobody looks, or it does not work
 };

@@ -1,11 +1,12 @@
-#include "wrap_outputs.hpp"
+#include "step/wrap_outputs.hpp"
 
-#include <infinitybatch/core/bits.hpp>
+#include "core/bits.hpp"
+#include "core/following_dims.hpp"
+#include "core/join.hpp"
+#include "core/plain_leaves.hpp"
+#include "execute/output_law.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/core/following_dims.hpp>
-#include <infinitybatch/core/join.hpp>
-#include <infinitybatch/core/plain_leaves.hpp>
-#include <infinitybatch/execute/output_law.hpp>
 
 #include <ATen/Functions.h>
 

@@ -1,7 +1,8 @@
 #pragma once
 
+#include "execute/two_pass.hpp"
+
 #include <infinitybatch/core/batch.hpp>
-#include <infinitybatch/execute/two_pass.hpp>
 #include <infinitybatch/step/wrap.hpp>
 
 #include <vector>

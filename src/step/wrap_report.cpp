@@ -1,4 +1,6 @@
-#include "wrap_report.hpp"
+#include "step/wrap_report.hpp"
+
+#include "step/wrap_run.hpp"
 
 #include <utility>
 
@@ -7,16 +9,14 @@ namespace infinitybatch {
 std::shared_ptr<WrapReport> report_of(const WrappedCall& call, const std::vector<int64_t>& sizes) {
   auto report = std::make_shared<WrapReport>();
   report->micro_batch_sizes = sizes;
-  report->retained = call.kept_count();
+  report->retained = call.run->kept_graphs();
   report->offloaded_bytes = call.offloaded.bytes;
   report->offload_seconds = call.offloaded.seconds;
   report->graph_bytes = call.graph_bytes;
-  report->strategy = call.cuts ? "cut" : call.parts.empty() ? "forward" : "replay";
-  for (const WrappedCall::Part& part : call.parts) {
-    if (!part.tape.opaque) continue;
+  report->strategy = call.run->cut() ? "cut" : call.run->recording() ? "replay" : "forward";
+  if (const auto why = call.run->engine().will_run_again()) {
     report->strategy = "rerun";
-    report->strategy_reason = *part.tape.opaque;
-    break;
+    report->strategy_reason = *why;
   }
   report->left_on_module = call.left_on_module;
   return report;

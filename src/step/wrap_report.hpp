@@ -1,6 +1,6 @@
 #pragma once
 
-#include "wrapped_call.hpp"
+#include "step/wrapped_call.hpp"
 
 #include <cstdint>
 #include <memory>

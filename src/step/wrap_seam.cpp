@@ -1,6 +1,6 @@
-#include "wrap_seam.hpp"
+#include "step/wrap_seam.hpp"
 
-#include <infinitybatch/core/bits.hpp>
+#include "core/bits.hpp"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>

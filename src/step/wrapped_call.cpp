@@ -1,15 +1,17 @@
-#include "wrapped_call.hpp"
+#include "step/wrapped_call.hpp"
 
-#include "wrap_cuts.hpp"
+#include "core/batch_form.hpp"
+#include "core/bits.hpp"
+#include "step/admission.hpp"
+#include "step/wrap_run.hpp"
 
-#include <infinitybatch/core/bits.hpp>
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/step/admission.hpp>
 
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace infinitybatch {
 
@@ -31,15 +33,20 @@ void Version::check() const {
                    "); run backward before changing it");
 }
 
-coupled::DrawLaws Wrapped::draw_laws_of(const Job& job) {
+Findings Wrapped::findings_of(const BatchKind& kind) {
   const std::lock_guard<std::mutex> lock(mutex);
-  return draw_laws[kind_of_draws(job)];
+  return known.of(kind).findings;
 }
 
-void Wrapped::keep_draw_laws(const Job& job) {
-  if (job.draw_laws == nullptr) return;
+void Wrapped::keep(const BatchKind& kind, const Findings& findings) {
   const std::lock_guard<std::mutex> lock(mutex);
-  draw_laws[kind_of_draws(job)] = *job.draw_laws;
+  Findings& here = known.of(kind).findings;
+  // A call inside of this one, or in another thread without gradients, may have found more.
+  const Findings other = std::exchange(here, findings);
+  here.examined = here.examined || other.examined;
+  here.recordings_checked = here.recordings_checked || other.recordings_checked;
+  here.reduce_checked = here.reduce_checked || other.reduce_checked;
+  if (other.rows_seen.steps > here.rows_seen.steps) here.rows_seen = other.rows_seen;
 }
 
 StaticForward Wrapped::static_forward_of(const Job& job, const std::string& kind) {
@@ -65,44 +72,13 @@ int64_t room_for_left(const Wrapped& wrapped, at::Device device) {
   return budget ? budget->resolve(device) / 16 : kWithoutBudget;
 }
 
-std::string kind_of_forward(const Job& job, const std::vector<size_t>& wanted_inputs,
-                            bool recording) {
-  std::string kind = signature_of(job) + program_kind_of(job) + "|wants ";
+std::string kind_of_forward(const BatchKind& of_batch, const Job& job,
+                            const std::vector<size_t>& wanted_inputs, bool recording) {
+  std::string kind = of_batch.program + of_batch.lengths + "|wants ";
   for (const size_t index : wanted_inputs) kind += std::to_string(index) + ",";
   for (const NamedParameter& each : job.parameters) kind += each.tensor.requires_grad() ? '1' : '0';
   if (!recording) kind += c10::InferenceMode::is_enabled() ? "|inference" : "|no graph";
   return kind;
-}
-
-namespace {
-
-std::string kind_of(const BatchSource& rows, const Job& job) {
-  return rows.signature + (job.training ? "|train" : "|eval") + std::to_string(job.program);
-}
-
-}  // namespace
-
-bool Wrapped::is_examined(const BatchSource& rows, const Job& job) {
-  if (options.batch_coupling != BatchCoupling::exact || !use_tapes) return true;
-  const std::lock_guard<std::mutex> lock(mutex);
-  return examined.contains(kind_of(rows, job));
-}
-
-void Wrapped::note_examined(const BatchSource& rows, const Job& job) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  examined.insert(kind_of(rows, job));
-}
-
-RowsSeen Wrapped::rows_seen_of(const BatchSource& rows, const Job& job) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto known = rows_seen.find(kind_of(rows, job));
-  return known == rows_seen.end() ? RowsSeen() : known->second;
-}
-
-void Wrapped::note_rows_seen(const BatchSource& rows, const Job& job, const RowsSeen& seen) {
-  if (seen.steps == 0) return;
-  const std::lock_guard<std::mutex> lock(mutex);
-  rows_seen[kind_of(rows, job)] = seen;
 }
 
 int64_t Wrapped::begin_program(const std::string& arguments) {
@@ -111,12 +87,7 @@ int64_t Wrapped::begin_program(const std::string& arguments) {
   if (programs.full()) {
     programs.clear();
     static_forwards.clear();
-    draw_laws.clear();
-    examined.clear();
-    rows_seen.clear();
-    checked.clear();
-    whole_batch_only.clear();
-    few_rows.clear();
+    known.forget_programs();
   }
   return programs.number(identity);
 }
@@ -186,30 +157,6 @@ bool WrappedCall::made(const torch::autograd::Node& node) const {
                      [&](const NodeRange& range) { return range.contains(node); });
 }
 
-WrappedCall::Kept& WrappedCall::keep() {
-  if (!kept_) kept_ = std::make_unique<Kept>();
-  return *kept_;
-}
-
-std::unique_ptr<WrappedCall::Kept> WrappedCall::take_kept() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  std::unique_ptr<Kept> kept = std::move(kept_);
-  return kept && kept->graphs.empty() ? nullptr : std::move(kept);
-}
-
-int64_t WrappedCall::kept_count() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return kept_ ? static_cast<int64_t>(kept_->graphs.size()) : 0;
-}
-
-void WrappedCall::add_graphs() {
-  for (const auto& [part, graph] : keep().graphs) {
-    const GraphBytes bytes = graph.memory ? graph.memory->bytes() : GraphBytes();
-    graph_bytes.offloaded += bytes.offloaded;
-    graph_bytes.stayed += bytes.stayed;
-  }
-}
-
 void WrappedCall::add_offloaded(const OffloadedMeanwhile& copies) {
   offloaded += copies;
   if (!report) return;
@@ -219,10 +166,7 @@ void WrappedCall::add_offloaded(const OffloadedMeanwhile& copies) {
 }
 
 Batch WrappedCall::micro_batch(Rows part) const {
-  Batch micro = to_device(rows(inputs, part.begin, part.end), device);
-  for (Leaf& leaf : micro.leaves()) {
-    if (leaf.tensor.defined()) leaf.tensor = leaf.tensor.detach();
-  }
+  Batch micro = without_graph(to_device(rows(inputs, part.begin, part.end), device));
   for (const size_t index : wanted_inputs) {
     const at::Tensor& leaf = micro.leaves()[index].tensor;
     leaf.set_requires_grad(true);

@@ -1,29 +1,27 @@
 #pragma once
 
-#include "few_rows.hpp"
-#include "graph_choice.hpp"
-#include "left_behind.hpp"
-#include "left_outputs.hpp"
-#include "offload.hpp"
-#include "wrap_outputs.hpp"
+#include "autograd/gradient_sinks.hpp"
+#include "core/rng.hpp"
+#include "coupled/renormed_weights.hpp"
+#include "execute/buffer_values.hpp"
+#include "execute/graph_memory.hpp"
+#include "execute/plain_runs.hpp"
+#include "execute/recorded.hpp"
+#include "execute/two_pass.hpp"
+#include "memory/foreign_storage.hpp"
+#include "memory/high_water.hpp"
+#include "plan/planner.hpp"
+#include "step/graph_choice.hpp"
+#include "step/knowledge.hpp"
+#include "step/left_behind.hpp"
+#include "step/left_outputs.hpp"
+#include "step/offload.hpp"
+#include "step/programs.hpp"
+#include "step/wrap_outputs.hpp"
+#include "tape/modes.hpp"
+#include "tape/tape.hpp"
 
-#include <infinitybatch/autograd/gradient_sinks.hpp>
-#include <infinitybatch/core/rng.hpp>
-#include <infinitybatch/coupled/random_draw.hpp>
-#include <infinitybatch/coupled/renormed_weights.hpp>
-#include <infinitybatch/execute/buffer_values.hpp>
-#include <infinitybatch/execute/graph_memory.hpp>
-#include <infinitybatch/execute/plain_runs.hpp>
-#include <infinitybatch/execute/recorded.hpp>
-#include <infinitybatch/execute/row_look.hpp>
-#include <infinitybatch/execute/two_pass.hpp>
-#include <infinitybatch/memory/foreign_storage.hpp>
-#include <infinitybatch/memory/high_water.hpp>
-#include <infinitybatch/plan/planner.hpp>
-#include <infinitybatch/step/programs.hpp>
 #include <infinitybatch/step/wrap.hpp>
-#include <infinitybatch/tape/modes.hpp>
-#include <infinitybatch/tape/tape.hpp>
 
 #include <array>
 #include <atomic>
@@ -31,7 +29,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -51,7 +48,8 @@ struct StaticForward {
 /// What calls of one Wrap share with their graph nodes, which may outlive it.
 struct Wrapped {
   Model model;
-  WrapOptions options;
+  Options options;
+  WrapOptions own;  ///< what only a Wrap has
   /// Of tensors with a graph that forward leaves in attributes: a loss goes back through them; or
   /// backward has begun, and none did.
   std::atomic<bool> left_read = false;
@@ -62,7 +60,7 @@ struct Wrapped {
   /// where it did not work for another reason.
   std::atomic<int64_t> join_shortages = 0;
   std::atomic<int64_t> calls_unjoined = 0;
-  std::atomic<bool> use_tapes = true;  ///< false once a replay gave other outputs
+  std::atomic<bool> use_tapes = true;  ///< false where the option says so, or a replay differed
   /// Whether ops of the model see the whole batch, in eval and in training mode.
   std::array<std::atomic<bool>, 2> cut{};
   std::atomic<bool>& sees_whole_batch() { return cut[model.is_training() ? 1 : 0]; }
@@ -81,33 +79,21 @@ struct Wrapped {
   std::mutex mutex;  ///< over what follows
   std::vector<std::weak_ptr<struct WrappedCall>> calls;
   std::shared_ptr<WrapReport> report;  ///< of the last call
-  std::set<std::string> examined;      ///< kinds of batch of which it is known whether ops mix
-  std::map<std::string, RowsSeen> rows_seen;  ///< of kinds of batch
-  std::set<std::string> checked;              ///< kinds of batch whose recordings have been checked
-  std::map<std::string, coupled::DrawLaws> draw_laws;  ///< with match_native_rng: of kinds of batch
+  KnowledgeBase known;
   std::map<std::string, StaticForward> static_forwards;
   Programs programs;
-  std::vector<NodeRange> recorded;         ///< with static_graph: by calls that ran forward
-  PlainNumbers numbers;                    ///< in Python; guarded by itself
-  std::set<std::string> whole_batch_only;  ///< programs whose samples are coupled beyond cuts
-  FewRows few_rows;
-  std::set<std::string> offloaded;        ///< and of batch what waits of which does not fit
+  std::vector<NodeRange> recorded;        ///< with static_graph: by calls that ran forward
+  PlainNumbers numbers;                   ///< in Python; guarded by itself
   std::shared_ptr<offload::Store> store;  ///< where that goes; made when it is first needed
 
-  /// What is known of the random draws of this kind of batch.
-  coupled::DrawLaws draw_laws_of(const Job& job);
-  void keep_draw_laws(const Job& job);
+  /// A copy for one call, and what it has become.
+  Findings findings_of(const BatchKind& kind);
+  void keep(const BatchKind& kind, const Findings& findings);
 
   /// What is known of forwards with this kind of batch, and with these parameters and buffers.
   StaticForward static_forward_of(const Job& job, const std::string& kind);
   void keep_static_forward(const std::string& kind, StaticForward known);
 
-  /// Whether it is known of batches like `rows` whether ordinary ops mix their samples, or nobody
-  /// asks.
-  bool is_examined(const BatchSource& rows, const Job& job);
-  void note_examined(const BatchSource& rows, const Job& job);
-  RowsSeen rows_seen_of(const BatchSource& rows, const Job& job);
-  void note_rows_seen(const BatchSource& rows, const Job& job, const RowsSeen& seen);
   /// The number of the program that forward is set to run, and how forward has left the model.
   /// \param arguments `BatchSource::arguments`
   int64_t begin_program(const std::string& arguments);
@@ -161,7 +147,7 @@ struct Version {
   void check() const;
 };
 
-class WrapCuts;
+class WrapRun;
 
 /// Everything that the backward pass of one call needs to know of its forward pass.
 struct WrappedCall {
@@ -169,27 +155,6 @@ struct WrappedCall {
   ~WrappedCall();
   WrappedCall(const WrappedCall&) = delete;
   WrappedCall& operator=(const WrappedCall&) = delete;
-
-  struct Part {
-    Rows rows;
-    RngSnapshot random;
-    tape::Tape tape;
-    std::shared_ptr<const BufferValues> buffers;  ///< as they were in front of it
-    Batch numbers;  ///< outputs that are one number; other leaves undefined
-  };
-
-  /// Graphs of micro-batches that a plan keeps, beside their tapes: they may be dropped whenever
-  /// their memory is needed.
-  struct Kept {
-    struct Graph {
-      Batch outputs;
-      Batch inputs;                       ///< leaves of the graph, where they want a gradient
-      std::optional<GraphMemory> memory;  ///< where it is offloaded
-    };
-    std::unique_ptr<autograd::GradientSinks> sinks;  ///< where all of them end
-    size_t leaves = 0;                               ///< of the call, that the sinks know
-    std::map<size_t, Graph> graphs;                  ///< by part
-  };
 
   std::shared_ptr<Wrapped> wrapped;
   at::Device device = at::kCPU;
@@ -200,9 +165,8 @@ struct WrappedCall {
   std::vector<std::pair<at::Tensor, bool>> requires_grad;  ///< of every parameter
   std::vector<Version> parameter_versions;
   std::vector<Version> input_versions;
-  std::vector<Part> parts;  ///< empty with `cuts`
-  bool examined = true;     ///< see `Job::examined`
-  RowsSeen rows_seen;
+  BatchKind kind;
+  Findings findings;  ///< about it; kept once forward has succeeded
   std::vector<BufferSlot> buffers;
   std::shared_ptr<PlainRuns> runs;  ///< where some forward runs again, and it left anything
   std::shared_ptr<coupled::RenormedWeights> renormed;  ///< null where forward scaled no rows
@@ -214,7 +178,6 @@ struct WrappedCall {
   std::vector<int> gradient_of_output;   ///< which of the node's inputs a leaf is; -1 for none
 
   std::shared_ptr<offload::Store> store;  ///< where kept graphs wait; null where they do not leave
-  bool overlaps = false;                  ///< they are copied while other micro-batches compute
   OffloadedMeanwhile offloaded;           ///< so far
   GraphBytes graph_bytes;
 
@@ -241,22 +204,11 @@ struct WrappedCall {
 
   /// Whether forward made this node, and not the caller of what he does with the outputs.
   bool made(const torch::autograd::Node& node) const;
-  /// For forward, which alone knows of the call.
-  Kept& keep();
-  /// For backward, and for whoever needs the memory: null where nothing is kept (any more).
-  std::unique_ptr<Kept> take_kept();
-  int64_t kept_count() const;
-  /// How much of what is kept is away, and how much is not, goes to `graph_bytes`.
-  void add_graphs();
   /// The copies of a stretch of the call are over: its report tells of them.
   void add_offloaded(const OffloadedMeanwhile& copies);
 
-  /// Where ops of the model see the whole batch. The last member: it refers to the others.
-  std::unique_ptr<WrapCuts> cuts;
-
- private:
-  mutable std::mutex mutex_;
-  std::unique_ptr<Kept> kept_;
+  /// What forward has run, and backward runs. The last member: it refers to the others.
+  std::unique_ptr<WrapRun> run;
 };
 
 /// Bytes that what forward leaves beside its outputs may take, joined.
@@ -265,8 +217,8 @@ int64_t room_for_left(const Wrapped& wrapped, at::Device device);
 /// Calls that record the same program where forward depends on shapes only.
 /// \param wanted_inputs leaves of the inputs that want a gradient
 /// \param recording     whether anything does
-std::string kind_of_forward(const Job& job, const std::vector<size_t>& wanted_inputs,
-                            bool recording);
+std::string kind_of_forward(const BatchKind& kind, const Job& job,
+                            const std::vector<size_t>& wanted_inputs, bool recording);
 
 /// Gradients of `leaves`, then of `wanted_inputs`, from those of the outputs.
 /// \param gradients for each of the node's inputs, undefined where none came

@@ -1,5 +1,5 @@
-#include <infinitybatch/core/bits.hpp>
-#include <infinitybatch/tape/segment.hpp>
+#include "core/bits.hpp"
+#include "tape/segment.hpp"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/item.h>

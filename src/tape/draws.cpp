@@ -1,4 +1,4 @@
-#include <infinitybatch/tape/draws.hpp>
+#include "tape/draws.hpp"
 
 namespace infinitybatch::tape {
 

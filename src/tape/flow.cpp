@@ -1,4 +1,4 @@
-#include "flow.hpp"
+#include "tape/flow.hpp"
 
 #include <algorithm>
 #include <array>

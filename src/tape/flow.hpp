@@ -1,7 +1,7 @@
 #pragma once
 
-#include <infinitybatch/tape/arguments.hpp>
-#include <infinitybatch/tape/tape.hpp>
+#include "tape/arguments.hpp"
+#include "tape/tape.hpp"
 
 #include <unordered_set>
 #include <vector>

@@ -1,6 +1,6 @@
-#include <infinitybatch/tape/frontiers.hpp>
+#include "tape/frontiers.hpp"
 
-#include <infinitybatch/tape/arguments.hpp>
+#include "tape/arguments.hpp"
 
 #include <algorithm>
 #include <utility>

@@ -1,6 +1,6 @@
-#include "generators.hpp"
+#include "tape/generators.hpp"
 
-#include <infinitybatch/tape/segment.hpp>
+#include "tape/segment.hpp"
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <infinitybatch/core/generator_state.hpp>
-#include <infinitybatch/tape/tape.hpp>
+#include "core/generator_state.hpp"
+#include "tape/tape.hpp"
 
 #include <vector>
 

@@ -1,8 +1,7 @@
 // The part of Program that records a forward whose graph would not fit: what an op saves is let go
 // of when it has run, and what waits at known cuts is kept.
-#include "program.hpp"
-
-#include <infinitybatch/tape/arguments.hpp>
+#include "tape/arguments.hpp"
+#include "tape/program.hpp"
 
 #include <ATen/Functions.h>
 #include <ATen/SequenceNumber.h>

@@ -1,6 +1,6 @@
-#include "memories.hpp"
+#include "tape/memories.hpp"
 
-#include "provenance.hpp"
+#include "tape/provenance.hpp"
 
 #include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>

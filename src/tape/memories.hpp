@@ -1,6 +1,6 @@
 #pragma once
 
-#include <infinitybatch/tape/tape.hpp>
+#include "tape/tape.hpp"
 
 #include <c10/core/StorageImpl.h>
 #include <c10/util/SmallVector.h>

@@ -1,9 +1,8 @@
-#include <infinitybatch/tape/mixing.hpp>
+#include "tape/mixing.hpp"
 
-#include "flow.hpp"
-#include "player.hpp"
-
-#include <infinitybatch/tape/draws.hpp>
+#include "tape/draws.hpp"
+#include "tape/flow.hpp"
+#include "tape/player.hpp"
 
 #include <algorithm>
 #include <array>

@@ -1,4 +1,4 @@
-#include <infinitybatch/tape/modes.hpp>
+#include "tape/modes.hpp"
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>

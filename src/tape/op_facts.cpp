@@ -1,4 +1,4 @@
-#include <infinitybatch/tape/op_facts.hpp>
+#include "tape/op_facts.hpp"
 
 #include <ATen/core/enum_tag.h>
 

@@ -1,10 +1,10 @@
 #pragma once
 
-#include "memories.hpp"
+#include "tape/memories.hpp"
+#include "tape/segment.hpp"
+#include "tape/witness.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/tape/segment.hpp>
-#include <infinitybatch/tape/witness.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>

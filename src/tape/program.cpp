@@ -1,6 +1,6 @@
-#include "program.hpp"
+#include "tape/program.hpp"
 
-#include <infinitybatch/tape/witness.hpp>
+#include "tape/witness.hpp"
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/Tensor.h>
@@ -122,12 +122,14 @@ bool Program::threw() const {
   return std::uncaught_exceptions() > exceptions_;
 }
 
-void Program::begin(const at::RecordFunction& op) noexcept {
+std::unique_ptr<OpContext> Program::begin(const SeenOp& op) noexcept {
+  if (inner != nullptr) inner->begin(op);
   errors_.guard([&] { meet(op); });
   if (errors_.any()) errors_.guard([&] { give_up("the recording failed"); });
+  return nullptr;
 }
 
-void Program::meet(const at::RecordFunction& op) {
+void Program::meet(const SeenOp& op) {
   if (op.scope() == at::RecordScope::BACKWARD_FUNCTION) {
     if (std::strstr(op.name(), "AccumulateGrad") != nullptr) {
       refuse("forward calls backward() itself, which adds to gradients");
@@ -138,12 +140,12 @@ void Program::meet(const at::RecordFunction& op) {
     ++depth_;
     if (recording_ && tape_.modes[op_.modes].in_autocast) note_cast(op);
     if (recording_ && witnesses && !shows_values_) {
-      const OpFacts* inner = facts_of(op);
+      const OpFacts* inner = op.facts();
       shows_values_ = inner != nullptr && inner->reads_values;
     }
     return;
   }
-  const OpFacts* facts = facts_of(op);
+  const OpFacts* facts = op.facts();
   if (facts == nullptr) {
     // What it calls is watched as if forward had called it.
     unseen_.watch();
@@ -165,7 +167,8 @@ void Program::meet(const at::RecordFunction& op) {
   }
 }
 
-void Program::end(const at::RecordFunction& op) noexcept {
+void Program::end(const SeenOp& op, OpContext* context) noexcept {
+  if (inner != nullptr) inner->end(op, context);
   if (op.scope() == at::RecordScope::BACKWARD_FUNCTION || depth_ == 0 || --depth_ > 0) return;
   errors_.guard([&] {
     if (recording_ && !tape_.opaque) {
@@ -181,7 +184,7 @@ void Program::end(const at::RecordFunction& op) noexcept {
   viewed_.clear();
 }
 
-void Program::begin_op(const at::RecordFunction& op) {
+void Program::begin_op(const SeenOp& op) {
   const OpFacts& facts = *facts_;
   const auto stack = op.inputs();  // of the interpreter: what was there before comes first
   if (stack.size() < facts.argument_count) return give_up(facts.name() + " hides its arguments");
@@ -285,8 +288,8 @@ bool Program::passed_drew() {
   return drew;
 }
 
-void Program::note_cast(const at::RecordFunction& op) {
-  const OpFacts* facts = facts_of(op);
+void Program::note_cast(const SeenOp& op) {
+  const OpFacts* facts = op.facts();
   if (facts == nullptr || !facts->casts) return;
   const auto stack = op.inputs();
   if (stack.size() < facts->argument_count) return;
@@ -307,7 +310,7 @@ void Program::note_cast(const at::RecordFunction& op) {
   casts_.push_back(weight.unsafeGetTensorImpl());
 }
 
-void Program::end_op(const at::RecordFunction& op) {
+void Program::end_op(const SeenOp& op) {
   const std::vector<c10::IValue>& stack = op.outputs();
   if (threw() || stack.size() < facts_->return_count) {
     // User code may go on: what it had written before is not known.
@@ -366,7 +369,7 @@ void Program::disturb_outputs(c10::ArrayRef<c10::IValue> outputs) const {
   }
 }
 
-void Program::watch_begin(const at::RecordFunction& op) {
+void Program::watch_begin(const SeenOp& op) {
   const auto stack = op.inputs();
   if (stack.size() < facts_->argument_count) return;
   const auto inputs = stack.slice(stack.size() - facts_->argument_count);
@@ -384,7 +387,7 @@ void Program::watch_begin(const at::RecordFunction& op) {
   }
 }
 
-void Program::watch_end(const at::RecordFunction& op) {
+void Program::watch_end(const SeenOp& op) {
   for (const c10::IValue& output : op.outputs()) {
     for_each_tensor(output, [&](const at::Tensor& tensor) {
       if (memories_.find(tensor) != nullptr) return;

@@ -1,18 +1,18 @@
 #pragma once
 
-#include "generators.hpp"
-#include "memories.hpp"
-#include "provenance.hpp"
-#include "unseen_memory.hpp"
+#include "core/callback_errors.hpp"
+#include "core/recycled.hpp"
+#include "core/torch_compat.hpp"
+#include "tape/frontiers.hpp"
+#include "tape/generators.hpp"
+#include "tape/memories.hpp"
+#include "tape/op_bus.hpp"
+#include "tape/provenance.hpp"
+#include "tape/tape.hpp"
+#include "tape/unseen_memory.hpp"
 
-#include <infinitybatch/core/callback_errors.hpp>
-#include <infinitybatch/core/recycled.hpp>
-#include <infinitybatch/core/torch_compat.hpp>
 #include <infinitybatch/memory/statistics.hpp>
-#include <infinitybatch/tape/frontiers.hpp>
-#include <infinitybatch/tape/tape.hpp>
 
-#include <ATen/record_function.h>
 #include <c10/core/Stream.h>
 #include <c10/util/intrusive_ptr.h>
 
@@ -24,20 +24,22 @@ namespace infinitybatch::tape {
 /// What a Recorder knows while ops go by: the tape as far as it is written, and the provenance of
 /// every value on it. Once the tape is opaque it only watches for what makes running the user's
 /// code again inexact: writes into memory that outlives the call.
-class Program {
+class Program final : public OpListener {
  public:
   Program(const Batch& inputs, const std::vector<at::Tensor>& buffers,
           const std::vector<at::Device>& devices);
 
-  void begin(const at::RecordFunction& op) noexcept;
-  void end(const at::RecordFunction& op) noexcept;
+  std::unique_ptr<OpContext> begin(const SeenOp& op) noexcept override;
+  void end(const SeenOp& op, OpContext* context) noexcept override;
   /// Forward is over.
   void stop() { unseen_.stop(); }
   /// \throws what went wrong while ops went by
   void rethrow() { errors_.rethrow(); }
   Tape finish(const Batch& outputs);
 
-  Program* outer = nullptr;  ///< the recording that this one runs inside of
+  /// A recording that runs inside of this one, and is told of each op first: what it does to
+  /// results was there, for this one, all the while.
+  Program* inner = nullptr;
   /// See Recorder::disturb.
   std::function<bool(const Tape&, const Op&)> disturb;
   bool witnesses = false;  ///< See Recorder::witness.
@@ -60,16 +62,16 @@ class Program {
   void refuse(std::string reason);
 
   // Ops (program.cpp).
-  void meet(const at::RecordFunction& op);
-  void begin_op(const at::RecordFunction& op);
-  void end_op(const at::RecordFunction& op);
-  void watch_begin(const at::RecordFunction& op);
-  void watch_end(const at::RecordFunction& op);
+  void meet(const SeenOp& op);
+  void begin_op(const SeenOp& op);
+  void end_op(const SeenOp& op);
+  void watch_begin(const SeenOp& op);
+  void watch_end(const SeenOp& op);
   void take_argument(const c10::IValue& argument, size_t position);
   void take_generator(const at::Generator& generator);
   bool passed_drew();
   void disturb_outputs(c10::ArrayRef<c10::IValue> outputs) const;
-  void note_cast(const at::RecordFunction& op);
+  void note_cast(const SeenOp& op);
   uint32_t modes_index();
   // Light recordings (light.cpp).
   void begin_cost();

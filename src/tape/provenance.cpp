@@ -1,6 +1,6 @@
-#include "provenance.hpp"
+#include "tape/provenance.hpp"
 
-#include <infinitybatch/core/recycled.hpp>
+#include "core/recycled.hpp"
 
 #include <c10/core/DispatchKeySet.h>
 #include <c10/util/flat_hash_map.h>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <infinitybatch/core/torch_compat.hpp>
+#include "core/torch_compat.hpp"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>

@@ -1,55 +1,34 @@
-#include <infinitybatch/tape/recorder.hpp>
+#include "tape/recorder.hpp"
 
-#include "program.hpp"
+#include "tape/program.hpp"
 
 #include <ATen/autocast_mode.h>
 
 #include <utility>
 
 namespace infinitybatch::tape {
-namespace {
-
-thread_local Program* innermost = nullptr;
-
-std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& op) {
-  for (Program* program = innermost; program != nullptr; program = program->outer) {
-    program->begin(op);
-  }
-  return nullptr;
-}
-
-void after_op(const at::RecordFunction& op, at::ObserverContext* /*context*/) {
-  for (Program* program = innermost; program != nullptr; program = program->outer) {
-    program->end(op);
-  }
-}
-
-}  // namespace
-
 Recorder::Recorder(const Batch& inputs, const std::vector<at::Tensor>& buffers,
                    const std::vector<at::Device>& devices)
     : program_(std::allocate_shared<Program>(
           std::pmr::polymorphic_allocator<Program>(recycled_memory()), inputs, buffers, devices)) {}
 Recorder::~Recorder() = default;
 
-Recorder::Scope::Scope(Recorder& recorder) : outer_(innermost) {
-  recorder.program_->outer = outer_;
-  innermost = recorder.program_.get();
-  if (outer_ == nullptr) {
-    handle_ = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(&on_op, &after_op)
-            .needsInputs(true)
-            .needsOutputs(true)
-            .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
+Recorder::Scope::Scope(Recorder& recorder) : program_(*recorder.program_) {
+  outer_ = OpBus::listener<Program>();
+  while (outer_ != nullptr && outer_->inner != nullptr) outer_ = outer_->inner;
+  if (outer_ != nullptr) {
+    outer_->inner = &program_;
+  } else {
+    listening_.emplace(program_, Hears{.results = true, .backward = true});
   }
   // Casts that autocast made before belong to another graph.
   if (Modes::current().in_autocast) at::autocast::clear_cache();
 }
 
 Recorder::Scope::~Scope() {
-  if (handle_) at::removeCallback(*handle_);
-  innermost->stop();
-  innermost = outer_;
+  listening_.reset();
+  program_.stop();
+  if (outer_ != nullptr) outer_->inner = nullptr;
 }
 
 void Recorder::rethrow() {

@@ -1,8 +1,8 @@
-#include "player.hpp"
+#include "tape/draws.hpp"
+#include "tape/player.hpp"
+#include "tape/segment.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/tape/draws.hpp>
-#include <infinitybatch/tape/segment.hpp>
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
-#include <infinitybatch/tape/row_numbers.hpp>
+#include "tape/row_numbers.hpp"
 
-#include "flow.hpp"
+#include "tape/flow.hpp"
 
 #include <ATen/Functions.h>
 

@@ -1,6 +1,6 @@
-#include <infinitybatch/tape/sample_flow.hpp>
+#include "tape/sample_flow.hpp"
 
-#include "flow.hpp"
+#include "tape/flow.hpp"
 
 namespace infinitybatch::tape {
 namespace {

@@ -1,8 +1,8 @@
-#include <infinitybatch/tape/segment.hpp>
+#include "tape/segment.hpp"
+
+#include "tape/arguments.hpp"
 
 #include <infinitybatch/core/errors.hpp>
-
-#include <infinitybatch/tape/arguments.hpp>
 
 #include <algorithm>
 #include <map>

@@ -1,7 +1,7 @@
-#include <infinitybatch/tape/tape.hpp>
+#include "tape/tape.hpp"
 
-#include <infinitybatch/core/recycled.hpp>
-#include <infinitybatch/tape/arguments.hpp>
+#include "core/recycled.hpp"
+#include "tape/arguments.hpp"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "unseen_memory.hpp"
+#include "tape/unseen_memory.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

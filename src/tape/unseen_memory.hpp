@@ -1,6 +1,6 @@
 #pragma once
 
-#include <infinitybatch/memory/trace.hpp>
+#include "memory/trace.hpp"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>

@@ -1,8 +1,7 @@
 // The part of Program that tells tensors apart and finds out what was done to them.
-#include "program.hpp"
-
-#include <infinitybatch/core/bits.hpp>
-#include <infinitybatch/tape/arguments.hpp>
+#include "core/bits.hpp"
+#include "tape/arguments.hpp"
+#include "tape/program.hpp"
 
 #include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>

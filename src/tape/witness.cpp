@@ -1,6 +1,6 @@
-#include <infinitybatch/tape/witness.hpp>
+#include "tape/witness.hpp"
 
-#include <infinitybatch/core/bits.hpp>
+#include "core/bits.hpp"
 
 #include <ATen/ops/item.h>
 #include <ATen/record_function.h>

@@ -43,8 +43,7 @@ def read() -> dict[str, Verdicts]:
     return table
 
 
-def write(table: Mapping[str, Verdicts]) -> None:
-    """The limits that are named stay as they are; a new one is to be filled in by hand."""
+def text_of(table: Mapping[str, Verdicts]) -> str:
     columns = [*(way.name for way in WAYS), "limit"]
     loops, text = every_loop(), HEAD
     width = max(map(len, loops))
@@ -55,7 +54,12 @@ def write(table: Mapping[str, Verdicts]) -> None:
             if loop.theme == theme:
                 cells = [name.ljust(width), *(table[name][c].ljust(14) for c in columns)]
                 text += f"| {' | '.join(cells).rstrip()} |\n"
-    TABLE.write_text(text)
+    return text
+
+
+def write(table: Mapping[str, Verdicts]) -> None:
+    """The limits that are named stay as they are; a new one is to be filled in by hand."""
+    TABLE.write_text(text_of(table))
 
 
 def is_silent(verdict: str) -> bool:

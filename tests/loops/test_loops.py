@@ -52,6 +52,10 @@ def test_the_table_lists_every_loop_and_no_other() -> None:
     assert list(LISTED) == [name for t in THEMES for name, x in LOOPS.items() if x.theme == t]
 
 
+def test_the_table_is_as_the_command_writes_it() -> None:
+    assert table.TABLE.read_text() == table.text_of(LISTED)
+
+
 @pytest.mark.parametrize("name", LISTED)
 def test_what_is_silent_or_untyped_names_its_limit(name: str) -> None:
     verdicts = [LISTED[name][way.name] for way in WAYS]

@@ -26,3 +26,12 @@ def one_thread_one_seed():
     random.seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def switches_can_be_set(monkeypatch):
+    """Torch's own test utilities, once imported, forbid its switches to be set in this process."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        switches = torch.backends.flags_frozen.__globals__
+        monkeypatch.setitem(switches, "__allow_nonbracketed_mutation_flag", True)

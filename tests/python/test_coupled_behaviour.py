@@ -419,7 +419,7 @@ def detached(outputs, _):
 
 MISUSE = {
     "a loss that nothing reaches": (detached, ib.InvalidArgument, "does not depend on anything"),
-    "a vector": (lambda o, _: o[0].sum(1), ib.InvalidArgument, "one number|11"),
+    "a vector": (lambda o, _: o[0].sum(1), ib.InvalidArgument, "scalar tensor|11"),
     "a number": (lambda o, _: 3.0, (ib.InvalidType, TypeError), "float"),
     "nothing": (lambda o, _: None, (ib.InvalidType, TypeError), "None"),
 }

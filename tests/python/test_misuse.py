@@ -382,7 +382,7 @@ MISUSES = {
         ib.InvalidArgument,
         "memory_budget is inf",
     ),
-    "a budget in percent": (lambda: step(memory_budget="50%"), ib.InvalidArgument, '"50%"'),
+    "a budget in percent": (lambda: step(memory_budget="150%"), ib.InvalidArgument, '"150%"'),
     "a budget of no text": (lambda: step(memory_budget=""), ib.InvalidArgument, 'budget is ""'),
     "a wrapped model's budget that is true": (
         lambda: ib.wrap(mlp(), memory_budget=True),
@@ -403,12 +403,12 @@ MISUSES = {
     "a loss that returns nothing": (
         lambda: step(loss=lambda o, t: None),
         ib.InvalidType,
-        "must return a tensor of one number, not NoneType",
+        "must return a scalar tensor, not NoneType$",
     ),
     "a loss that returns a number": (
         lambda: step(loss=lambda o, t: 1.0),
         ib.InvalidType,
-        "must return a tensor of one number, not float",
+        r"must return a scalar tensor, not float; remove \.item\(\)",
     ),
     "a complex loss": (
         lambda: step(loss=lambda o, t: o.sum() * 1j),
@@ -533,12 +533,12 @@ MISUSES = {
     "a sum that is no tensor": (
         lambda: step(loss=own_loss(lambda o: 3.0)),
         ib.InvalidType,
-        "sum must return a tensor of one number, not float",
+        "sum must return a scalar tensor, not float",
     ),
     "a sum of many numbers": (
         lambda: step(loss=own_loss(lambda o: o)),
         ib.InvalidArgument,
-        "one number",
+        "scalar tensor",
     ),
     "a denominator that is no number": (
         lambda: step(loss=own_denominator("all")),

@@ -97,7 +97,13 @@ def test_missing_system_packages_are_named(checkout, tmp_path, bare_python):
     compiler.chmod(0o755)
     said = dry_run(checkout, PYTHON=bare_python, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     assert "apt-get" in said
-    for name in ("libcli11-dev", "libgtest-dev", "nlohmann-json3-dev"):
+    for name in (
+        "libcli11-dev",
+        "libgtest-dev",
+        "libminizip-dev",
+        "libstb-dev",
+        "nlohmann-json3-dev",
+    ):
         assert name in said
     assert "cmake" not in said.split("apt-get")[1].splitlines()[0]
 

@@ -351,7 +351,11 @@ MISUSES = {
     "device": (lambda: ib.losses.siglip(A, B, loss_device="cpu"), ib.InvalidArgument, "device"),
     "function": (lambda: ib.losses.pairwise(3), ib.InvalidType, "int"),
     "arguments": (lambda: ib.losses.pairwise(lambda r: r), ib.InvalidArgument, "1 arguments"),
-    "not one": (lambda: ib.losses.pairwise(lambda r, c, p: r, A, B), ib.InvalidArgument, "one num"),
+    "not one": (
+        lambda: ib.losses.pairwise(lambda r, c, p: r, A, B),
+        ib.InvalidArgument,
+        "must return a scalar",
+    ),
     "softcap": (
         lambda: ib.losses.linear_cross_entropy(A, softcap=0),
         ib.InvalidArgument,

@@ -251,20 +251,7 @@ def test_ctrl_c_reaches_a_step_that_runs_no_python_at_all():
         is_training=lambda: True,
         is_uncompiled=False,
     )
-    batch = ib._C.VirtualBatch(
-        model=view,
-        loss=ib.losses.cross_entropy(),
-        micro_batch_size=1,
-        retained_micro_batches=0,
-        exact_coupling=True,
-        keep_outputs=False,
-        use_tapes=True,
-        static_graph=False,
-        checkpoint_segments=None,
-        offload=ib.Offload(),
-        match_native_rng=False,
-        **dict.fromkeys(("memory_budget", "on_micro_batch", "loss_scale")),
-    )
+    batch = ib._C.VirtualBatch(view, ib.losses.cross_entropy(), micro_batch_size=1)
     main = threading.main_thread().ident
     timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
     inputs = torch.randn(100_000, 6)  # seconds of work

@@ -17,6 +17,15 @@ ExitCode run_verify(Settings settings);
 /// `infinitybatch bench`
 ExitCode run_bench(Settings settings);
 
+/// `infinitybatch evaluate`
+ExitCode run_evaluate(const Settings& settings);
+
+/// `infinitybatch predict`
+ExitCode run_predict(const Settings& settings);
+
+/// `infinitybatch export`
+ExitCode run_export(const Settings& settings);
+
 /// `infinitybatch doctor`: ExitCode::error where something is broken.
 ExitCode run_doctor(const Settings& settings);
 

@@ -1,11 +1,11 @@
-#include <functional>
-#include <vector>
-
 #include "commands/commands.hpp"
 #include "doctor/check.hpp"
 #include "errors.hpp"
 #include "output/json_lines.hpp"
 #include "output/terminal.hpp"
+
+#include <functional>
+#include <vector>
 
 namespace infinitybatch::app {
 namespace {
@@ -65,7 +65,7 @@ ExitCode run_doctor(const Settings& settings) {
       {"memory limit", check_limit}, {"gradient", check_gradient},
       {"devices", check_devices},    {"memory", check_memory},
       {"threads", check_threads},    {"malloc", check_malloc},
-      {"data", check_data}};
+      {"data", check_data},          {"data formats", check_formats}};
   Terminal terminal(settings.json ? stderr : stdout);
   int broken = 0;
   for (const Look& look : looks) {

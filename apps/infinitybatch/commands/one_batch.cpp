@@ -1,5 +1,10 @@
 #include "commands/one_batch.hpp"
 
+#include "interrupt.hpp"
+#include "output/describe.hpp"
+#include "output/json_lines.hpp"
+#include "train/network_in_budget.hpp"
+
 #include <infinitybatch/step/module.hpp>
 
 #include <ATen/Context.h>
@@ -7,11 +12,6 @@
 
 #include <sstream>
 #include <utility>
-
-#include "interrupt.hpp"
-#include "output/describe.hpp"
-#include "output/json_lines.hpp"
-#include "train/network_in_budget.hpp"
 
 namespace infinitybatch::app {
 

@@ -1,5 +1,10 @@
 #pragma once
 
+#include "data/dataset.hpp"
+#include "models/network.hpp"
+#include "options.hpp"
+#include "output/terminal.hpp"
+
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/core/model.hpp>
 #include <infinitybatch/step/virtual_batch.hpp>
@@ -9,11 +14,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-
-#include "data/dataset.hpp"
-#include "models/network.hpp"
-#include "options.hpp"
-#include "output/terminal.hpp"
 
 namespace infinitybatch::app {
 

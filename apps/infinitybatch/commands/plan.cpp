@@ -1,11 +1,3 @@
-#include <infinitybatch/core/bytes.hpp>
-#include <infinitybatch/loss/criteria.hpp>
-#include <infinitybatch/step/virtual_batch.hpp>
-
-#include <ATen/Functions.h>
-
-#include <algorithm>
-
 #include "commands/commands.hpp"
 #include "commands/one_batch.hpp"
 #include "output/describe.hpp"
@@ -13,6 +5,14 @@
 #include "output/numbers.hpp"
 #include "output/table.hpp"
 #include "output/terminal.hpp"
+
+#include <infinitybatch/core/bytes.hpp>
+#include <infinitybatch/loss/criteria.hpp>
+#include <infinitybatch/step/virtual_batch.hpp>
+
+#include <ATen/Functions.h>
+
+#include <algorithm>
 
 namespace infinitybatch::app {
 namespace {

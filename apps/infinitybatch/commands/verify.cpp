@@ -1,9 +1,10 @@
-#include <infinitybatch/loss/criteria.hpp>
 #include <infinitybatch/step/verify.hpp>
 
 #include "commands/commands.hpp"
 #include "commands/one_batch.hpp"
 #include "output/json_lines.hpp"
+
+#include <infinitybatch/loss/criteria.hpp>
 
 #include <vector>
 

@@ -1,12 +1,17 @@
 #include "data/dataset.hpp"
 
-#include <filesystem>
-
+#include "data/csv.hpp"
 #include "data/idx.hpp"
+#include "data/images.hpp"
 #include "data/labelled.hpp"
 #include "data/npy.hpp"
+#include "data/npz.hpp"
 #include "data/text.hpp"
 #include "errors.hpp"
+
+#include <algorithm>
+#include <cctype>
+#include <filesystem>
 
 namespace infinitybatch::app {
 namespace {
@@ -58,9 +63,22 @@ std::optional<std::string> idx_in(const fs::path& folder, const std::string& par
   return std::nullopt;
 }
 
+/// A file of `part` as MNIST is distributed, compressed.
+std::optional<std::string> packed_idx_in(const fs::path& folder, const std::string& part) {
+  for (const char* rest : {"-images-idx3", "-labels-idx1", "-images.idx3", "-labels.idx1"}) {
+    const fs::path path = folder / (part + rest + "-ubyte.gz");
+    if (fs::exists(path)) return path.string();
+  }
+  return std::nullopt;
+}
+
 std::optional<Labelled> idx_pair(const fs::path& folder, const std::string& part) {
   const auto images = idx_in(folder, part + "-images", 3);
   const auto labels = idx_in(folder, part + "-labels", 1);
+  const auto packed = packed_idx_in(folder, part);
+  if ((!images || !labels) && packed) {
+    throw DataError(*packed + " is compressed; unpack it with: gunzip " + *packed);
+  }
   if (!images && !labels) {
     return std::nullopt;
   }
@@ -72,44 +90,80 @@ std::optional<Labelled> idx_pair(const fs::path& folder, const std::string& part
   return Labelled{*images, *labels, read_idx(*images), read_idx(*labels)};
 }
 
+/// \param held_out what the data bring for measuring, where they do
+Dataset in_parts(const std::string& name, const std::string& path, const Labelled& train,
+                 const std::optional<Labelled>& held_out, const DataOptions& options) {
+  if (!held_out) {
+    return split_labelled(name, train, options.held_out.value_or(kUsualHeldOut));
+  }
+  if (options.held_out) {
+    throw UsageError("--held-out cannot be chosen: " + path + " brings its own held-out samples (" +
+                     held_out->inputs_name + "); leave it out");
+  }
+  return join_labelled(name, train, *held_out);
+}
+
 Dataset read_folder(const std::string& name, const std::string& path, const DataOptions& options) {
   if (!options.labels.empty()) {
     throw UsageError("--labels belongs to a file of inputs, but --data " + name +
                      " is a folder, which has its own labels; leave --labels out");
   }
-  const auto train = idx_pair(path, "train");
-  if (!train) {
+  if (const auto train = idx_pair(path, "train")) {
+    return in_parts(name, path, *train, idx_pair(path, "t10k"), options);
+  }
+  if (!looks_like_image_folder(path)) {
     throw DataError(path +
-                    ": has no train-images-idx3-ubyte and train-labels-idx1-ubyte; "
-                    "give a folder of MNIST-format files or a file (compressed ones must be "
-                    "unpacked with gunzip)");
+                    ": has no train-images-idx3-ubyte and train-labels-idx1-ubyte, and no folder "
+                    "of images for each class; give a folder with either, or a file");
   }
-  const auto held_out = idx_pair(path, "t10k");
-  if (!held_out) {
-    return split_labelled(name, *train, options.held_out.value_or(kUsualHeldOut));
-  }
-  if (options.held_out) {
-    throw UsageError("--held-out cannot be chosen: " + path +
-                     " brings its own held-out files (t10k-...); leave it out");
-  }
-  return join_labelled(name, *train, *held_out);
+  const ImageData images = read_image_folder(path, options.image_size);
+  return in_parts(name, path, images.train, images.held_out, options);
 }
 
 at::Tensor read_array(const std::string& path) {
   return looks_like_idx(path) ? read_idx(path) : read_npy(path);
 }
 
+std::string extension(const std::string& path) {
+  std::string text = fs::path(path).extension().string();
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  return text;
+}
+
+/// Flags that say something about another kind of data are mistakes.
+void check_flags(const DataOptions& options, bool is_npz, bool is_csv, bool is_folder) {
+  const auto needs = [&](bool given, bool suits, const char* flag, const char* kind) {
+    if (given && !suits) {
+      throw UsageError(std::string(flag) + " belongs to " + kind + ", which --data " +
+                       options.data + " is not; leave it out");
+    }
+  };
+  needs(!options.inputs.empty(), is_npz, "--inputs", "a .npz file");
+  needs(options.csv_header != "auto", is_csv, "--csv-header", "a .csv file");
+  needs(!options.image_size.empty(), is_folder, "--image-size", "a folder of images");
+}
+
 }  // namespace
 
 Dataset load_dataset(const DataOptions& options, int64_t context) {
   const std::string path =
-      find_or_explain(options.data, "--data takes a folder of IDX files, a .npy, IDX or text file");
-  if (fs::is_directory(path)) {
-    return read_folder(options.data, path, options);
+      find_or_explain(options.data,
+                      "--data takes a folder of IDX files or of images, a .csv, .npz, .npy, IDX or "
+                      "text file");
+  const bool is_folder = fs::is_directory(path);
+  const std::string kind = is_folder ? "" : extension(path);
+  const bool is_csv = kind == ".csv" || kind == ".tsv";
+  check_flags(options, kind == ".npz", is_csv, is_folder);
+  if (is_folder) return read_folder(options.data, path, options);
+  if (kind == ".npz") {
+    const NpzData data = read_npz(path, options);
+    return in_parts(options.data, path, data.train, data.held_out, options);
   }
-  const bool is_array = looks_like_npy(path) || looks_like_idx(path) ||
-                        fs::path(path).extension() == ".npy" ||
-                        fs::path(path).extension() == ".npz";
+  if (is_csv) {
+    return in_parts(options.data, path, read_csv(path, options), std::nullopt, options);
+  }
+  const bool is_array = looks_like_npy(path) || looks_like_idx(path) || kind == ".npy";
   const double held_out = options.held_out.value_or(kUsualHeldOut);
   if (is_array && options.labels.empty()) {
     throw UsageError("--data " + options.data +
@@ -123,6 +177,10 @@ Dataset load_dataset(const DataOptions& options, int64_t context) {
   }
   if (!is_array) {
     return read_text(path, context, held_out);
+  }
+  if (fs::is_directory(options.labels)) {
+    throw UsageError("--labels " + options.labels +
+                     " is a folder; give the .npy or IDX file of classes in it");
   }
   const Labelled data{
       path, options.labels, read_array(path),

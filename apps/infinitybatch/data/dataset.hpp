@@ -36,8 +36,12 @@ struct Dataset {
 
 /// Where the samples come from.
 struct DataOptions {
-  std::string data = "digits";  ///< folder of IDX files, .idx, .npy or text file, or a name
-  std::string labels;           ///< file of labels, where `data` is a file of inputs
+  /// Folder of IDX files or of images, .npy, .npz, .csv, IDX or text file, or a name.
+  std::string data = "digits";
+  std::string labels;  ///< a file beside .npy and IDX, an array of .npz, a column of .csv
+  std::string inputs;  ///< an array of .npz
+  std::string csv_header = "auto";  ///< whether line 1 holds names: auto, yes or no
+  std::string image_size;  ///< to which images are scaled, "32" or "32x48"; empty: as they are
   std::optional<double>
       held_out;  ///< share kept for measuring; empty: 0.2, or the files' own split
 };

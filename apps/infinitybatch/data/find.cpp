@@ -1,8 +1,8 @@
-#include <cstdlib>
-#include <filesystem>
-
 #include "build_info.hpp"
 #include "data/dataset.hpp"
+
+#include <cstdlib>
+#include <filesystem>
 
 namespace infinitybatch::app {
 

@@ -1,11 +1,11 @@
 #include "data/idx.hpp"
 
-#include <fstream>
-#include <vector>
-
 #include "data/array.hpp"
 #include "data/mapped_file.hpp"
 #include "errors.hpp"
+
+#include <fstream>
+#include <vector>
 
 namespace infinitybatch::app {
 namespace {

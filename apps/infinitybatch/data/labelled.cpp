@@ -1,5 +1,7 @@
 #include "data/labelled.hpp"
 
+#include "errors.hpp"
+
 #include <ATen/Functions.h>
 
 #include <algorithm>
@@ -7,8 +9,6 @@
 #include <memory>
 #include <utility>
 #include <vector>
-
-#include "errors.hpp"
 
 namespace infinitybatch::app {
 namespace {

@@ -1,10 +1,10 @@
 #pragma once
 
+#include "data/dataset.hpp"
+
 #include <ATen/core/TensorBody.h>
 
 #include <string>
-
-#include "data/dataset.hpp"
 
 namespace infinitybatch::app {
 

@@ -14,6 +14,14 @@ class MappedFile {
  public:
   /// \throws DataError where the file cannot be read
   static std::shared_ptr<const MappedFile> open(const std::string& path);
+  /// Memory in a file without a name, for what is made from a file that cannot be used as it lies:
+  /// unpacked, decoded, in another type. It lies in $TMPDIR or /var/tmp and is gone with the
+  /// process.
+  /// \param path of the file that it is made from, for messages
+  /// \param writable where its bytes are filled in
+  /// \throws DataError where there is no room for it
+  static std::shared_ptr<const MappedFile> scratch(const std::string& path, int64_t size,
+                                                   uint8_t** writable);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;

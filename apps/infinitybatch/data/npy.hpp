@@ -1,8 +1,11 @@
 #pragma once
 
+#include "data/mapped_file.hpp"
+
 #include <ATen/core/TensorBody.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -22,10 +25,12 @@ NpyHeader parse_npy_header(const std::string& path, const std::string& text);
 /// True where the file begins with NumPy's magic bytes.
 bool looks_like_npy(const std::string& path);
 
-/// Reads a NumPy array from a `.npy` file: little-endian, C order, of bool, int8 to int64, uint8,
-/// float16, float32 or float64.
-/// \return a tensor over the mapped file
+/// Reads a NumPy array of bool, integers of 8 to 64 bits or floats of 16 to 64, in either byte
+/// order and either order of dimensions.
+/// \param file a `.npy` file, or one that was unpacked from an archive
+/// \return a tensor over the mapped file, or over a converted copy where torch has no such type
 /// \throws DataError for anything else, with the NumPy call that mends it
+at::Tensor read_npy(std::shared_ptr<const MappedFile> file);
 at::Tensor read_npy(const std::string& path);
 
 }  // namespace infinitybatch::app

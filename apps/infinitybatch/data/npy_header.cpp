@@ -1,7 +1,7 @@
-#include <cctype>
-
 #include "data/npy.hpp"
 #include "errors.hpp"
+
+#include <cctype>
 
 namespace infinitybatch::app {
 namespace {

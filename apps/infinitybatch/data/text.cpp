@@ -1,13 +1,13 @@
 #include "data/text.hpp"
 
+#include "data/array.hpp"
+#include "data/mapped_file.hpp"
+#include "errors.hpp"
+
 #include <ATen/Functions.h>
 
 #include <algorithm>
 #include <cmath>
-
-#include "data/array.hpp"
-#include "data/mapped_file.hpp"
-#include "errors.hpp"
 
 namespace infinitybatch::app {
 namespace {
@@ -39,8 +39,8 @@ void check_is_text(const std::string& path, const MappedFile& file) {
   }
   throw DataError(path + " is not text: byte " + std::to_string(at) + " is " +
                   std::to_string(file.data()[at]) +
-                  "; --data takes a folder of IDX files, a .npy, IDX or text file (UTF-16 by way "
-                  "of: iconv -f UTF-16 -t UTF-8)");
+                  "; --data takes a folder of IDX files or of images, a .csv, .npz, .npy, IDX or "
+                  "text file (UTF-16 by way of: iconv -f UTF-16 -t UTF-8)");
 }
 
 Split windows(const at::Tensor& bytes, int64_t first, int64_t count, int64_t context) {

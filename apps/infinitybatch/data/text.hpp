@@ -1,8 +1,8 @@
 #pragma once
 
-#include <string>
-
 #include "data/dataset.hpp"
+
+#include <string>
 
 namespace infinitybatch::app {
 

@@ -30,6 +30,7 @@ Check check_allocator();
 Check check_limit();
 Check check_gradient();
 Check check_data();
+Check check_formats();
 
 // The machine: doctor/machine.cpp
 Check check_devices();

@@ -1,5 +1,9 @@
+#include "device.hpp"
+#include "doctor/check.hpp"
+#include "memory/host_memory.hpp"
+#include "output/numbers.hpp"
+
 #include <infinitybatch/core/bytes.hpp>
-#include <infinitybatch/memory/host_memory.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 
 #include <ATen/Parallel.h>
@@ -9,10 +13,6 @@
 #include <cstdlib>
 #include <fstream>
 #include <optional>
-
-#include "device.hpp"
-#include "doctor/check.hpp"
-#include "output/numbers.hpp"
 
 namespace infinitybatch::app {
 namespace {

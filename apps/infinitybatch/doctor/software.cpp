@@ -1,6 +1,14 @@
+#include "build_info.hpp"
+#include "data/dataset.hpp"
+#include "data/pixels.hpp"
+#include "data/zip.hpp"
+#include "doctor/check.hpp"
+#include "errors.hpp"
+#include "memory/cpu_allocator.hpp"
+#include "output/numbers.hpp"
+
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/loss/criteria.hpp>
-#include <infinitybatch/memory/cpu_allocator.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/step/module.hpp>
@@ -13,12 +21,7 @@
 
 #include <algorithm>
 #include <filesystem>
-
-#include "build_info.hpp"
-#include "data/dataset.hpp"
-#include "doctor/check.hpp"
-#include "errors.hpp"
-#include "output/numbers.hpp"
+#include <tuple>
 
 namespace infinitybatch::app {
 namespace {
@@ -151,6 +154,27 @@ Check check_data() {
     check.health = Health::broken;
     check.finding = one_line(error.what_without_backtrace());
     check.remedy = "make the digits again with: python scripts/export_digits.py";
+  }
+  return check;
+}
+
+Check check_formats() {
+  Check check("data formats");
+  std::string missing;
+  check.finding = "IDX, .npy, .csv, text";
+  for (const auto& [reads, what, package] :
+       {std::tuple{reads_zip(), ".npz", "libminizip-dev"},
+        std::tuple{reads_images(), "folders of images", "libstb-dev"}}) {
+    check.values[what] = reads;
+    if (reads) {
+      check.finding += std::string(", ") + what;
+    } else {
+      missing += std::string(missing.empty() ? "" : " ") + package;
+    }
+  }
+  if (!missing.empty()) {
+    check.health = Health::note;
+    check.remedy = "for more: apt-get install " + missing + ", and build again";
   }
   return check;
 }

@@ -1,10 +1,10 @@
+#include "interrupt.hpp"
+#include "models/network.hpp"
+
 #include <ATen/Functions.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
-
-#include "interrupt.hpp"
-#include "models/network.hpp"
 
 namespace infinitybatch::app {
 namespace {

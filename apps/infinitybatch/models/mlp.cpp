@@ -1,8 +1,8 @@
-#include <torch/nn/modules/container/modulelist.h>
-#include <torch/nn/modules/linear.h>
-
 #include "interrupt.hpp"
 #include "models/network.hpp"
+
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/linear.h>
 
 namespace infinitybatch::app {
 namespace {

@@ -1,8 +1,8 @@
 #include "models/network.hpp"
 
-#include <algorithm>
-
 #include "errors.hpp"
+
+#include <algorithm>
 
 namespace infinitybatch::app {
 namespace {

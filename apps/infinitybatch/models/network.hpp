@@ -1,13 +1,13 @@
 #pragma once
 
+#include "data/dataset.hpp"
+
 #include <torch/nn/module.h>
 
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
-
-#include "data/dataset.hpp"
 
 namespace infinitybatch::app {
 

@@ -1,3 +1,6 @@
+#include "interrupt.hpp"
+#include "models/network.hpp"
+
 #include <ATen/Functions.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/any.h>
@@ -5,9 +8,6 @@
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
-
-#include "interrupt.hpp"
-#include "models/network.hpp"
 
 namespace infinitybatch::app {
 namespace {

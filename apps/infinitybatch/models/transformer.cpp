@@ -1,11 +1,11 @@
+#include "interrupt.hpp"
+#include "models/network.hpp"
+
 #include <ATen/Functions.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
-
-#include "interrupt.hpp"
-#include "models/network.hpp"
 
 namespace infinitybatch::app {
 namespace {

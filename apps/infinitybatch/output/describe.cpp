@@ -1,9 +1,9 @@
 #include "output/describe.hpp"
 
-#include <infinitybatch/core/bytes.hpp>
-#include <infinitybatch/offload/disk_file.hpp>
-
+#include "offload/disk_file.hpp"
 #include "output/numbers.hpp"
+
+#include <infinitybatch/core/bytes.hpp>
 
 namespace infinitybatch::app {
 namespace {

@@ -1,13 +1,13 @@
 #pragma once
 
+#include "data/dataset.hpp"
+#include "models/network.hpp"
+#include "options.hpp"
+
 #include <nlohmann/json.hpp>
 
 #include <string>
 #include <vector>
-
-#include "data/dataset.hpp"
-#include "models/network.hpp"
-#include "options.hpp"
 
 namespace infinitybatch::app {
 

@@ -1,9 +1,9 @@
 #include "output/progress_line.hpp"
 
+#include "output/numbers.hpp"
+
 #include <algorithm>
 #include <cmath>
-
-#include "output/numbers.hpp"
 
 namespace infinitybatch::app {
 namespace {
@@ -33,6 +33,7 @@ ProgressLine::ProgressLine(Terminal& terminal, int64_t epochs)
       next_(std::chrono::steady_clock::now() + interval_) {}
 
 void ProgressLine::update(const Progress& progress) {
+  if (epoch_ == 0) before_ = progress.epoch - 1;
   if (progress.epoch != epoch_) {
     finished_seconds_ += last_seconds_;
     epoch_ = progress.epoch;
@@ -53,7 +54,8 @@ void ProgressLine::update(const Progress& progress) {
 std::string ProgressLine::text(const Progress& progress) const {
   const double share = static_cast<double>(progress.done) / static_cast<double>(progress.total);
   const double epochs_done = static_cast<double>(progress.epoch - 1) + share;
-  const double per_epoch = (finished_seconds_ + progress.seconds) / std::max(epochs_done, 1e-9);
+  const double per_epoch = (finished_seconds_ + progress.seconds) /
+                           std::max(epochs_done - static_cast<double>(before_), 1e-9);
   const double left = per_epoch * (static_cast<double>(epochs_) - epochs_done);
   std::string line =
       "epoch " + std::to_string(progress.epoch) + "/" + std::to_string(epochs_) + " ";

@@ -1,11 +1,11 @@
 #pragma once
 
+#include "output/terminal.hpp"
+#include "train/training.hpp"
+
 #include <chrono>
 #include <cstdint>
 #include <string>
-
-#include "output/terminal.hpp"
-#include "train/training.hpp"
 
 namespace infinitybatch::app {
 
@@ -25,6 +25,7 @@ class ProgressLine {
   std::chrono::steady_clock::time_point next_;
   double finished_seconds_ = 0;  // of whole epochs, for the time left
   int64_t epoch_ = 0;
+  int64_t before_ = 0;  ///< epochs of another process
   double last_seconds_ = 0;
 };
 

@@ -1,9 +1,9 @@
 #include "output/table.hpp"
 
+#include "output/terminal.hpp"
+
 #include <algorithm>
 #include <utility>
-
-#include "output/terminal.hpp"
 
 namespace infinitybatch::app {
 namespace {

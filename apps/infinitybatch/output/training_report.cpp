@@ -1,15 +1,15 @@
 #include "output/training_report.hpp"
 
+#include "build_info.hpp"
+#include "output/describe.hpp"
+#include "output/json_lines.hpp"
+#include "output/numbers.hpp"
+
 #include <infinitybatch/core/bytes.hpp>
 
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-
-#include "build_info.hpp"
-#include "output/describe.hpp"
-#include "output/json_lines.hpp"
-#include "output/numbers.hpp"
 
 namespace infinitybatch::app {
 namespace {
@@ -73,6 +73,21 @@ void TrainingReport::begin(const Dataset& data, const Network& network) {
                    {"torch", torch_loaded()}});
     write_json("start", fields);
   }
+}
+
+void TrainingReport::resumed(const std::string& path, const TrainerState& state) {
+  std::string line = "resumed from " + path + " after epoch " + std::to_string(state.epoch);
+  if (state.in_epoch) line += " and " + std::to_string(state.batch) + " steps";
+  terminal_.line(line);
+  if (settings_.json) {
+    write_json("resumed", {{"path", path}, {"epoch", state.epoch}, {"step", state.step}});
+  }
+}
+
+void TrainingReport::saved(const std::string& event, const std::string& path, int64_t epoch) {
+  // A table with a line in each row's place is hard to read: people are told of the model alone.
+  if (event == "saved") terminal_.line("saved " + path);
+  if (settings_.json) write_json(event, {{"path", path}, {"epoch", epoch}});
 }
 
 void TrainingReport::on_progress(const Progress& progress) {

@@ -1,13 +1,13 @@
 #pragma once
 
-#include <cstdint>
-#include <optional>
-
 #include "options.hpp"
 #include "output/progress_line.hpp"
 #include "output/table.hpp"
 #include "output/terminal.hpp"
 #include "train/training.hpp"
+
+#include <cstdint>
+#include <optional>
 
 namespace infinitybatch::app {
 
@@ -18,6 +18,10 @@ class TrainingReport final : public TrainingObserver {
   TrainingReport(Terminal& terminal, const Settings& settings);
 
   void begin(const Dataset& data, const Network& network);
+  /// The training of a checkpoint goes on.
+  void resumed(const std::string& path, const TrainerState& state);
+  /// A file was written: `event` is "checkpoint" or "saved".
+  void saved(const std::string& event, const std::string& path, int64_t epoch);
   void on_progress(const Progress& progress) override;
   void on_epoch(const EpochResult& result) override;
   void end();

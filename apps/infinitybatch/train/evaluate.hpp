@@ -1,11 +1,13 @@
 #pragma once
 
-#include <c10/core/Device.h>
-
-#include <cstdint>
-
 #include "data/dataset.hpp"
 #include "models/network.hpp"
+
+#include <infinitybatch/core/micro_batch.hpp>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
 
 namespace infinitybatch::app {
 
@@ -17,8 +19,10 @@ struct Scores {
 
 /// Measures the network on samples that it was not trained on, in slices and without gradient, so
 /// that it stays inside whatever limit is in force.
-/// \param[in,out] slice samples at once; halved where they do not fit, for the next call too
+/// \param slice samples at once; halved where they do not fit
+/// \param each  sees each slice's outputs once, in order
 /// \throws Interrupted between slices; c10::OutOfMemoryError where a single sample does not fit
-Scores evaluate(Network& network, const Split& split, c10::Device device, int64_t& slice);
+Scores evaluate(const std::shared_ptr<Network>& network, const Split& split, int64_t slice,
+                const std::function<void(const MicroBatch&)>& each = {});
 
 }  // namespace infinitybatch::app

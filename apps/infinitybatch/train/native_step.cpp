@@ -1,34 +1,40 @@
+#include "errors.hpp"
+#include "interrupt.hpp"
+#include "train/step.hpp"
+
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 
 #include <string>
 #include <utility>
 
-#include "errors.hpp"
-#include "train/step.hpp"
-
 namespace infinitybatch::app {
 namespace {
 
-class NativeStep final : public Step {
+class NativeStep final : public GradientStep {
  public:
   NativeStep(std::shared_ptr<Network> network, at::Device device)
       : network_(std::move(network)), device_(device) {}
 
-  StepOutcome run(const BatchSource& inputs, const BatchSource& targets,
-                  const OnSamples& on_samples) override {
+  StepReport run(const LogicalBatch& batch, const OnMicroBatch& on_micro_batch) override {
+    const int64_t size = batch.inputs.size;
     try {
-      const at::Tensor images = inputs.rows(0, inputs.size).tensor().to(device_);
-      const at::Tensor labels = targets.rows(0, targets.size).tensor().to(device_);
-      const at::Tensor loss = at::cross_entropy_loss(network_->forward(images), labels);
+      const at::Tensor images = batch.inputs.rows(0, size).tensor().to(device_);
+      const at::Tensor labels = batch.targets.rows(0, size).tensor().to(device_);
+      const at::Tensor scores = network_->forward(images);
+      const at::Tensor loss = at::cross_entropy_loss(scores, labels);
       loss.backward();
-      on_samples(inputs.size);
-      return {loss.item<double>(), inputs.size};
+      on_micro_batch({0, size, scores.detach(), labels});
+      StepReport report;
+      report.loss = loss.detach();
+      report.micro_batch_sizes = {size};
+      report.strategy = "native";
+      return report;
     } catch (const c10::OutOfMemoryError& error) {
-      throw NativeOutOfMemory(
-          "--strategy native is out of memory with " + std::to_string(inputs.size) +
-          " samples at once: " + cause_of(error) +
-          "; leave --strategy out and the same batch trains inside the same budget");
+      throw NativeOutOfMemory("--strategy native is out of memory with " + std::to_string(size) +
+                              " samples at once: " + cause_of(error) +
+                              "; leave --strategy out and the same batch trains inside the same "
+                              "budget");
     }
   }
 
@@ -39,7 +45,19 @@ class NativeStep final : public Step {
 
 }  // namespace
 
-std::unique_ptr<Step> make_native_step(std::shared_ptr<Network> network, at::Device device) {
+Options library_options(const StepOptions& options) {
+  Options result;
+  if (options.memory_budget) {
+    result.memory_budget = memory::Budget(*options.memory_budget);
+  }
+  result.micro_batch_size = options.micro_batch_size;
+  result.offload = options.offload;
+  result.interrupt = check_interrupt;
+  return result;
+}
+
+std::unique_ptr<GradientStep> make_native_step(std::shared_ptr<Network> network,
+                                               at::Device device) {
   return std::make_unique<NativeStep>(std::move(network), device);
 }
 

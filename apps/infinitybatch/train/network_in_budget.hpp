@@ -1,13 +1,13 @@
 #pragma once
 
+#include "data/dataset.hpp"
+#include "models/network.hpp"
+
 #include <c10/core/Device.h>
 
 #include <cstdint>
 #include <memory>
 #include <optional>
-
-#include "data/dataset.hpp"
-#include "models/network.hpp"
 
 namespace infinitybatch::app {
 

@@ -1,5 +1,7 @@
 #include "train/optimizer.hpp"
 
+#include "errors.hpp"
+
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -9,8 +11,6 @@
 #include <functional>
 #include <map>
 #include <utility>
-
-#include "errors.hpp"
 
 namespace infinitybatch::app {
 namespace {

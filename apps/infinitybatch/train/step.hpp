@@ -1,15 +1,13 @@
 #pragma once
 
-#include <infinitybatch/core/batch_source.hpp>
-#include <infinitybatch/step/virtual_batch.hpp>
+#include "models/network.hpp"
+
+#include <infinitybatch/train/gradient_step.hpp>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
-
-#include "models/network.hpp"
 
 namespace infinitybatch::app {
 
@@ -21,33 +19,11 @@ struct StepOptions {
   Offload offload;
 };
 
-struct StepOutcome {
-  double loss = 0;
-  int64_t micro_batch_size = 0;  ///< the largest of this step
-  int64_t restarts = 0;
-  int64_t offloaded_bytes = 0;  ///< that left the device for host or disk
-};
-
-/// The flags that VirtualBatch takes.
+/// The flags that VirtualBatch takes. Ctrl-C ends its steps between micro-batches.
 Options library_options(const StepOptions& options);
-
-/// Adds the gradient over one logical batch to `.grad` of the network's parameters.
-class Step {
- public:
-  /// Told how many samples of the batch are done, after each micro-batch.
-  using OnSamples = std::function<void(int64_t done)>;
-
-  virtual ~Step() = default;
-  virtual StepOutcome run(const BatchSource& inputs, const BatchSource& targets,
-                          const OnSamples& on_samples) = 0;
-};
 
 /// The whole batch in one piece, as plain PyTorch does it. The memory budget is the caller's
 /// memory::Limit: it ends the step with NativeOutOfMemory.
-std::unique_ptr<Step> make_native_step(std::shared_ptr<Network> network, at::Device device);
-
-/// A VirtualBatch. Ctrl-C ends it between micro-batches.
-std::unique_ptr<Step> make_virtual_step(std::shared_ptr<Network> network,
-                                        const StepOptions& options);
+std::unique_ptr<GradientStep> make_native_step(std::shared_ptr<Network> network, at::Device device);
 
 }  // namespace infinitybatch::app

@@ -1,24 +1,46 @@
 #pragma once
 
-#include <c10/core/Device.h>
-
-#include <cstdint>
-#include <optional>
-
 #include "data/dataset.hpp"
 #include "models/network.hpp"
 #include "train/evaluate.hpp"
 #include "train/optimizer.hpp"
 #include "train/step.hpp"
 
+#include <infinitybatch/train/trainer.hpp>
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
 namespace infinitybatch::app {
 
 struct TrainingOptions {
   StepOptions step;
   OptimizerOptions optimizer;
+  std::string schedule = "constant";  ///< of the learning rate, see `scheduled_lr`
+  std::optional<double> clip;         ///< the most that the norm of all gradients may be
   int64_t epochs = 40;
   uint64_t seed = 0;
   c10::Device device = c10::kCPU;
+};
+
+/// Where a training is, beside its tensors.
+struct Snapshot {
+  TrainerState state;
+  std::optional<double> first_loss;  ///< of the first step, to tell when training diverges
+};
+
+/// Where a training begins, and where its state is kept.
+struct Checkpoints {
+  /// Puts network and optimizer back. Empty: training begins at its first epoch.
+  std::function<Snapshot(torch::optim::Optimizer&)> restore;
+  /// Empty: nothing is kept.
+  std::function<void(torch::optim::Optimizer&, const Snapshot&)> save;
+  int64_t every = 0;         ///< epochs between two of them; 0: where training is interrupted alone
+  std::string how_to_go_on;  ///< told with an interruption, once it is saved
 };
 
 /// How far an epoch is, told after each micro-batch.
@@ -55,7 +77,7 @@ class TrainingObserver {
 /// everything that this does: steps, the optimizer and measuring.
 /// \throws Interrupted naming the last whole step; parameters are those after it
 void train(std::shared_ptr<Network> network, const Dataset& data, const TrainingOptions& options,
-           TrainingObserver& observer);
+           TrainingObserver& observer, const Checkpoints& checkpoints = {});
 
 /// A logical batch that is never made as a whole: the rows at `indices` of a split.
 /// \param rows must outlive the source

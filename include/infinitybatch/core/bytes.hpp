@@ -5,8 +5,9 @@
 
 namespace infinitybatch {
 
-/// Reads a number of bytes: "1048576", "512MiB", "1.5 GiB", "64kB" (B, kB, MB, GB, TB are powers of
-/// 1000; KiB, MiB, GiB, TiB powers of 1024; case does not matter).
+/// Reads a number of bytes: "1048576", "512MiB", "1.5 GiB", "64kB" (B, kB, MB, GB, TB, and the
+/// letters alone as in "24M", are powers of 1000; KiB, MiB, GiB, TiB powers of 1024; case does not
+/// matter).
 /// \throws InvalidArgument for anything else, with an example.
 int64_t parse_bytes(const std::string& text);
 

@@ -10,9 +10,9 @@
 namespace infinitybatch::memory {
 
 /// How much the tensors of a step may occupy on a device: bytes, "512MiB", a fraction of the device
-/// (0 < f <= 1, also as text: "0.8"), or "auto" (what is live now plus 90 % of what is free).
-/// Every constructor throws InvalidArgument for what is none of these. `name` is what messages call
-/// it: an option of the user's.
+/// (0 < f <= 1, also as text: "0.8", "80%"), or "auto" (what is live now plus 90 % of what is
+/// free). Every constructor throws InvalidArgument for what is none of these. `name` is what
+/// messages call it: an option of the user's.
 class Budget {
  public:
   // NOLINTBEGIN(google-explicit-constructor): written as a plain number, or text

@@ -1,13 +1,13 @@
 #pragma once
 
-#include <infinitybatch/memory/high_water.hpp>
-
 #include <c10/core/Device.h>
 
 #include <cstdint>
 #include <memory>
 
 namespace infinitybatch::memory {
+
+class HighWater;
 
 /// While it lives, a CPU allocation in this thread that would make more than `bytes` live throws
 /// c10::OutOfMemoryError. Nested limits: the smaller one counts. Other threads are not limited,

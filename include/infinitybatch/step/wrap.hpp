@@ -2,9 +2,9 @@
 
 #include <infinitybatch/core/batch.hpp>
 #include <infinitybatch/core/model.hpp>
-#include <infinitybatch/memory/budget.hpp>
+#include <infinitybatch/execute/plan.hpp>
 #include <infinitybatch/step/left_place.hpp>
-#include <infinitybatch/step/virtual_batch.hpp>
+#include <infinitybatch/step/options.hpp>
 
 #include <cstdint>
 #include <exception>
@@ -23,41 +23,12 @@ enum class Reduce {
   mean,  ///< it is a mean over samples: weighted by the rows of each micro-batch
 };
 
-/// How a Wrap runs its model. Without a budget and without a size the budget is "auto".
+/// What only a Wrap has, beside `Options`.
 struct WrapOptions {
-  /// Samples that are computed at once; the last micro-batch may be smaller. Given alone it is all
-  /// that is kept to.
-  std::optional<int64_t> micro_batch_size = {};
-  /// With a given size: how many micro-batches, the last ones, keep their graph from forward to
-  /// backward and need no second forward. Where ops of the model see the whole batch none does.
-  int64_t retained_micro_batches = 0;
-  /// Bytes that tensors may occupy on the device during forward and during backward; see
-  /// `memory::Budget`. What is allocated in between, by the loss above all, counts as what is
-  /// there. A size given beside it is kept to, or BudgetExceeded is thrown.
-  std::optional<memory::Budget> memory_budget = {};
-  BatchCoupling batch_coupling = BatchCoupling::exact;
-  /// Whether ops that draw random numbers (dropout, rand, randn, …) give the numbers that the whole
-  /// batch's own forward draws, whatever the sizes of micro-batches, and leave generators where it
-  /// leaves them; see `Options::match_native_rng`, also for what is a CouplingError. Such ops see
-  /// the whole batch: models that draw go from one to the next.
-  bool match_native_rng = false;
-  /// Your word that what forward does depends on shapes only: see `Options::static_graph`. User
-  /// code, hooks on modules and Python's random numbers run no more once a second micro-batch has
-  /// been the same program. Recordings in front of a backward, and without one, are others.
-  bool static_graph = false;
-  /// Where what waits goes when the device is full: with ops that see the whole batch what waits
-  /// for them, and for backward; else the graphs of `retained_micro_batches`. `never` makes
-  /// BudgetExceeded of it; without a budget only `always` does anything. Under a budget without a
-  /// size `always` keeps the graphs of all micro-batches away from the device, in place of second
-  /// forwards, as long as there is room for them. All calls of one Wrap share one store, one thread
-  /// at a time.
-  Offload offload = {};
   Reduce reduce = Reduce::none;
   /// The dimension of outputs along which samples lie, where more than one could be it. Without it
   /// outputs are joined along the only dimension whose size follows the micro-batch's.
   std::optional<int64_t> output_batch_dim = {};
-  /// Called between micro-batches; may throw to abandon the call (Ctrl-C in bindings).
-  std::function<void()> interrupt = {};
   /// What lies where forward may leave tensors beside its outputs (bindings). What it leaves there
   /// for the micro-batches is joined, as it lies there after a forward over the whole batch.
   std::function<std::vector<LeftPlace>()> left_places = {};
@@ -127,9 +98,9 @@ struct WrapReport {
 /// forward read and that were changed in place since throw StateError.
 class Wrap {
  public:
-  /// \throws InvalidArgument for a micro_batch_size below 1, retained_micro_batches below 0, and
-  ///               for options that contradict each other
-  Wrap(Model model, WrapOptions options);
+  /// \throws InvalidArgument for options out of range, that contradict each other, or that mean
+  ///               nothing here: checkpoint_segments, keep_outputs and loss_scale
+  Wrap(Model model, Options options, WrapOptions own = {});
 
   /// \param inputs leaves that require grad get their gradient; those on the host are brought to
   /// the

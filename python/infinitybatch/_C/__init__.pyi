@@ -3,7 +3,6 @@ from typing import Any
 
 from torch import Tensor
 
-from .._offload import Offload
 from . import losses as losses
 from . import memory as memory
 from . import tape as tape
@@ -128,6 +127,8 @@ class StepReport:
     def strategy(self) -> str: ...
     @property
     def strategy_reason(self) -> str: ...
+    def as_dict(self) -> dict[str, Any]: ...
+    def _repr_html_(self) -> str: ...
 
 class Ratio:
     """The median of the rounds' ratios, and the quartiles."""
@@ -233,21 +234,9 @@ class VirtualBatch:
 
     def __init__(
         self,
-        *,
         model: Any,
         loss: losses.SeparableLoss | losses.CoupledLoss,
-        memory_budget: int | float | str | None,
-        micro_batch_size: int | None,
-        retained_micro_batches: int,
-        exact_coupling: bool,
-        keep_outputs: bool,
-        on_micro_batch: Callable[[int, int, Any, Any], None] | None,
-        loss_scale: Callable[[], Tensor] | None,
-        use_tapes: bool,
-        static_graph: bool,
-        checkpoint_segments: int | None,
-        offload: Offload,
-        match_native_rng: bool,
+        **options: Any,
     ) -> None: ...
     def backward(self, inputs: Any, targets: Any) -> StepReport: ...
     def plan(self, inputs: Any, targets: Any) -> Plan: ...
@@ -300,19 +289,39 @@ class Wrap:
 
     def __init__(
         self,
-        *,
         model: Any,
         forward: Callable[[tuple[Any, ...], dict[str, Any]], Any],
-        memory_budget: int | float | str | None,
-        micro_batch_size: int | None,
-        exact_coupling: bool,
+        agree: Callable[[bool], None] | None,
         reduce: str | None,
         output_batch_dim: int | None,
-        agree: Callable[[bool], None] | None,
-        match_native_rng: bool,
-        static_graph: bool,
-        offload: Offload,
-        retained_micro_batches: int,
+        **options: Any,
     ) -> None: ...
     def forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any: ...
     def last_report(self) -> WrapReport | None: ...
+
+class Trainer:
+    """The loop of infinitybatch.Trainer, over infinitybatch._training.Parts."""
+
+    def __init__(self, parts: Any, schedule_by: str, batches_per_epoch: int | None) -> None: ...
+    def run(self, epochs: int) -> None: ...
+    def step(self, loss: float) -> None: ...
+    def stop(self) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+    @property
+    def running(self) -> bool: ...
+    @property
+    def epochs_done(self) -> int: ...
+    @property
+    def steps_done(self) -> int: ...
+
+class Evaluation:
+    """A loss over any number of batches, forward only; `close` puts buffers and random state back."""
+
+    def __init__(
+        self, model: Any, loss: losses.SeparableLoss | losses.CoupledLoss, **options: Any
+    ) -> None: ...
+    def add(self, inputs: Any, targets: Any) -> None: ...
+    def loss(self) -> float: ...
+    def samples(self) -> int: ...
+    def close(self) -> None: ...

@@ -1,6 +1,7 @@
 // Sinks: gradients of many graphs added up out of sight, handed out once.
-#include <infinitybatch/autograd/engine.hpp>
-#include <infinitybatch/autograd/gradient_sinks.hpp>
+#include "autograd/engine.hpp"
+#include "autograd/gradient_sinks.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 

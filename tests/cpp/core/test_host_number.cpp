@@ -1,5 +1,5 @@
 // Numbers read from the host's memory: the same as by ops, or nothing.
-#include <infinitybatch/core/host_number.hpp>
+#include "core/host_number.hpp"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

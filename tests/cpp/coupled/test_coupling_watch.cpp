@@ -1,5 +1,5 @@
 // Every way in which a model can mix samples in the op stream, and what looks like one but is none.
-#include <infinitybatch/coupled/coupling_watch.hpp>
+#include "coupled/coupling_watch.hpp"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

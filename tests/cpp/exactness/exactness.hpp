@@ -1,6 +1,7 @@
 #pragma once
 
 #include "exactness/oracle.hpp"
+#include "execute/schedule.hpp"
 #include "loss/criterion_cases.hpp"
 
 #include <infinitybatch/infinitybatch.hpp>

@@ -72,14 +72,15 @@ struct Wrapping {
   static StepReport run(const Model& model, const CoupledLoss& loss, const Batch& inputs,
                         const Batch& targets, int64_t /*samples*/, int64_t micro_batch_size) {
     const memory::PeakScope peak(at::kCPU);
-    WrapOptions options;
+    Options options;
     options.micro_batch_size = micro_batch_size;
+    WrapOptions own;
     {
       // The user knows along which dimension samples lie; micro-batches of one row do not tell.
       const Batch whole = model.forward(inputs);
-      if (!whole.leaves().empty()) options.output_batch_dim = whole.leaves()[0].batch_dim;
+      if (!whole.leaves().empty()) own.output_batch_dim = whole.leaves()[0].batch_dim;
     }
-    const Wrap wrapped(model, options);
+    const Wrap wrapped(model, options, own);
     const Batch outputs = wrapped.forward(inputs);
     const at::Tensor value = loss.value(outputs, targets);
     value.backward();

@@ -1,6 +1,7 @@
 // Every micro-batch starts from the step's buffers; what all leave alike is written once.
+#include "execute/buffer_rule.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/execute/buffer_rule.hpp>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -1,5 +1,6 @@
 // What a graph has saved leaves the device and is found again by backward.
-#include <infinitybatch/execute/graph_memory.hpp>
+#include "execute/graph_memory.hpp"
+
 #include <infinitybatch/memory/statistics.hpp>
 
 #include <ATen/Functions.h>

@@ -1,6 +1,8 @@
 // Where copies of what waits stand in a plan, and how much of their time is hidden there: against
 // stories worked out by hand.
-#include <infinitybatch/execute/pass_times.hpp>
+#include "execute/pass_times.hpp"
+#include "execute/schedule.hpp"
+
 #include <infinitybatch/execute/plan.hpp>
 
 #include <gtest/gtest.h>

@@ -1,8 +1,10 @@
 // The memory story of a micro-batch of any size, from traces of two sizes, and the simulator that
 // tells it for a whole plan: against stories worked out by hand.
+#include "execute/profile.hpp"
+#include "execute/schedule.hpp"
+#include "execute/simulator.hpp"
+
 #include <infinitybatch/execute/plan.hpp>
-#include <infinitybatch/execute/profile.hpp>
-#include <infinitybatch/execute/simulator.hpp>
 
 #include <gtest/gtest.h>
 

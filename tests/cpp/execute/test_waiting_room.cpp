@@ -1,5 +1,6 @@
 // What waits leaves while others may still hold it, and comes back as it was last.
-#include <infinitybatch/execute/waiting_room.hpp>
+#include "execute/waiting_room.hpp"
+
 #include <infinitybatch/memory/statistics.hpp>
 
 #include <gtest/gtest.h>

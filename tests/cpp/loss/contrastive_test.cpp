@@ -301,7 +301,7 @@ TEST(ContrastiveLoss, RefusesWhatItCannotTake) {
   refused([&] { losses::sup_con(at::rand({4}), {}); }, "(N, D)");
   refused([&] { losses::pairwise(a, b, nullptr); }, "function");
   refused([&] { losses::pairwise(a, b, [](auto& rows, auto&, auto&, auto&) { return rows; }); },
-          "one number");
+          "scalar tensor");
   refused([&] { losses::info_nce().value(Batch::tuple({a}), {}); }, "1 tensor(s)");
   refused([&] { losses::info_nce().value(Batch::tuple({a, b}), a); }, "no targets");
   losses::InfoNCELossOptions options;

@@ -1,5 +1,7 @@
 // Every criterion in every hard case: sums over micro-batches divided by the global denominator are
 // native's loss over the whole batch, in value and in gradient.
+#include "loss/criterion_cases.hpp"
+
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 
@@ -7,8 +9,6 @@
 #include <numeric>
 #include <optional>
 #include <set>
-
-#include "loss/criterion_cases.hpp"
 
 namespace infinitybatch::testing {
 namespace {

@@ -1,10 +1,10 @@
 // A made-up accelerator: what the library asks of c10's generic interface, without a GPU.
+#include "memory/trace.hpp"
+#include "support.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/budget.hpp>
 #include <infinitybatch/memory/statistics.hpp>
-#include <infinitybatch/memory/trace.hpp>
-
-#include "support.hpp"
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/FakeGuardImpl.h>

@@ -1,9 +1,9 @@
+#include "memory/host_memory.hpp"
+#include "support.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/budget.hpp>
-#include <infinitybatch/memory/host_memory.hpp>
 #include <infinitybatch/memory/statistics.hpp>
-
-#include "support.hpp"
 
 #include <gtest/gtest.h>
 
@@ -43,7 +43,8 @@ INSTANTIATE_TEST_SUITE_P(
                     Good{"PlainNumber", "536870912", 536870912, "536870912"},
                     Good{"Fraction", 0.8, 0.8, "0.8"}, Good{"Whole", 1.0, 1.0, "1"},
                     Good{"Float", 0.25F, 0.25, "0.25"}, Good{"FractionAsText", "0.8", 0.8, "0.8"},
-                    Good{"WholeAsText", "1.0", 1.0, "1.0"}, Good{"ShortText", " .5 ", 0.5, " .5 "}),
+                    Good{"WholeAsText", "1.0", 1.0, "1.0"}, Good{"ShortText", " .5 ", 0.5, " .5 "},
+                    Good{"Percent", "80%", 0.8, "80%"}, Good{"Letter", "24M", 24e6, "24M"}),
     [](const auto& info) { return info.param.name; });
 
 TEST(Budget, AutoIsWhatIsLiveAndMostOfWhatIsFree) {
@@ -113,7 +114,8 @@ INSTANTIATE_TEST_SUITE_P(
                     bad("ZeroText", "0MiB", "\"0MiB\", but a budget has at least one byte"),
                     bad("FractionTextAbove1", "1.5", "\"1.5\", but a fraction"),
                     bad("NegativeFractionText", "-0.5", "\"-0.5\", but a fraction"),
-                    bad("Percent", "80%", "\"80%\""), bad("Capital", "AUTO", "\"AUTO\""),
+                    bad("PercentAbove100", "120%", "\"120%\", but a fraction"),
+                    bad("PercentAlone", "%", "\"%\""), bad("Capital", "AUTO", "\"AUTO\""),
                     bad("TooMany", "99999999TiB", "\"99999999TiB\""),
                     bad("TwoNumbers", "0.5 0.5", "\"0.5 0.5\"")),
     [](const auto& info) { return info.param.name; });

@@ -1,9 +1,9 @@
-#include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/memory/cpu_allocator.hpp>
-#include <infinitybatch/memory/limit.hpp>
-#include <infinitybatch/memory/trace.hpp>
-
+#include "memory/cpu_allocator.hpp"
+#include "memory/trace.hpp"
 #include "support.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/memory/limit.hpp>
 
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <gtest/gtest.h>

@@ -1,8 +1,8 @@
-#include <infinitybatch/memory/foreign_storage.hpp>
+#include "memory/foreign_storage.hpp"
+#include "support.hpp"
+
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
-
-#include "support.hpp"
 
 #include <ATen/ops/from_blob.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,6 @@
 // Peaks of stretches that overlap, and that end elsewhere than they began.
-#include <infinitybatch/memory/high_water.hpp>
+#include "memory/high_water.hpp"
+
 #include <infinitybatch/memory/statistics.hpp>
 
 #include <ATen/ATen.h>

@@ -1,5 +1,6 @@
+#include "memory/host_memory.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/memory/host_memory.hpp>
 
 #include <gtest/gtest.h>
 #include <unistd.h>

@@ -1,8 +1,8 @@
-#include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/memory/failure_injection.hpp>
-#include <infinitybatch/memory/limit.hpp>
-
+#include "memory/failure_injection.hpp"
 #include "support.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/memory/limit.hpp>
 
 #include <gtest/gtest.h>
 

@@ -1,7 +1,7 @@
+#include "support.hpp"
+
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
-
-#include "support.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,7 +1,7 @@
-#include <infinitybatch/memory/limit.hpp>
-#include <infinitybatch/memory/trace.hpp>
-
+#include "memory/trace.hpp"
 #include "support.hpp"
+
+#include <infinitybatch/memory/limit.hpp>
 
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/profiler_kineto.h>

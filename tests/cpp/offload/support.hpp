@@ -1,7 +1,8 @@
 #pragma once
 
+#include "offload/store.hpp"
+
 #include <infinitybatch/memory/statistics.hpp>
-#include <infinitybatch/offload/store.hpp>
 
 #include <ATen/Functions.h>
 #include <ATen/core/TensorBody.h>

@@ -1,10 +1,10 @@
 // A made-up accelerator whose streams do nothing until they are waited for: what the store asks of
 // c10's generic interface, without a GPU.
-#include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/offload/host_block.hpp>
-#include <infinitybatch/offload/store.hpp>
-
+#include "offload/host_block.hpp"
+#include "offload/store.hpp"
 #include "support.hpp"
+
+#include <infinitybatch/core/errors.hpp>
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>

@@ -1,11 +1,11 @@
 // Copies behind the caller's own work.
+#include "memory/trace.hpp"
+#include "offload/failure_injection.hpp"
+#include "offload/store.hpp"
+#include "support.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/limit.hpp>
-#include <infinitybatch/memory/trace.hpp>
-#include <infinitybatch/offload/failure_injection.hpp>
-#include <infinitybatch/offload/store.hpp>
-
-#include "support.hpp"
 
 #include <gtest/gtest.h>
 

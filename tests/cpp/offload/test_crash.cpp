@@ -1,8 +1,8 @@
 // What is left behind when a process ends in the middle, and full disks that are real.
-#include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/offload/store.hpp>
-
+#include "offload/store.hpp"
 #include "support.hpp"
+
+#include <infinitybatch/core/errors.hpp>
 
 #include <gtest/gtest.h>
 

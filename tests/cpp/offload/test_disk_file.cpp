@@ -1,9 +1,9 @@
-#include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/offload/disk_file.hpp>
-#include <infinitybatch/offload/failure_injection.hpp>
-#include <infinitybatch/offload/host_block.hpp>
-
+#include "offload/disk_file.hpp"
+#include "offload/failure_injection.hpp"
+#include "offload/host_block.hpp"
 #include "support.hpp"
+
+#include <infinitybatch/core/errors.hpp>
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,6 @@
+#include "offload/extents.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/offload/extents.hpp>
 
 #include <gtest/gtest.h>
 

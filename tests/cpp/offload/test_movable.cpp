@@ -1,6 +1,5 @@
 // Which storages move: held by nobody else, made by the device's allocator.
-#include <infinitybatch/offload/store.hpp>
-
+#include "offload/store.hpp"
 #include "support.hpp"
 
 #include <ATen/ops/from_blob.h>

@@ -1,10 +1,10 @@
-#include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/memory/failure_injection.hpp>
-#include <infinitybatch/memory/limit.hpp>
-#include <infinitybatch/offload/failure_injection.hpp>
-#include <infinitybatch/offload/store.hpp>
-
+#include "memory/failure_injection.hpp"
+#include "offload/failure_injection.hpp"
+#include "offload/store.hpp"
 #include "support.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/memory/limit.hpp>
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>

@@ -1,7 +1,8 @@
 // The planner where samples are of unequal length, against a machine whose memory and time are
 // known formulas of size and length.
+#include "plan/planner.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/plan/planner.hpp>
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,8 @@
 // The planner against a simulated machine whose memory and time are known formulas.
+#include "execute/schedule.hpp"
+#include "plan/planner.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/plan/planner.hpp>
 
 #include <gtest/gtest.h>
 

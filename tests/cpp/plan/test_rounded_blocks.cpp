@@ -1,6 +1,6 @@
 // The planner where blocks are rounded, as the caching allocators of accelerators do: at two and
 // four samples a block that grows by a few bytes a sample looks as if it stood still.
-#include <infinitybatch/plan/planner.hpp>
+#include "plan/planner.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,13 +1,13 @@
 // What fails inside of a callback of torch's ends the step, or is answered by a smaller plan: torch
 // only logs it, so whoever went on would believe a watch or a recording that has missed an op.
+#include "core/callback_errors.hpp"
+#include "core/rng.hpp"
+#include "coupled/fixed_ops.hpp"
+#include "memory/failure_injection.hpp"
 #include "step/support.hpp"
 #include "step/world.hpp"
 
-#include <infinitybatch/core/callback_errors.hpp>
-#include <infinitybatch/core/rng.hpp>
 #include <infinitybatch/coupled/across_batch.hpp>
-#include <infinitybatch/coupled/fixed_ops.hpp>
-#include <infinitybatch/memory/failure_injection.hpp>
 #include <infinitybatch/step/wrap.hpp>
 
 #include <numeric>
@@ -93,7 +93,7 @@ class CallbackFaults : public ::testing::TestWithParam<std::string> {
     }
 
     void wrapped_step(bool budget) {
-      WrapOptions options;
+      Options options;
       if (!budget) options.micro_batch_size = 3;
       if (budget) options.memory_budget = memory::stats(at::kCPU).live + (int64_t{1} << 20);
       options.match_native_rng = net->is("match");

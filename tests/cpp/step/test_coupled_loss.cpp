@@ -1,5 +1,6 @@
 // Losses that see the outputs of all samples, from C++: gradients, graphs that are kept, parameters
 // of the loss, buffers, random numbers and what is refused.
+#include "execute/schedule.hpp"
 #include "step/support.hpp"
 
 #include <cmath>

@@ -1,8 +1,8 @@
 // Layers that mix samples, and buffers that depend on them: noticed, named, refused; and the ways
 // out.
-#include <infinitybatch/coupled/across_batch.hpp>
-
 #include "step/support.hpp"
+
+#include <infinitybatch/coupled/across_batch.hpp>
 
 namespace infinitybatch::testing {
 namespace {

@@ -1,7 +1,6 @@
 // Contract 3: a step that fails anywhere leaves everything as it was, and the next one works.
+#include "memory/failure_injection.hpp"
 #include "step/world.hpp"
-
-#include <infinitybatch/memory/failure_injection.hpp>
 
 namespace infinitybatch::testing {
 namespace {

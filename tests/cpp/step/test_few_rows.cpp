@@ -1,9 +1,9 @@
 // Modules that refuse few samples, under a budget: larger micro-batches are tried.
+#include "step/support.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/statistics.hpp>
 #include <infinitybatch/step/wrap.hpp>
-
-#include "step/support.hpp"
 
 #include <exception>
 

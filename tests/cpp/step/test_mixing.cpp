@@ -1,12 +1,11 @@
 // Ordinary ops that mix samples: refused by name where micro-batches are parts of the batch, let be
 // where nothing is mixed.
-#include <infinitybatch/core/exchange.hpp>
-#include <infinitybatch/coupled/across_batch.hpp>
+#include "core/exchange.hpp"
+#include "step/support.hpp"
 
+#include <infinitybatch/coupled/across_batch.hpp>
 #include <infinitybatch/step/verify.hpp>
 #include <infinitybatch/step/wrap.hpp>
-
-#include "step/support.hpp"
 
 namespace infinitybatch::testing {
 namespace {
@@ -62,7 +61,7 @@ TEST(Mixing, IsRefusedByNameInEveryWay) {
       const auto net = std::make_shared<Mixer>(mix);
       EXPECT_EQ(op_of([&] { VirtualBatch(net, losses::mse(), of_size(size)).backward(x, y); }), op);
       EXPECT_EQ(op_of([&] { VirtualBatch(net, spread(), of_size(size)).backward(x, y); }), op);
-      WrapOptions options;
+      Options options;
       options.micro_batch_size = size;
       EXPECT_EQ(op_of([&] { Wrap(net, options).forward(x); }), op);
       const at::NoGradGuard no_grad;
@@ -119,7 +118,7 @@ TEST(Mixing, NumbersThatCountSamplesAreNamed) {
       };
       expect_named([&] { VirtualBatch(net, losses::mse(), of_size(size)).backward(x, y); });
       expect_named([&] { VirtualBatch(net, spread(), of_size(size)).backward(x, y); });
-      WrapOptions options;
+      Options options;
       options.micro_batch_size = size;
       expect_named([&] { Wrap(net, options).forward(x); });
       for (const at::Tensor& each : net->parameters()) EXPECT_FALSE(each.grad().defined());

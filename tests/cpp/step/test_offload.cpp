@@ -1,8 +1,8 @@
 // Copies of what waits fail in the background, wherever they are: a typed error, and everything as
 // it was.
+#include "offload/failure_injection.hpp"
 #include "support.hpp"
 
-#include <infinitybatch/offload/failure_injection.hpp>
 #include <infinitybatch/step/wrap.hpp>
 
 #include <cerrno>
@@ -86,7 +86,7 @@ void step(const Wrap& wrapped, const Offloaded& task) {
 
 /// \param whole_batch what waits for layers that see all of it is offloaded; else graphs
 void fail_in_either_pass(bool whole_batch) {
-  WrapOptions options;
+  Options options;
   options.micro_batch_size = 4;
   options.retained_micro_batches = whole_batch ? 0 : 5;
   options.offload.when = Offload::When::always;

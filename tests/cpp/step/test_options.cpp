@@ -1,10 +1,27 @@
 // What the caller may ask of a step, and what a step refuses.
 #include "step/support.hpp"
 
+#include "step/options.hpp"
+
 #include <c10/core/InferenceMode.h>
+
+#include <set>
+#include <string>
 
 namespace infinitybatch::testing {
 namespace {
+
+TEST(Options, EachIsVisitedOnceInItsOrder) {
+  const Options options;
+  const void* last = nullptr;
+  std::set<std::string> names;
+  for_each_option(options, [&](const char* name, const auto& value) {
+    EXPECT_LT(last, static_cast<const void*>(&value)) << name;
+    last = &value;
+    EXPECT_TRUE(names.insert(name).second) << name;
+  });
+  EXPECT_EQ(names.size(), 13U);
+}
 
 TEST(Step, TheDocumentedCallWorks) {
   Task task;

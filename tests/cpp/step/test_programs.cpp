@@ -1,9 +1,9 @@
 // What was learned of a forward holds for one program: other modes bring another one, and buffers
 // that count samples are no business of micro-batches.
-#include <infinitybatch/step/programs.hpp>
-#include <infinitybatch/step/wrap.hpp>
-
+#include "step/programs.hpp"
 #include "step/support.hpp"
+
+#include <infinitybatch/step/wrap.hpp>
 
 namespace infinitybatch::testing {
 namespace {
@@ -100,7 +100,7 @@ TEST(Programs, ABufferThatCountsSamplesIsNamed) {
       }
       EXPECT_EQ(net->seen.item<double>(), counts ? 0 : 1);
       if (size == 1) continue;
-      WrapOptions options;
+      Options options;
       options.micro_batch_size = size;
       const auto call = [&] { Wrap(net, options).forward(x); };
       if (!counts) {

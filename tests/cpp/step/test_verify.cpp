@@ -1,7 +1,7 @@
 // verify: exact steps are found exact, others are not, and nothing is left behind.
-#include <infinitybatch/step/verify.hpp>
-
 #include "step/support.hpp"
+
+#include <infinitybatch/step/verify.hpp>
 
 namespace infinitybatch::testing {
 namespace {

@@ -1,10 +1,10 @@
 // Contract 3 for the backward of a wrapped model: what fails there leaves what forward left, and a
 // graph that was to be kept is good for another backward. Python's part is tested from Python.
+#include "core/rng.hpp"
+#include "memory/failure_injection.hpp"
 #include "step/support.hpp"
 #include "step/world.hpp"
 
-#include <infinitybatch/core/rng.hpp>
-#include <infinitybatch/memory/failure_injection.hpp>
 #include <infinitybatch/step/wrap.hpp>
 
 namespace infinitybatch::testing {
@@ -22,7 +22,7 @@ class WrapFaults : public ::testing::TestWithParam<std::string> {
       options.micro_batch_size = 4;
       if (budget) options.memory_budget = memory::stats(at::kCPU).live + (int64_t{16} << 20);
       // Afterwards gradients leave the node, and torch's accumulators take them one by one.
-      options.agree = [this](const std::exception_ptr&) {
+      own.agree = [this](const std::exception_ptr&) {
         if (leaving) leaving();
       };
       if (kind != "replay" && kind != "cut") {
@@ -43,7 +43,7 @@ class WrapFaults : public ::testing::TestWithParam<std::string> {
     }
 
     void begin(const Model& model, const Batch& inputs) {
-      wrapped = std::make_unique<Wrap>(model, options);
+      wrapped = std::make_unique<Wrap>(model, options, own);
       loss = wrapped->forward(inputs).tensor().square().sum();
     }
     void backward() const { loss.backward({}, /*retain_graph=*/true); }
@@ -65,7 +65,8 @@ class WrapFaults : public ::testing::TestWithParam<std::string> {
       return all;
     }
 
-    WrapOptions options;
+    Options options;
+    WrapOptions own;
     std::function<void()> leaving;
     std::unique_ptr<World> world;
     nn::Sequential net = nullptr;

@@ -1,4 +1,4 @@
-#include <infinitybatch/tape/recorder.hpp>
+#include "tape/recorder.hpp"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -1,6 +1,7 @@
 // What C++ code does that no dispatched op tells of.
+#include "tape/recorder.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/tape/recorder.hpp>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

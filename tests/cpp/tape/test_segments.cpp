@@ -1,7 +1,8 @@
 // A tape that is cut anywhere gives the bits of the whole.
+#include "tape/recorder.hpp"
+#include "tape/segment.hpp"
+
 #include <infinitybatch/core/errors.hpp>
-#include <infinitybatch/tape/recorder.hpp>
-#include <infinitybatch/tape/segment.hpp>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -1,8 +1,8 @@
 // Several threads at once: steps of different models, wrapped models, and copies of what is
 // offloaded behind them.
+#include "offload/store.hpp"
 #include "step/support.hpp"
 
-#include <infinitybatch/offload/store.hpp>
 #include <infinitybatch/step/wrap.hpp>
 
 #include <functional>
@@ -104,7 +104,7 @@ TEST(Threads, RecordingsThatAreUsedAgain) {
 
 TEST(Threads, WrappedModels) {
   in_threads<Task>(3, [](Task& task) {
-    WrapOptions options;
+    Options options;
     options.micro_batch_size = 2;
     const Wrap wrapped(task.net, options);
     for (int i = 0; i < kSteps; ++i) {
@@ -118,7 +118,7 @@ TEST(Threads, WrappedModels) {
 // The calls of one wrapped model share its parameters' accumulators: in turns.
 TEST(Threads, OneWrappedModelInTwoThreadsInTurns) {
   Task task;
-  WrapOptions options;
+  Options options;
   options.micro_batch_size = 2;
   const Wrap wrapped(task.net, options);
   const std::vector<at::Tensor> wanted = task.native_gradients();

@@ -110,7 +110,9 @@ def test_empty_values_are_mistakes(flag, pair):
 @pytest.mark.parametrize("seed", ["18446744073709551616", "99999999999999999999999", "0x10", "1.0"])
 def test_seeds_do_not_wrap(seed, pair):
     refused(
-        run("train", *pair, "--seed", seed), USAGE, f"--seed.*{seed} is not a whole number from 0"
+        run("train", *pair, "--seed", seed),
+        USAGE,
+        f"--seed must be a whole number from 0 to .*, not {seed}",
     )
 
 

@@ -1,0 +1,53 @@
+#include "train/evaluate.hpp"
+
+#include "commands/commands.hpp"
+#include "commands/saved_model.hpp"
+#include "interrupt.hpp"
+#include "output/json_lines.hpp"
+#include "output/numbers.hpp"
+#include "output/terminal.hpp"
+
+#include <infinitybatch/core/bytes.hpp>
+#include <infinitybatch/memory/limit.hpp>
+#include <infinitybatch/memory/statistics.hpp>
+
+#include <optional>
+
+namespace infinitybatch::app {
+
+ExitCode run_evaluate(const Settings& settings) {
+  watch_for_interrupts();
+  const auto saved = open_saved_model(settings);
+  const c10::Device device = settings.training.device;
+  const auto& budget = settings.training.step.memory_budget;
+  std::optional<memory::Limit> limit;
+  if (budget) limit.emplace(*budget, device);
+  const memory::PeakScope peak(device);
+  Scores all;
+  for (const Split* split : saved->splits) {
+    const Scores scores = evaluate(saved->network, *split, slice_of(settings));
+    const double share = static_cast<double>(split->size) / static_cast<double>(saved->size());
+    all.loss += scores.loss * share;
+    all.accuracy += scores.accuracy * share;
+  }
+  Terminal terminal(settings.json ? stderr : stdout);
+  if (!saved->same_data) terminal.line(kOwnScale);
+  terminal.line(settings.file + " on " + with_commas(saved->size()) + " samples of " +
+                saved->data.name + " (" + saved->samples + "): loss " + fixed(all.loss, 4) +
+                ", accuracy " + fixed(100 * all.accuracy, 1) + " %, peak " +
+                format_bytes(peak.peak()));
+  if (settings.json) {
+    write_json("evaluate", {{"file", settings.file},
+                            {"model", saved->description.model.model},
+                            {"data", saved->data.name},
+                            {"of", saved->samples},
+                            {"samples", saved->size()},
+                            {"loss", all.loss},
+                            {"accuracy", all.accuracy},
+                            {"same_data", saved->same_data},
+                            {"peak_bytes", peak.peak()}});
+  }
+  return ExitCode::ok;
+}
+
+}  // namespace infinitybatch::app

@@ -1,0 +1,96 @@
+#pragma once
+
+#include <infinitybatch/core/model.hpp>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace infinitybatch::autograd {
+
+/// What a sink did with one gradient; the planner reads it beside an allocation trace.
+struct SinkEvent {
+  const void* gradient = nullptr;  ///< address of the gradient that came in
+  const void* buffer = nullptr;  ///< address of the buffer after it: equal where it was taken over
+  int64_t buffer_bytes = 0;
+};
+
+/// Collects the gradients of many micro-batches, one buffer per parameter, and hands them out once.
+///
+/// While it lives, graphs that are built send the parameters' gradients here: they are added in
+/// place, no hook fires, and `.grad` is untouched, so that a failure leaves nothing behind.
+/// `hand_out` passes each sum through torch's own accumulator: hooks fire once, on the full
+/// gradient. Buffers of half precision parameters are fp32.
+class GradientSinks {
+ public:
+  /// \param nested may stand inside other sinks of this thread, which get the gradients again when
+  ///               these are gone: a graph node that runs a backward of its own
+  /// \param installed otherwise `install` comes first
+  /// \throws StateError where another step is running on one of `parameters`
+  explicit GradientSinks(const std::vector<NamedParameter>& parameters, bool nested = false,
+                         bool installed = true);
+  ~GradientSinks();
+  GradientSinks(const GradientSinks&) = delete;
+  GradientSinks& operator=(const GradientSinks&) = delete;
+
+  /// Gives a sink of its own to each leaf of the graph behind `roots` that is no parameter (an own
+  /// tensor of the loss, an input that requires grad), so that its gradient waits for `hand_out`
+  /// too.
+  /// \param except leaves whose gradient the caller takes from their `.grad`
+  void redirect_other_leaves(const std::vector<at::Tensor>& roots,
+                             const std::vector<at::Tensor>& except = {});
+
+  /// After `uninstall`: the graph behind `roots` ends where it would without these sinks.
+  void release(const std::vector<at::Tensor>& roots) const;
+
+  /// From now on this leaf too is one that the constructor was given. Call it before any graph runs
+  /// backward.
+  /// \param installed otherwise `install` comes first
+  void adopt(const at::Tensor& leaf, bool installed = true);
+
+  /// Lets go of leaves that died with their micro-batch. Call it when the graph is gone.
+  void forget_dead_leaves();
+
+  /// Sends gradients back to where they went before; buffers stay. Graphs that were built meanwhile
+  /// still end here.
+  void uninstall();
+
+  /// After `uninstall`: graphs that are built from now on send the parameters' gradients here too.
+  /// \throws StateError as the constructor
+  void install();
+
+  /// Adds every buffer to its tensor's `.grad`, hooks included, and empties the buffers.
+  /// `.grad` is as it was where a hook throws, whatever else the hooks did.
+  void hand_out();
+
+  /// Instead of `hand_out`: the sums, one for each tensor that the constructor was given (different
+  /// ones, all of which require grad), in its own type, undefined where no gradient came in.
+  /// Empties the buffers.
+  std::vector<at::Tensor> take();
+
+  /// Whether a leaf that the constructor was not given is alive.
+  bool has_other_leaves() const noexcept { return entries_.size() > parameter_count_; }
+
+  /// Called for every gradient that comes in while set; for the planner's probes.
+  void watch(std::function<void(const SinkEvent&)> watcher);
+
+  /// Bytes of all buffers.
+  int64_t bytes() const;
+
+ private:
+  struct Slot;
+  class Sink;
+  class HandOut;
+  struct Entry;
+  Entry& add(const at::Tensor& variable);
+  /// \param which names it where somebody else has it
+  void install(Entry& entry, const std::string& which);
+
+  std::vector<std::unique_ptr<Entry>> entries_;
+  std::shared_ptr<std::function<void(const SinkEvent&)>> watcher_;
+  size_t parameter_count_ = 0;
+  bool nested_;
+};
+
+}  // namespace infinitybatch::autograd

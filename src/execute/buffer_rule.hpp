@@ -1,0 +1,100 @@
+#pragma once
+
+#include "coupled/sample_means.hpp"
+
+#include <infinitybatch/core/model.hpp>
+
+#include <vector>
+
+namespace infinitybatch {
+
+/// Every micro-batch starts from the buffers that the step began with, and a buffer that all of
+/// them leave equal is written once: as in one native forward over the whole batch (spectral_norm's
+/// vectors, step counters). Buffers that they leave unequal couple the samples: a typed error.
+///
+/// Holds a copy of every buffer during the step. Parameters are not covered.
+class BufferRule {
+ public:
+  /// \param exact without it the buffers of one micro-batch carry on into the next
+  BufferRule(std::vector<BufferSlot> slots, bool exact);
+
+  /// In front of `end_micro_batch`: what it has moved these buffers by is a mean over its rows, so
+  /// that what micro-batches leave adds up. Holds where all of them say so.
+  void note_means(const std::vector<coupled::SampleMean>& means, int64_t rows);
+
+  /// Call it when a micro-batch is done and its graph is gone.
+  void end_micro_batch();
+
+  /// The same for rows that ran beside the step's, in the second pass too: what they leave has to
+  /// be what micro-batches left.
+  void end_other_rows();
+
+  /// A tape has this buffer written, perhaps without a new version and with the values that it had.
+  void note_write(const at::Tensor& buffer);
+
+  /// A loss of all outputs is about to run: it finds what forward over the whole batch leaves.
+  void begin_loss();
+
+  /// It has run. What it wrote is what the step leaves; forwards that run again find what they
+  /// found the first time, and graphs that are kept stay valid.
+  void end_loss();
+
+  /// From now on micro-batches run for the second time: what they leave in the buffers is undone.
+  void begin_second_pass();
+
+  /// Micro-batches need not agree on this buffer: an op of the whole batch has computed what it
+  /// leaves there.
+  void settle(const at::Tensor& buffer, const at::Tensor& value);
+
+  /// What a micro-batch would leave in this buffer, where its program ran without writing it.
+  void meet(const at::Tensor& buffer, const at::Tensor& value);
+
+  /// Whether any micro-batch has written a buffer.
+  bool written() const noexcept;
+
+  /// Those that one has written, where no other tensor was put into their place.
+  std::vector<at::Tensor> written_buffers() const;
+
+  /// Whether any micro-batch has put another tensor into a buffer's place.
+  bool rebound() const noexcept;
+
+  /// Writes what all micro-batches agreed on.
+  /// \throws CouplingError naming the buffer on which they did not agree
+  void commit();
+
+  /// Every buffer as the step found it.
+  void roll_back();
+
+  /// Nothing will be undone any more: the copies are let go of.
+  void let_go() { entries_.clear(); }
+
+ private:
+  struct Entry {
+    BufferSlot slot;
+    at::Tensor tensor;   // the tensor object that was there
+    at::Tensor initial;  // a copy of its values
+    uint32_t version = 0;
+    bool written = false;
+    bool rebound = false;       // another tensor was put into the slot
+    at::Tensor left;            // what the first micro-batch left; undefined before
+    at::Tensor disagree;        // 0-dimensional bool on the buffer's device
+    at::Tensor settled;         // by an op of the whole batch
+    at::Tensor sum;             // of what micro-batches left, each times its weight
+    int64_t weight = 0;         // of all of them
+    int64_t weight_now = 0;     // of the one that is about to end; 0 where it is no mean
+    bool mean = true;           // so far
+    bool left_by_loss = false;  // which saw what forward left, and has the last word
+  };
+  void add_means();
+  void settle_means();
+  static bool silently_written(const Entry& entry);
+  static void restore(Entry& entry);
+  static void restore_unseen(Entry& entry);
+
+  std::vector<Entry> entries_;
+  bool exact_;
+  bool first_ = true;
+  bool second_pass_ = false;
+};
+
+}  // namespace infinitybatch

@@ -1,0 +1,20 @@
+#pragma once
+
+#include "coupled/draw_laws.hpp"
+#include "execute/output_law.hpp"
+#include "execute/rows_seen.hpp"
+
+namespace infinitybatch {
+
+/// What steps have found out about a kind of batch. A step works on a copy, which is kept once the
+/// step has succeeded: what one step refuses the next one refuses too.
+struct Findings {
+  bool examined = false;            ///< it is known that ordinary ops mix no samples
+  bool recordings_checked = false;  ///< a recording was compared with the same forward's second one
+  bool reduce_checked = false;      ///< outputs are the sums, or means, that `reduce` says
+  RowsSeen rows_seen;
+  OutputLaw output_law;         ///< of a model with a coupled loss; without leaves: not known yet
+  coupled::DrawLaws draw_laws;  ///< with `match_native_rng`
+};
+
+}  // namespace infinitybatch

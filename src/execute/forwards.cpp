@@ -1,0 +1,300 @@
+#include "execute/forwards.hpp"
+
+#include "autograd/engine.hpp"
+#include "core/batch_form.hpp"
+#include "core/foreign_exception.hpp"
+#include "core/pinned_copies.hpp"
+#include "core/unwatched.hpp"
+#include "coupled/foreign_draws.hpp"
+#include "coupled/part_of_batch.hpp"
+#include "execute/copied_batch.hpp"
+#include "execute/findings.hpp"
+#include "execute/gradient_look.hpp"
+#include "tape/recorder.hpp"
+
+#include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <exception>
+#include <tuple>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+Batch rows_of(const BatchSource& source, Rows rows) {
+  if (!keeps_rows(source)) PinnedCopies::wait();  // it may write to the memory of the last ones
+  return source.rows(rows.begin, rows.end);
+}
+
+/// Of each leaf's memory; writes raise them.
+std::vector<uint32_t> versions_of(const Batch& batch) {
+  std::vector<uint32_t> versions;
+  for (const Leaf& leaf : batch.leaves()) {
+    const bool counted = leaf.tensor.defined() && !leaf.tensor.is_inference();
+    versions.push_back(counted ? static_cast<uint32_t>(leaf.tensor._version()) : 0);
+  }
+  return versions;
+}
+
+}  // namespace
+
+Forwards::Forwards(const Job& job, std::function<void()> release)
+    : job_(job),
+      release_(std::move(release)),
+      buffers_(job.buffers, job.exact_coupling),
+      state_(watch_.memory()) {
+  watch_.know_parameters(job.parameters);
+  if (job.renormed != nullptr) watch_.renormed()->expect(job.renormed);
+  parameters_.emplace(job.parameters, watch_.memory(), job.exact_coupling);
+  if (job.match_native_rng) watch_.watch_draws(devices_of(job));
+}
+
+std::vector<at::Tensor> Forwards::buffer_tensors() const {
+  std::vector<at::Tensor> buffers;
+  for (const BufferSlot& slot : job_.buffers) {
+    if (at::Tensor buffer = slot.get(); buffer.defined()) buffers.push_back(std::move(buffer));
+  }
+  return buffers;
+}
+
+void Forwards::note_rows(Rows rows) {
+  smallest_ = smallest_ == 0 ? rows.size() : std::min(smallest_, rows.size());
+}
+
+Batch Forwards::load_inputs(Rows rows) {
+  // Those of a wrapped call stay what they are.
+  const bool stay = job_.outside != nullptr;
+  const Batch given =
+      stay ? job_.inputs->rows(rows.begin, rows.end) : rows_of(*job_.inputs, rows);
+  const bool again = job_.cut || job_.coupled != nullptr;
+  if (again && !job_.inputs->uniform && !wrote_inputs_) sources_.meet(rows, given);
+  return to_device(given, job_.device);
+}
+
+/// Leaves on the host go to the model's device; leaves on an accelerator stay where the user put
+/// them.
+void Forwards::load_targets(Rows rows) {
+  targets = to_device(rows_of(*job_.targets, rows), job_.device);
+}
+
+Batch Forwards::rows_again(Rows rows) const {
+  return to_device(rows_of(*job_.inputs, rows), job_.device);
+}
+
+void Forwards::load(Rows rows) {
+  if (job_.interrupt) job_.interrupt();
+  learn_numbers();
+  if (first_.size() == 0) first_ = rows;
+  uneven_ = uneven_ || rows.size() != first_.size();
+  inputs = load_inputs(rows);
+  load_targets(rows);
+  if (job_.inputs->uniform && job_.targets->uniform) return;
+  Dims dims = dims_of(inputs);
+  for (auto& leaf : dims_of(targets)) dims.push_back(std::move(leaf));
+  if (std::find(lengths_.begin(), lengths_.end(), dims) == lengths_.end()) {
+    lengths_.push_back(std::move(dims));
+  }
+}
+
+void Forwards::release() {
+  outputs = Batch();  // where what was to read them has failed
+  inputs = Batch();
+  targets = Batch();
+  at::autocast::clear_cache();
+}
+
+void Forwards::end_micro_batch() {
+  buffers_.end_micro_batch();
+  parameters_->end_micro_batch();
+}
+
+void Forwards::run(Rows rows) {
+  std::optional<coupled::PartOfBatch::Facts> facts;
+  if (job_.exact_coupling) facts = {rows.size(), job_.batch_size(), job_.match_native_rng};
+  const coupled::PartOfBatch part_of_batch(facts);
+  const coupled::CouplingWatch::Scope watching(watch_);
+  const std::vector<uint32_t> before = versions_of(inputs);
+  const bool part = rows.size() < job_.batch_size();
+  // Streams give each micro-batch the numbers of the whole batch.
+  const bool streams = job_.cut && !job_.alone;
+  const coupled::ForeignDraws foreign(job_.match_native_rng && !streams && part);
+  {
+    const CarriedState::Scope stateful(job_.exact_coupling ? state_at_work_ : nullptr, part,
+                                       job_.batch_size());
+    few_.watch(rows.size(), [&] { outputs = job_.model->forward(inputs); });
+  }
+  note_own_backward();
+  watch_.rethrow();
+  // Provisional where forward is cut: they follow statistics of the whole batch.
+  if (!job_.cut && state_at_work_ == &state_)
+    buffers_.note_means(watch_.take_means(), rows.size());
+  if (auto name = foreign.drew()) foreign_draw_ = std::move(name);
+  wrote_inputs_ = wrote_inputs_ || versions_of(inputs) != before;
+}
+
+void Forwards::note_own_backward() {
+  if (own_backward_ || !job_.looks_at_rows()) return;
+  // Once: backward may talk to other ranks, who need not look in the same steps.
+  if (job_.findings->rows_seen.looked > 0) return;
+  own_backward_ = own_backward_of(outputs);
+}
+
+Batch Forwards::call(Rows rows) {
+  run(rows);
+  check_coupling(rows);
+  return std::exchange(outputs, Batch());
+}
+
+void Forwards::check_coupling(Rows rows) {
+  if (job_.exact_coupling) watch_.check(rows.size(), job_.batch_size());
+  if (!job_.match_native_rng || rows.size() == job_.batch_size()) return;
+  const std::optional<std::string>& drew = watch_.drew() ? watch_.drew() : foreign_draw_;
+  drew_ = drew.has_value();
+  if (drew) coupled::refuse_draws(*drew, rows.size(), job_.batch_size());
+}
+
+bool Forwards::saw_across_batch() const {
+  return std::any_of(
+      watch_.seen().begin(), watch_.seen().end(),
+      [](const coupled::CoupledOp& seen) { return seen.op == "infinitybatch::across_batch"; });
+}
+
+bool Forwards::saw_coupling() const {
+  return drew_ || std::any_of(watch_.seen().begin(), watch_.seen().end(),
+                              [](const auto& seen) { return coupled::has_stand_in(seen.op); });
+}
+
+Batch Forwards::uncounted(const std::function<Batch()>& forward, bool as_first) {
+  CarriedState* const counted = std::exchange(state_at_work_, nullptr);
+  try {
+    Batch given = state_.runs().uncounted(forward, as_first);
+    state_at_work_ = counted;
+    return given;
+  } catch (...) {
+    keep_foreign_exception(std::current_exception());
+    state_at_work_ = counted;
+    throw;
+  }
+}
+
+void Forwards::learn_numbers(bool any) {
+  PlainRuns& runs = state_.runs();
+  const bool part = any || (first_.size() != 0 && first_.size() < job_.batch_size());
+  if (learning_ || !part || !runs.wants_to_learn(any)) return;
+  learning_ = true;
+  CarriedState* const counted = std::exchange(state_at_work_, nullptr);
+  const RngSnapshot random = RngSnapshot::capture(devices_of(job_));
+  const auto hold_draws = watch_.hold_draws();  // of generators that the user made
+  const BufferValues values(job_.buffers);
+  const auto told = std::tuple(first_, uneven_, lengths_);  // of the step's own micro-batches
+  const auto undo = [&] {
+    release_();
+    std::tie(first_, uneven_, lengths_) = told;
+    parameters_->end_micro_batch();
+    values.restore();
+    random.restore();
+    hold_draws();
+  };
+  const auto end = [&] {
+    state_at_work_ = counted;
+    learning_ = false;
+  };
+  try {
+    runs.learn(first_, job_.batch_size(), [&](Rows rows) {
+      const at::NoGradGuard no_grad;  // nobody goes back
+      try {
+        load(rows);
+        if (wrote_inputs_) inputs = copied(inputs);
+        run(rows);
+      } catch (...) {
+        keep_foreign_exception(std::current_exception());
+        undo();
+        throw;
+      }
+      Batch given = std::exchange(outputs, Batch());
+      undo();
+      return given;
+    });
+  } catch (...) {
+    end();
+    throw;
+  }
+  end();
+}
+
+void Forwards::aside(bool trial, const std::function<void()>& forward) {
+  const RngSnapshot random = RngSnapshot::capture(devices_of(job_));
+  const auto hold_draws = watch_.hold_draws();  // of generators that the user made
+  const BufferValues values(job_.buffers);
+  const auto told = std::tuple(first_, uneven_, lengths_);  // of the step's own micro-batches
+  CarriedState trial_state(watch_.memory(), state_);
+  state_at_work_ = &trial_state;
+  const auto undo = [&] {
+    release_();
+    state_at_work_ = &state_;
+    trial_state.roll_back();
+    std::tie(first_, uneven_, lengths_) = told;
+    trial ? parameters_->end_trial() : parameters_->end_micro_batch();
+    values.restore();
+    random.restore();
+    hold_draws();
+  };
+  try {
+    forward();
+  } catch (...) {
+    undo();
+    watch_.forget_errors();
+    throw;
+  }
+  undo();
+}
+
+void Forwards::record_elsewhere(
+    Rows rows,
+    const std::function<void(const Batch& inputs, const tape::Tape&, const Batch& outputs)>& use) {
+  aside(/*trial=*/false, [&] {
+    load(rows);
+    tape::Recorder recorder(inputs, buffer_tensors(), devices_of(job_));
+    // One that is cut for memory, or offloads, has no room for a graph.
+    if (job_.cut && (job_.checkpoints != nullptr || job_.store != nullptr))
+      recorder.lighten(job_.device);
+    const Batch given = recorder.run([&] {
+      run(rows);
+      return std::exchange(outputs, Batch());
+    });
+    use(inputs, recorder.finish(given), given);
+  });
+}
+
+void Forwards::commit() {
+  apart_ = true;
+  buffers_.commit();
+  parameters_->commit();
+  apart_ = false;
+  state_.runs().commit();
+}
+
+void Forwards::begin_second_pass() {
+  buffers_.begin_second_pass();
+  parameters_->begin_second_pass();
+}
+
+void Forwards::roll_back() {
+  buffers_.roll_back();
+  parameters_->roll_back();
+  watch_.memory().undo();
+  watch_.renormed()->undo();
+  state_.roll_back();
+  watch_.undo_draws();
+}
+
+void Forwards::let_go() {
+  buffers_.let_go();
+  parameters_.reset();
+  watch_.memory().let_go();
+}
+
+}  // namespace infinitybatch

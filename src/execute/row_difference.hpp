@@ -1,0 +1,55 @@
+#pragma once
+
+#include "core/row_range.hpp"
+
+#include <infinitybatch/core/batch.hpp>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace infinitybatch {
+
+/// What one forward gave, and for which rows.
+struct RowsOfOutputs {
+  Batch outputs;
+  Rows rows;
+};
+
+struct RowDifference {
+  size_t leaf = 0;
+  std::string what;  ///< for people
+};
+
+/// What rounding of the inputs moves.
+struct Noise {
+  Batch outputs;  ///< of some inputs
+  Batch moved;    ///< of the same, moved by rounding
+  double times;   ///< differences of so many times that do not count,
+  double least;   ///< if it is so many roundings
+};
+
+/// Where `part`, some of the rows of `whole`, has other rows of outputs. Leaves without a place for
+/// each sample (one number, a sum), and rows whose other dimensions differ (padding), say nothing.
+///
+/// Two numbers are the same where they are within `rounding_of` them.
+/// \param compared which leaves matter; empty: all
+/// \param noise    may be null
+std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOfOutputs& part,
+                                        const std::vector<bool>& compared, const Noise* noise);
+
+/// Inputs moved by rounding: what outputs move then is no matter of other samples.
+Batch moved_by_rounding(const Batch& inputs);
+/// The same unevenly, each number by its type's rounding at most.
+/// \param which another number, other ones
+Batch nudged(const Batch& inputs, uint32_t which);
+
+/// The first of the leaves that have a place for each sample along several dimensions, as where
+/// samples are compared with each other: their values may be anything.
+std::optional<RowDifference> several_places(const RowsOfOutputs& whole, const RowsOfOutputs& part,
+                                            const std::vector<bool>& compared);
+
+/// Of outputs whose rows are the same, along which dimension they are; -1 where that is not known.
+std::vector<int64_t> dims_of_rows(const RowsOfOutputs& whole, const RowsOfOutputs& part);
+
+}  // namespace infinitybatch

@@ -1,0 +1,84 @@
+#pragma once
+
+#include "core/row_range.hpp"
+#include "execute/gradient_look.hpp"
+#include "execute/moved_values.hpp"
+#include "execute/rows_seen.hpp"
+#include "memory/high_water.hpp"
+
+#include <infinitybatch/core/batch.hpp>
+#include <infinitybatch/core/errors.hpp>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace infinitybatch {
+
+/// What one forward gave that left nothing behind.
+struct TrialOutputs {
+  Batch outputs;                               ///< detached
+  std::map<std::string, std::string> foreign;  ///< where foreign random generators stand after it
+  bool strayed = false;  ///< numbers were drawn that nobody has fixed: shapes alone tell anything
+};
+
+/// Under the budget not even two samples could be looked at, so that nobody knows whether forward
+/// combines samples. A smaller plan would not help.
+class NoRoomToLook : public BudgetExceeded {
+ public:
+  NoRoomToLook(int64_t needed, int64_t limit, int64_t rows);
+};
+
+/// The same rows, split otherwise, must give the same rows of outputs: forward on more rows than a
+/// micro-batch has is compared with forward on some of these alone. Finds whatever depends on the
+/// other samples, on how many there are, or on where a sample stands among them, by whatever means
+/// (ops, numbers on the host, branches, opaque code), as far as these rows show it.
+struct RowLook {
+  int64_t batch_size = 0;
+  int64_t rows = 0;      ///< of the smallest micro-batch
+  bool singles = false;  ///< whether the first ones are of one sample
+  bool again = false;    ///< so few were compared before: where there is no room now, they stay so
+  at::Device device = at::kCPU;
+  /// The most bytes that may be live meanwhile, on the CPU, where a limit is enforced; the look
+  /// then takes as many rows as fit.
+  std::optional<int64_t> peak;
+  bool few = false;            ///< whether hardly more rows than a micro-batch's may be loaded
+  std::vector<bool> compared;  ///< which leaves of the outputs matter; empty: all
+  std::function<Batch(Rows)> load;
+  /// Forward, with `coupled::FixedOps` and the same random state each time, undone. Nothing where
+  /// what it gave cannot be compared.
+  std::function<std::optional<TrialOutputs>(const Batch& inputs, int64_t rows)> run;
+  /// Parameters at other values while forward runs, unless it fails there, or gives numbers that
+  /// are not finite. Not `again`: somebody else may read them meanwhile, and behind the first steps
+  /// they have values of their own. Null where they stay.
+  MovedValues* moved = nullptr;
+  std::optional<GradientLook> gradients;  ///< where going back runs code of the user's
+
+  struct Seen {
+    std::optional<std::string> differs;  ///< what, for people
+    std::vector<int64_t> dims;           ///< along which samples lie in each leaf; -1: nobody knows
+    bool backward = false;               ///< gradients differ, and outputs do not
+    bool compared = false;               ///< some rows with others
+  };
+  /// Whether rows differ: nothing where all rows are the same, or nobody can tell: forward
+  /// refuses other numbers of rows, it draws numbers that cannot be fixed, or the device has no
+  /// room for more of them.
+  /// \throws NoRoomToLook where a memory limit leaves room for no comparison at all
+  Seen find() const;
+};
+
+/// Watches the peak of a step after which rows are looked at: on the CPU, where torch uses this
+/// library's allocator.
+void watch_peak(std::optional<memory::HighWater>& peak, at::Device device);
+/// `RowLook::peak`: all that a budget allows; where none counts, the step's own peak, and at least
+/// 256 KiB more than is live now, so that small models are looked at as a whole.
+int64_t room_for_a_look(int64_t peak);
+
+/// \param seen   where `RowLook::find` found a difference
+/// \param before what was known before this step
+CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size, const RowsSeen& before);
+
+}  // namespace infinitybatch

@@ -1,0 +1,54 @@
+#pragma once
+
+#include "autograd/gradient_sinks.hpp"
+#include "execute/denominator.hpp"
+#include "execute/fewest_rows.hpp"
+#include "execute/job.hpp"
+
+#include <optional>
+#include <vector>
+
+namespace infinitybatch {
+
+/// A separable loss, micro-batch by micro-batch: its sum over these rows divided by the denominator
+/// of all.
+class SeparableShare {
+ public:
+  SeparableShare(const Job& job, autograd::GradientSinks& sinks)
+      : job_(job), sinks_(sinks), denominator_(job) {}
+
+  /// With `Job::keep_outputs` the outputs are kept, detached.
+  /// \return the share at work
+  /// \throws CouplingError where the loss draws random numbers for these rows alone, with
+  /// `Job::match_native_rng`
+  const at::Tensor& compute(Rows rows, const Batch& outputs, const Batch& targets);
+  /// Runs the share at work backward. \param except leaves whose gradients do not belong to the
+  /// sinks
+  void differentiate(const std::vector<at::Tensor>& except = {}) {
+    differentiate(share_, except);
+  }
+  /// The loss's penalty, run backward; undefined where it has none.
+  at::Tensor penalty();
+  /// Lets go of the share at work.
+  void free() { share_.reset(); }
+  /// All outputs in order, with `Job::keep_outputs`.
+  Batch take_outputs();
+
+  /// Whether a loss of micro-batches fails on a few samples.
+  FewestRows& few() noexcept { return few_; }
+  const FewestRows& few() const noexcept { return few_; }
+
+ private:
+  at::Tensor sum(Rows rows, const Batch& outputs, const Batch& targets) const;
+  void differentiate(const at::Tensor& share, const std::vector<at::Tensor>& except);
+
+  const Job& job_;
+  autograd::GradientSinks& sinks_;
+  Denominator denominator_;
+  FewestRows few_;
+  at::Tensor share_;
+  std::vector<Batch> kept_;
+  std::vector<int64_t> kept_rows_;
+};
+
+}  // namespace infinitybatch

@@ -1,0 +1,28 @@
+#pragma once
+
+#include "execute/job.hpp"
+
+#include <string>
+#include <vector>
+
+namespace infinitybatch {
+
+/// Reads from `model` what one step needs and refuses what no step can be exact on, before anything
+/// runs: `no_grad`, batches of different sizes, tensor subclasses, inference tensors.
+/// `job.model`, `job.loss`, `job.inputs` and `job.targets` are set already.
+void admit(Job& job);
+
+/// Targets as a source of `size` rows. A loss that needs none is called with what the user passed:
+/// an empty tuple, say.
+BatchSource targets_source(const Batch& targets, int64_t size);
+
+/// The part of `admit` that looks at the model alone: parameters, buffers, device.
+void admit_model(Job& job);
+
+/// Every tensor that the step reaches from the start: parameters, their gradients and buffers.
+std::vector<at::Tensor> reachable_tensors(const Job& job);
+
+/// Parameters and buffers, which recordings that are used again belong to (`StaticTapes::owned`).
+std::vector<const void*> owned_by(const Job& job);
+
+}  // namespace infinitybatch

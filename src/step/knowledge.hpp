@@ -1,0 +1,50 @@
+#pragma once
+
+#include "execute/findings.hpp"
+#include "execute/recorded.hpp"
+#include "plan/checkpoint_planner.hpp"
+#include "step/batch_kind.hpp"
+#include "step/few_rows.hpp"
+
+#include <exception>
+#include <map>
+#include <optional>
+#include <string>
+
+namespace infinitybatch {
+
+/// What is known of a program on one kind of batch, whatever the lengths of its samples.
+struct Knowledge {
+  Findings findings;  ///< what checks have told
+
+  // What failures have taught, of steps that failed too:
+  bool uncut = false;              ///< its tapes cannot be cut, or need not be
+  bool whole = false;              ///< its samples are coupled beyond cuts: it is one micro-batch
+  std::exception_ptr why_coupled;  ///< then, or where it is uncut
+  FewRows few_rows;                ///< whether forward fails on a few samples
+
+  std::map<std::string, StaticTapes> static_tapes;  ///< by the lengths of samples
+};
+
+/// Which ways have turned out to need more memory than there is, for batches with these lengths,
+/// whatever the program.
+struct KnownMemory {
+  std::optional<CheckpointPlanner> checkpoints;  ///< one sample does not fit as a whole
+  bool offloads = false;                         ///< what waits does not fit
+  bool in_turn = false;  ///< nor what is copied beside other micro-batches' work
+};
+
+/// Everything that one object knows of batches.
+class KnowledgeBase {
+ public:
+  Knowledge& of(const BatchKind& kind) { return programs_[kind.program]; }
+  KnownMemory& memory_of(const BatchKind& kind) { return memory_[kind.shapes()]; }
+  /// Where ever new programs run.
+  void forget_programs() { programs_.clear(); }
+
+ private:
+  std::map<std::string, Knowledge> programs_;
+  std::map<std::string, KnownMemory> memory_;
+};
+
+}  // namespace infinitybatch

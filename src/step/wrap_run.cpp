@@ -1,0 +1,255 @@
+#include "step/wrap_run.hpp"
+
+#include "core/foreign_exception.hpp"
+#include "core/join.hpp"
+#include "coupled/coupling_watch.hpp"
+#include "step/admission.hpp"
+#include "tape/modes.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+
+#include <algorithm>
+#include <utility>
+
+namespace infinitybatch {
+
+WrapRun::WrapRun(WrappedCall& call, const Job& job, std::shared_ptr<const BufferValues> buffers,
+                 bool recording, std::function<Batch(const Batch&)> forward, Taken taken)
+    : call_(call),
+      buffers_(std::move(buffers)),
+      recording_(recording),
+      taken_(std::move(taken)),
+      inputs_(BatchSource::from(call.inputs, "inputs")),
+      targets_(targets_source(Batch(), inputs_.size)),
+      model_(*job.model),
+      job_(job) {
+  // Each time new leaves: their gradients are this micro-batch's.
+  inputs_.rows = [&call](int64_t begin, int64_t end) { return call.micro_batch({begin, end}); };
+  model_.forward = std::move(forward);
+  job_.model = &model_;
+  job_.inputs = &inputs_;
+  job_.targets = &targets_;
+  job_.findings = &call.findings;
+  job_.outside = this;
+  job_.nested = true;
+  job_.interrupt = call.wrapped->options.interrupt;
+  job_.further_devices = call.devices;
+  if (!job_.cut) job_.on_micro_batch = call.wrapped->options.on_micro_batch;
+  if (!job_.cut && !job_.offloads_graphs) job_.store = nullptr;
+  if (job_.cut && call.wrapped->options.static_graph) {
+    kind_ = kind_of_forward(call.kind, job_, call.wanted_inputs, recording);
+    known_ = call.wrapped->static_forward_of(job_, kind_);
+    job_.static_tapes = &known_.tapes;
+  }
+  if (job_.store != nullptr) {
+    const std::lock_guard<std::mutex> lock(call.wrapped->mutex);
+    store_ = call.wrapped->store;
+  }
+  if (store_) told_ = store_->statistics();
+  executor_.emplace(job_);
+  if (!job_.cut) executor_->forwards().state().collect_left();
+  if (!call.wrapped->options.micro_batch_size) executor_->look_for_few_rows();
+}
+
+WrapRun::~WrapRun() = default;
+
+void WrapRun::record(Rows rows, bool keep) {
+  executor_->run({keep ? Operation::retain : Operation::record, 0}, rows);
+}
+
+void WrapRun::begin(Plan plan) {
+  plan_ = std::move(plan);
+  begins_ = {0};
+  for (const int64_t size : plan_.micro_batch_sizes) begins_.push_back(begins_.back() + size);
+  const auto& instructions = plan_.instructions;
+  const auto loss =
+      std::find_if(instructions.begin(), instructions.end(), [](const Instruction& each) {
+        return each.operation == Operation::whole_loss;
+      });
+  loss_at_ = static_cast<size_t>(loss - instructions.begin());
+}
+
+Rows WrapRun::rows_of(const Instruction& instruction) const {
+  if (instruction.micro_batch < 0) return {};
+  const auto index = static_cast<size_t>(instruction.micro_batch);
+  return {begins_[index], begins_[index + 1]};
+}
+
+void WrapRun::run(size_t from, size_t to) {
+  for (size_t i = from; i < to; ++i) {
+    const Instruction& instruction = plan_.instructions[i];
+    executor_->run(instruction, rows_of(instruction));
+    if (seam_ && instruction.operation == Operation::free) end_backward_of_part();
+  }
+}
+
+void WrapRun::tell_copies() {
+  if (!store_) return;
+  const offload::StoreStatistics before = std::exchange(told_, store_->statistics());
+  call_.add_offloaded(OffloadedMeanwhile(before, told_));
+}
+
+bool WrapRun::drop_graphs() {
+  const std::unique_lock<std::recursive_mutex> alone(at_work_, std::try_to_lock);
+  return alone && executor_ && executor_->drop_graphs();
+}
+
+void WrapRun::end_backward_of_part() {
+  // What a second forward has written.
+  if (!job_.cut && job_.exact_coupling) buffers_->restore();
+  if (!executor_->sinks().has_other_leaves()) return;
+  throw Unsupported(
+      job_.cut ? "the graph of a segment ends in a leaf that requires grad and that forward did not "
+                 "show, so its gradient would be lost; give batch_coupling=\"per_micro_batch\", or "
+                 "call the inner module"
+               : "forward keeps a leaf that requires grad and that it makes anew each time, so its "
+                 "gradient would be lost; make it once, outside of forward");
+}
+
+void WrapRun::offload_next_time() const {
+  if (store_ || call_.wrapped->options.offload.when == Offload::When::never) return;
+  const std::lock_guard<std::mutex> lock(call_.wrapped->mutex);
+  call_.wrapped->known.memory_of(call_.kind).offloads = true;
+}
+
+std::vector<Batch> WrapRun::take_outputs() {
+  std::vector<Batch> outputs;
+  for (auto& [begin, part] : parts_) outputs.push_back(std::exchange(part.outputs, Batch()));
+  return outputs;
+}
+
+void WrapRun::finish_forward() {
+  executor_->finish_forward();
+  if (job_.cut) job_.findings->recordings_checked = true;
+  model_.forward = nullptr;
+}
+
+void WrapRun::learn(std::vector<bool> wants_gradient, std::vector<NamedParameter> leaves,
+                    bool ambiguous, std::vector<LeftOutputs::Entry> left) {
+  known_.wants_gradient = std::move(wants_gradient);
+  known_.leaves = std::move(leaves);
+  known_.ambiguous = ambiguous;
+  known_.left = std::move(left);
+  call_.wrapped->keep_static_forward(kind_, known_);
+}
+
+std::vector<at::Tensor> WrapRun::backward(const std::vector<at::Tensor>& gradients, bool keep) {
+  if (used_up_) {
+    throw StateError(
+        "an earlier backward through these outputs failed half way, and what it needed is gone; "
+        "run forward again, or give retain_graph=True to what may fail");
+  }
+  if (job_.static_tapes != nullptr) {
+    // Tapes that are used again count no versions.
+    for (const Version& version : call_.parameter_versions) version.check();
+  }
+  const StoreUse alone_in_store(*call_.wrapped, store_.get());
+  const std::lock_guard<std::recursive_mutex> alone(at_work_);
+  if (store_) told_ = store_->statistics();
+  try {
+    std::vector<at::Tensor> sums = run_backward_or_forward_again(gradients, keep);
+    seam_.reset();
+    if (keep) forget_gradients();
+    tell_copies();
+    return sums;
+  } catch (...) {
+    keep_foreign_exception(std::current_exception());
+    executor_->sinks().uninstall();
+    executor_->sinks().take();
+    seam_.reset();
+    executor_->abandon();
+    tell_copies();
+    if (keep) {
+      forget_gradients();
+    } else if (used_up_) {
+      executor_.reset();  // what waits is of no use any more
+    }
+    throw;
+  }
+}
+
+void WrapRun::forget_gradients() {
+  if (!job_.cut) return;
+  // As in front of another backward.
+  executor_->begin_backward(/*keep=*/true);
+  executor_->sinks().uninstall();
+}
+
+std::vector<at::Tensor> WrapRun::run_backward_or_forward_again(
+    const std::vector<at::Tensor>& gradients, bool keep) {
+  if (!job_.cut) job_.use_tapes = call_.wrapped->use_tapes;
+  if (auto sums = run_backward(gradients, keep)) return *std::move(sums);
+  if (job_.cut) {
+    throw Unsupported(
+        "the part of forward after the last op of the whole batch gave other outputs when it was "
+        "replayed, so its gradient would not belong to the loss; a kernel in it is not "
+        "deterministic");
+  }
+  if (executor_->replayed()) {
+    job_.use_tapes = call_.wrapped->use_tapes = false;
+    if (auto sums = run_backward(gradients, keep)) return *std::move(sums);
+  }
+  throw Unsupported(
+      "forward gave other outputs when it ran again on the same rows under the same random "
+      "state, so its gradient would not belong to the outputs. It depends on a kernel that is "
+      "not deterministic, on code that torch.compile compiled again in between "
+      "(torch.compile(model, dynamic=True)), or on state other than parameters, buffers and "
+      "torch's, NumPy's or Python's random numbers (train() or eval() called before backward, "
+      "say)");
+}
+
+std::optional<std::vector<at::Tensor>> WrapRun::run_backward(
+    const std::vector<at::Tensor>& gradients, bool keep) {
+  seam_.emplace(call_, gradients);
+  buffers_->restore();
+  executor_->begin_backward(keep);
+  used_up_ = job_.cut && !keep;
+  const bool hands_out = plan_.instructions.back().operation == Operation::hand_out;
+  run(loss_at_ + 1, plan_.instructions.size() - (hands_out ? 1 : 0));
+  executor_->sinks().uninstall();
+  std::vector<at::Tensor> sums = executor_->sinks().take();
+  if (seam_->differs()) return std::nullopt;
+  sums.insert(sums.end(), seam_->of_inputs().begin(), seam_->of_inputs().end());
+  return sums;
+}
+
+Batch WrapRun::take(Rows rows, const Batch& inputs, Batch outputs) {
+  if (job_.cut) {
+    const Batch seen = detached(outputs);
+    parts_[rows.begin] = {seen, numbers_of(seen)};
+    return outputs;
+  }
+  refuse_sparse(outputs);
+  outputs = taken_(rows, inputs, std::move(outputs));
+  parts_[rows.begin] = {detached(outputs), Batch()};
+  return outputs;
+}
+
+Batch WrapRun::forward_again(const Batch& inputs) {
+  for (const Version& version : call_.parameter_versions) version.check();
+  const auto run = [&] { return call_.wrapped->model.forward(inputs); };
+  const auto uncounted = [&] { return call_.runs ? call_.runs->uncounted(run) : run(); };
+  const tape::ModesGuard modes;
+  call_.modes.apply();
+  if (!call_.renormed) return uncounted();
+  // Rows that forward has scaled are not scaled again.
+  coupled::CouplingWatch watch(call_.renormed);
+  const coupled::CouplingWatch::Scope watching(watch);
+  Batch outputs = uncounted();
+  watch.rethrow();
+  return outputs;
+}
+
+void WrapRun::compare(Rows rows, const Batch& outputs) {
+  seam_->compare(rows, parts_.at(rows.begin).numbers, outputs);
+}
+
+at::Tensor WrapRun::gradient(Rows rows, size_t leaf, const at::Tensor& output) const {
+  return seam_->gradient(rows, leaf, output);
+}
+
+void WrapRun::collect(Rows rows, const Batch& inputs) {
+  seam_->collect(rows, inputs);
+}
+
+}  // namespace infinitybatch
