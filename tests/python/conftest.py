@@ -1,3 +1,4 @@
+import gc
 import random
 import sys
 
@@ -26,6 +27,18 @@ def one_thread_one_seed():
     random.seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+def pytest_collection_finish(session):
+    """Modules, tests and torch itself are no garbage: collections need not visit them."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_of_other_tests():
+    """What earlier tests left in cycles goes before a test, not while it counts live bytes."""
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)
