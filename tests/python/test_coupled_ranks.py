@@ -30,7 +30,8 @@ class Gathered(nn.Module):
         return self.of_all(torch.cat(all_gather(z.contiguous())))
 
     def of_all(self, z: torch.Tensor) -> torch.Tensor:
-        return contrastive(z * self.log_scale.exp()) + z.pow(2).mean()
+        # Outside of the normalisation, or the temperature's gradient would be rounding around zero.
+        return contrastive(z) * self.log_scale.exp() + z.pow(2).mean()
 
 
 def batches() -> torch.Tensor:
