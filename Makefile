@@ -2,7 +2,7 @@
 # repeated. Settings: PYTHON, TORCH, TORCH_ROOT, PIP_ARGS, PIP_* (see scripts/setup.sh) and JOBS.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-long bench figures gpu check tidy format asan tsan clean distclean
+.PHONY: help setup build train test test-long bench figures gpu wheels check tidy format asan tsan clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ gpu: setup ## tests and benchmarks on this machine's accelerator; dated results
 figures: setup ## writes the documents' figures and chart from the results that are committed
 	@.venv/bin/python benchmarks/figures.py --write
 
+wheels: setup ## a wheel for each torch and Python that is here, tested in environments of their own
+	@.venv/bin/python scripts/wheels.py $(WHEELS)
+
 check: setup ## formatters and linters; changes nothing
 	@bash scripts/check.sh
 
@@ -49,5 +52,5 @@ tsan: setup ## C++ tests with several threads under ThreadSanitizer
 clean: ## remove build and dist, keep .venv and data
 	rm -rf build dist
 
-distclean: clean ## remove .venv and data too
-	rm -rf .venv data
+distclean: clean ## remove .venv and data that were fetched too
+	rm -rf .venv && git clean -fdqX data

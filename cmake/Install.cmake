@@ -27,6 +27,8 @@ install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/" DESTINATION include COMPONENT
 if(TARGET infinitybatch_cli)
   set_target_properties(infinitybatch_cli PROPERTIES INSTALL_RPATH "$ORIGIN/../lib;${torch_from_lib}")
   install(TARGETS infinitybatch_cli RUNTIME DESTINATION bin COMPONENT ${component})
+  # What `--data digits` means, so that the first command of the README needs nothing else.
+  install(DIRECTORY "${PROJECT_SOURCE_DIR}/data/digits" DESTINATION data COMPONENT ${component})
 endif()
 
 configure_file("${PROJECT_SOURCE_DIR}/cmake/infinitybatch-config.cmake.in"

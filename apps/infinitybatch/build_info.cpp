@@ -3,6 +3,9 @@
 #include <ATen/Version.h>
 #include <torch/headeronly/version.h>
 
+#include <filesystem>
+#include <system_error>
+
 #ifndef INFINITYBATCH_VERSION
 #error "CMake defines INFINITYBATCH_VERSION for this file"
 #endif
@@ -35,11 +38,13 @@ std::string torch_loaded() {
   return config.substr(begin + key.size(), end - begin - key.size());
 }
 
-std::string source_data_folder() {
+std::string data_folder() {
 #ifdef INFINITYBATCH_DATA_DIR
   return INFINITYBATCH_DATA_DIR;
 #else
-  return {};
+  std::error_code ignored;
+  const auto program = std::filesystem::read_symlink("/proc/self/exe", ignored);
+  return (program.parent_path().parent_path() / "data").string();
 #endif
 }
 

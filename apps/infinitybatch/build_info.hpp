@@ -17,7 +17,7 @@ std::string torch_built();
 /// torch does not say.
 std::string torch_loaded();
 
-/// The data folder of the source tree that this program was built from, empty in an installed one.
-std::string source_data_folder();
+/// The data that come with the program: the source tree's `data`, or that of the installed package.
+std::string data_folder();
 
 }  // namespace infinitybatch::app

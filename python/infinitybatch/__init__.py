@@ -13,6 +13,7 @@ the peak stays inside the bytes that you allow.
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 # ruff: isort: off
@@ -60,6 +61,10 @@ from .verify import verify
 from .virtual_batch import MicroBatch, VirtualBatch
 from .windows import Windows, windows
 from .wrap import Wrapped, unwrap, wrap
+
+#: For CMake, as torch.utils.cmake_prefix_path: with it in CMAKE_PREFIX_PATH find_package(infinitybatch)
+#: finds the installed package. Of a checkout use add_subdirectory.
+cmake_prefix_path = str(Path(__file__).parent / "share" / "cmake")
 
 #: Imported when first used: name and the module that has it ("" is a module itself).
 _LATER = {
@@ -129,6 +134,7 @@ __all__ = [
     "batch_dim",
     "bench",
     "callbacks",
+    "cmake_prefix_path",
     "errors",
     "from_batches",
     "from_dataset",

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -205,6 +206,29 @@ def test_console_script_runs_without_importing_torch(installed):
 
 
 @pytest.mark.alone
+def test_the_wheels_name_and_dependency_say_which_torch_it_is_for(wheel, installed):
+    minor = ".".join(version("torch").split(".")[:2])
+    assert f"+torch{minor}-cp{sys.version_info[0]}{sys.version_info[1]}-" in wheel.name
+    required = run(
+        installed,
+        "-c",
+        "from importlib.metadata import requires; print(requires('infinitybatch')[0])",
+    )
+    assert required.strip() == f"torch=={minor}.*"
+
+
+@pytest.mark.alone
+def test_the_wheel_brings_the_data_of_its_first_command(installed, tmp_path):
+    command = [installed.parent / "infinitybatch", "train", "--data", "digits", "--model", "mlp"]
+    done = subprocess.run(
+        [*command, "--epochs", "1", "--width", "8", "--json"],
+        capture_output=True, text=True, env=environment(), check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert '"samples":1438' in done.stdout.replace(" ", "")
+
+
+@pytest.mark.alone
 def test_console_script_without_torch_says_what_to_do(installed):
     link = site_packages(installed) / "torch-of-the-test.pth"
     text = link.read_text()
@@ -241,10 +265,8 @@ def test_find_package_from_a_prefix(prefix):
 @pytest.mark.alone
 def test_find_package_from_the_installed_wheel(installed):
     build = WORK / "consumer-wheel"
-    configure(
-        build, CONSUMER, f"-DPython_EXECUTABLE={installed}",
-        f"-Dinfinitybatch_DIR={site_packages(installed)}/infinitybatch/share/cmake/infinitybatch",
-    )  # fmt: skip
+    prefix = run(installed, "-c", "import infinitybatch as ib; print(ib.cmake_prefix_path)").strip()
+    configure(build, CONSUMER, f"-DPython_EXECUTABLE={installed}", f"-DCMAKE_PREFIX_PATH={prefix}")
     build_and_run_consumer(build)
 
 

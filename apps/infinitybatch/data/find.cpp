@@ -16,9 +16,7 @@ DataPath find_data(const std::string& name) {
     if (const char* folder = std::getenv("INFINITYBATCH_DATA"); folder != nullptr && *folder) {
       result.tried.push_back((fs::path(folder) / name).string());
     }
-    if (const std::string folder = source_data_folder(); !folder.empty()) {
-      result.tried.push_back((fs::path(folder) / name).string());
-    }
+    result.tried.push_back((fs::path(data_folder()) / name).string());
   }
   for (const std::string& path : result.tried) {
     std::error_code ignored;

@@ -1,0 +1,149 @@
+"""Builds a wheel for each torch and Python, and tests each in an environment of its own.
+
+    python scripts/wheels.py [PYTHON=TORCH ...] [--tests FILE ...] [--environments DIR]
+
+    python scripts/wheels.py                                   # every Python and torch that is supported
+    python scripts/wheels.py python3.12=2.12.1 --tests tests/python/test_wrap.py
+
+For each pair it makes an environment with that torch (PIP_ARGS goes to pip: an index of CPU builds
+saves gigabytes), compiles the wheel into dist/, installs it there and runs the tests against what
+was installed, not against the checkout. How long each took and what the
+tests said goes to tests/results/DATE-wheels.md. The exit status is 1 where a wheel fails.
+"""
+
+import argparse
+import datetime
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHONS = ("python3.11", "python3.12", "python3.13")
+TORCHES = ("2.11.0", "2.12.1", "2.13.0")
+NOT_OF_A_WHEEL = ("test_packaging.py", "test_setup.py", "test_documents.py")  # they test a checkout
+
+
+@dataclass
+class Result:
+    python: str
+    torch: str
+    wheel: str
+    seconds: float
+    tests: str
+    passed: bool
+
+
+def run(*command: str | Path, **settings: str) -> None:
+    subprocess.run([str(word) for word in command], check=True, cwd=ROOT, env=os.environ | settings)
+
+
+def environment(folder: Path, python: str) -> Path:
+    """Its interpreter."""
+    if not (folder / "bin" / "python").exists():
+        run(python, "-m", "venv", folder)
+    return folder / "bin" / "python"
+
+
+def pip(python: Path, *arguments: str | Path) -> None:
+    run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check",
+        *shlex.split(os.environ.get("PIP_ARGS", "")), *arguments)  # fmt: skip
+
+
+def build(python: Path, torch: str) -> tuple[Path, float]:
+    """The wheel and the seconds that compiling it took."""
+    pip(python, f"torch=={torch}", "scikit-build-core", "ninja")
+    out = ROOT / "build" / "wheels" / "new"
+    shutil.rmtree(out, ignore_errors=True)
+    begin = time.monotonic()
+    run(
+        python, "-m", "pip", "wheel", ROOT, "-q", "--no-build-isolation", "--no-deps",
+        "--wheel-dir", out, f"--config-settings=build-dir={python.parents[1]}-build",
+    )  # fmt: skip
+    seconds = time.monotonic() - begin
+    (wheel,) = out.glob("*.whl")
+    (ROOT / "dist").mkdir(exist_ok=True)
+    return Path(shutil.move(wheel, ROOT / "dist" / wheel.name)), seconds
+
+
+def test(python: Path, wheel: Path, files: list[str]) -> tuple[str, bool]:
+    """What pytest's last line says of the installed wheel, and whether all is well."""
+    pip(python, "--force-reinstall", "--no-deps", wheel)
+    for requirements in ("requirements-dev.txt", "requirements-loops.txt"):
+        pip(python, "-r", ROOT / requirements)
+    settings = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "INFINITYBATCH_BUILD_DIR", "INFINITYBATCH_CLI")
+    }
+    settings["INFINITYBATCH_CLI"] = str(python.parent / "infinitybatch")
+    settings["OMP_WAIT_POLICY"] = "passive"
+    command = [python, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadfile", "-m", "not alone"]
+    ignored = [f"--ignore=tests/python/{name}" for name in NOT_OF_A_WHEEL]
+    done = subprocess.run(
+        [str(word) for word in (*command, *ignored, *(files or ["tests/python", "tests/fuzz"]))],
+        cwd=ROOT, env=settings, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    print("\n".join(line for line in lines if line.startswith(("FAILED", "ERROR"))) or lines[-1])
+    return re.sub(r"^=+ | =+$", "", lines[-1]), done.returncode == 0
+
+
+def page(results: list[Result], command: str) -> str:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    rows = [
+        f"| {r.python} | {r.torch} | `{r.wheel}` | {r.seconds:.0f} | {r.tests} |" for r in results
+    ]
+    return "\n".join((
+        "# Wheels", "",
+        f"{datetime.date.today()}, commit {commit}, {os.cpu_count()} cores: `{command}`", "",
+        "| Python | torch | wheel | seconds to build | tests of the installed wheel |",
+        "|---|---|---|---|---|", *rows, "",
+    ))  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pairs", nargs="*", metavar="PYTHON=TORCH")
+    parser.add_argument("--tests", nargs="*", default=[], metavar="FILE", help="instead of all")
+    parser.add_argument(
+        "--environments", type=Path, default=ROOT / "build" / "wheels", help="where they are kept"
+    )
+    arguments = parser.parse_args()
+    pairs = [pair.split("=", 1) for pair in arguments.pairs]
+    if any(len(pair) != 2 for pair in pairs):
+        parser.error("a pair is PYTHON=TORCH, as python3.12=2.12.1")
+    if not pairs:
+        missing = [python for python in PYTHONS if not shutil.which(python)]
+        if missing:
+            print(f"not on PATH, left out: {', '.join(missing)}", file=sys.stderr)
+        pairs = [[p, torch] for p in PYTHONS if p not in missing for torch in TORCHES]
+    results = []
+    for python, torch in pairs:
+        print(f"==> {python}, torch {torch}", flush=True)
+        folder = arguments.environments.resolve() / f"{Path(python).name}-torch{torch}"
+        interpreter = environment(folder, python)
+        wheel, seconds = build(interpreter, torch)
+        said, passed = test(interpreter, wheel, arguments.tests)
+        results.append(Result(Path(python).name, torch, wheel.name, seconds, said, passed))
+    out = ROOT / "tests" / "results" / f"{datetime.date.today()}-wheels.md"
+    out.write_text(page(results, shlex.join(["python", "scripts/wheels.py", *sys.argv[1:]])))
+    print(out.read_text())
+    return 0 if all(result.passed for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
