@@ -151,9 +151,16 @@ def test_no_such_suite_is_said_in_one_line(tmp_path):
 def test_peers_that_were_only_beside_an_environment_are_missed(tmp_path, monkeypatch):
     from peers import environment
 
-    wanted = tmp_path / "requirements.txt"
-    monkeypatch.setattr(environment, "REQUIREMENTS", wanted)
+    monkeypatch.setattr(environment, "HERE", tmp_path)
+    wanted, alone = tmp_path / "some.txt", tmp_path / "some-alone.txt"
+
+    def complete():
+        return environment.is_complete(Path(sys.executable), environment.requirements("some"))
+
     wanted.write_text(f"# beside torch\ntorch=={torch.__version__}\n")
-    assert environment.is_complete(Path(sys.executable))
+    assert complete()
+    alone.write_text("no-such-peer==1.0\n")
+    assert not complete()
+    alone.unlink()
     wanted.write_text(f"torch=={torch.__version__}\nno-such-peer==1.0\n")
-    assert not environment.is_complete(Path(sys.executable))
+    assert not complete()
