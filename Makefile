@@ -25,6 +25,11 @@ test-long: setup ## every test with the long variants (full fault tables and swe
 bench: setup ## benchmarks against native training; results under benchmarks/results
 	@bash scripts/bench.sh
 
+.PHONY: trainers
+trainers: setup ## measures the gradients of other trainers and writes docs/every-trainer.md
+	@bash scripts/bench.sh trainers --threads 1
+	@.venv/bin/python benchmarks/figures.py --write
+
 gpu: setup ## tests and benchmarks on this machine's accelerator; dated results
 	@bash scripts/accelerator.sh
 

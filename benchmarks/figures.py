@@ -16,12 +16,14 @@ import chart
 import costs
 import listed
 from quoted import NotToBeQuoted
+from trainers import page
 
 ROOT = Path(__file__).resolve().parents[1]
 #: By document and the name in its markers.
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"reach": chart.sentence, "short costs": costs.short},
     "docs/costs.md": {"costs": costs.whole},
+    "docs/every-trainer.md": {"trainers": page.table},
     "docs/exactness.md": {"families": listed.families},
 }
 

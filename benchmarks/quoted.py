@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,6 +45,7 @@ class Quoted:
 
     source: str
     runs: list[Mapping[str, Any]]
+    report: Mapping[str, Any] = field(default_factory=dict)  #: date, commit, command, machine
 
     @property
     def run(self) -> Mapping[str, Any]:
@@ -108,7 +109,7 @@ def latest(suite: str, threads: int = 1, folder: Path = RESULTS) -> Quoted:
         if why := next((why for run in runs if (why := doubts(report, run))), ""):
             reasons.append(f"{path.name}: {why}")
         else:
-            found.append((when(report), path.name, Quoted(path.name, runs)))
+            found.append((when(report), path.name, Quoted(path.name, runs, report)))
     if not found:
         raise NotToBeQuoted(
             f"no run of {suite} with {setting} can be quoted"

@@ -33,6 +33,7 @@ MODULES = {
     "heads": "heads",
     "mnist": "data_set",
     "reach": "reach",
+    "trainers": "trainers",
 }
 ROUNDS = {
     "time": 15,
@@ -46,6 +47,7 @@ ROUNDS = {
     "heads": 7,
     "mnist": 7,
     "reach": 1,
+    "trainers": 1,
 }
 UNTUNED = {
     "time": 3,
@@ -59,8 +61,10 @@ UNTUNED = {
     "heads": 0,
     "mnist": 0,
     "reach": 0,
+    "trainers": 0,
 }  # rounds with malloc as it is by default
-WITH_PEERS = ("loop", "coupled", "losses")
+#: The peers of a suite, by the file beside peers/environment.py that lists them.
+WITH_PEERS = dict.fromkeys(("loop", "coupled", "losses"), "peers") | {"trainers": "trainers"}
 #: Processes for each setting, whose spread is shown: luck in where memory lies lasts for a process,
 #: so many short processes tell more than few long ones.
 PROCESSES = {"coupled": 5, "losses": 5}
@@ -235,11 +239,9 @@ def peers_python(options: argparse.Namespace, suite: str) -> tuple[Path, str]:
         return Path(sys.executable), "--no-peers was given"
     from peers.environment import prepare
 
-    folder = HERE.parent / "build" / "peers"
-    print(
-        f"{suite}: peers/requirements.txt goes into {folder.relative_to(HERE.parent)}", flush=True
-    )
-    python, reason = prepare(folder)
+    listed = WITH_PEERS[suite]
+    print(f"{suite}: peers/{listed}.txt goes into build/{listed}", flush=True)
+    python, reason = prepare(HERE.parent / "build" / listed, listed)
     if python is None:
         print(f"{suite}: peers could not be installed, going on without them: {reason}", flush=True)
     return python or Path(sys.executable), reason

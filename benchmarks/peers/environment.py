@@ -8,7 +8,7 @@ import sys
 import venv
 from pathlib import Path
 
-REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+HERE = Path(__file__).parent
 LINES_OF_REASON = 6
 
 
@@ -22,26 +22,40 @@ def python_of(folder: Path) -> Path:
     return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
 
 
-def is_complete(python: Path) -> bool:
+def requirements(listed: str) -> list[Path]:
+    """What pip installs with all that it needs, and what alone: its own needs name another torch."""
+    files = [HERE / f"{listed}.txt", HERE / f"{listed}-alone.txt"]
+    return [file for file in files if file.exists()]
+
+
+def is_complete(python: Path, files: list[Path]) -> bool:
     """Whether all peers are there: some may have been the parent's, which is another one now."""
-    lines = REQUIREMENTS.read_text().splitlines()
+    lines = [line for file in files for line in file.read_text().splitlines()]
     names = [line.split("==")[0] for line in lines if "==" in line]
     ask = f"import importlib.metadata as m; [m.version(name) for name in {names}]"
     return subprocess.run([python, "-c", ask], capture_output=True).returncode == 0
 
 
-def prepare(folder: Path) -> tuple[Path | None, str]:
+def prepare(folder: Path, listed: str) -> tuple[Path | None, str]:
     """Installs what is missing.
+
+    Args:
+        listed: the name of a list of peers beside this file.
 
     Returns:
         The environment's interpreter and "", or None and the reason in one line.
     """
-    wanted = REQUIREMENTS.read_text() + importlib.metadata.version("torch") + sys.version
+    files = requirements(listed)
+    wanted = (
+        "".join(file.read_text() for file in files)
+        + importlib.metadata.version("torch")
+        + sys.version
+    )
     stamp = folder / ".installed"
     digest = hashlib.sha256(wanted.encode()).hexdigest()
     python = python_of(folder)
     done = python.exists() and stamp.exists() and stamp.read_text() == digest
-    if done and is_complete(python):
+    if done and is_complete(python, files):
         return python, ""
     try:
         venv.create(folder, with_pip=True, clear=True)
@@ -51,13 +65,13 @@ def prepare(folder: Path) -> tuple[Path | None, str]:
         torch_stays = folder / "constraints.txt"
         torch_stays.write_text(f"torch=={importlib.metadata.version('torch').split('+')[0]}\n")
         install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        install += ["-c", torch_stays, "-r", REQUIREMENTS]
-        subprocess.run(install, capture_output=True, text=True, check=True)
+        for file, how in zip(files, (["-c", torch_stays], ["--no-deps"]), strict=False):
+            subprocess.run([*install, *how, "-r", file], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
         wrong = [line for line in said if line.startswith("ERROR")] or said
         return None, " ".join(wrong[-LINES_OF_REASON:])
-    if not is_complete(python):
+    if not is_complete(python, files):
         return None, "pip installed them, and they are not there"
     stamp.write_text(digest)
     return python, ""

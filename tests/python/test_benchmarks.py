@@ -104,7 +104,7 @@ def test_sizes_of_the_sweep_are_all_that_there_are():
     assert grid_sizes(10) == [1, 2, 3, 4, 5, 7, 9]
 
 
-SUITES = "time loop budget coupled tape batchnorm sample losses heads mnist".split()
+SUITES = "time loop budget coupled tape batchnorm sample losses heads mnist trainers".split()
 #: Every one takes two minutes with others beside it.
 RUN = SUITES if LONG else "time budget coupled batchnorm heads".split()
 
@@ -151,9 +151,16 @@ def test_no_such_suite_is_said_in_one_line(tmp_path):
 def test_peers_that_were_only_beside_an_environment_are_missed(tmp_path, monkeypatch):
     from peers import environment
 
-    wanted = tmp_path / "requirements.txt"
-    monkeypatch.setattr(environment, "REQUIREMENTS", wanted)
+    monkeypatch.setattr(environment, "HERE", tmp_path)
+    wanted, alone = tmp_path / "some.txt", tmp_path / "some-alone.txt"
+
+    def complete():
+        return environment.is_complete(Path(sys.executable), environment.requirements("some"))
+
     wanted.write_text(f"# beside torch\ntorch=={torch.__version__}\n")
-    assert environment.is_complete(Path(sys.executable))
+    assert complete()
+    alone.write_text("no-such-peer==1.0\n")
+    assert not complete()
+    alone.unlink()
     wanted.write_text(f"torch=={torch.__version__}\nno-such-peer==1.0\n")
-    assert not environment.is_complete(Path(sys.executable))
+    assert not complete()
