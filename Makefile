@@ -2,7 +2,7 @@
 # repeated. Settings: PYTHON, TORCH, TORCH_ROOT, PIP_ARGS, PIP_* (see scripts/setup.sh) and JOBS.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-long bench figures gpu check tidy format asan tsan clean distclean
+.PHONY: help setup build train test test-long bench figures docs gpu check tidy format asan tsan clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ gpu: setup ## tests and benchmarks on this machine's accelerator; dated results
 
 figures: setup ## writes the documents' figures and chart from the results that are committed
 	@.venv/bin/python benchmarks/figures.py --write
+
+docs: build ## the site of all documents and both languages' reference, in build/docs
+	@bash scripts/docs.sh
 
 check: setup ## formatters and linters; changes nothing
 	@bash scripts/check.sh

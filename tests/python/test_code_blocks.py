@@ -1,0 +1,120 @@
+"""Every block of Python in every document runs as it is printed, page by page, from its top.
+
+A diff runs as what it makes. Comments in front of a block, which readers do not see:
+
+    <!-- run              code that runs at this place: a set-up, or what must be true by now
+    assert steps == 3
+    -->
+    <!-- run: file.py --> the same, from a file of the repository
+    <!-- needs: keras --> the blocks from here on run where this package can be imported
+    <!-- not run: why --> the next block is only parsed
+"""
+
+import ast
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    if "docs/site" not in str(path)
+)
+PIECE = re.compile(
+    r"^<!-- run\n(?P<hidden>.*?)^-->$|^<!-- run: (?P<file>\S+) -->$|^<!-- needs: (?P<needs>[\w.]+) -->$"
+    r"|^<!-- not run: (?P<reason>[^\n]+) -->$|^ *```(?P<kind>python|diff)\n(?P<shown>.*?)^ *```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code of a page, and why it does not run, if it does not."""
+
+    line: int
+    code: str
+    not_run: str = ""
+
+
+def blocks(text: str) -> list[Block]:
+    found: list[Block] = []
+    missing, reason = "", ""
+    for piece in PIECE.finditer(text):
+        line = text.count("\n", 0, piece.start()) + 2  # of the code, behind the fence
+        if needs := piece["needs"]:
+            if importlib.util.find_spec(needs) is None:
+                missing = missing or f"{needs} is not installed"
+        elif piece["reason"]:
+            reason = piece["reason"]
+        elif piece["hidden"] is not None or piece["file"]:
+            code = piece["hidden"] or (ROOT / piece["file"]).read_text()
+            found.append(Block(line, code, missing))
+        else:
+            code = piece["shown"]
+            if piece["kind"] == "diff":  # its new side, on the same lines
+                code = re.sub(r"^-.*$", "", code, flags=re.MULTILINE)
+                code = re.sub(r"^[ +]", "", code, flags=re.MULTILINE)
+            found.append(Block(line, code, reason or missing))
+            reason = ""
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks((ROOT / page).read_text())])
+def test_the_code_of_a_page_runs(
+    page: str, subtests: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks((ROOT / page).read_text()):
+        # Lines of a traceback are those of the page.
+        code = "\n" * (block.line - 1) + block.code
+        if block.not_run:
+            ast.parse(code, page)
+            with subtests.test(line=block.line):
+                pytest.skip(f"{page}:{block.line}: {block.not_run}")
+        else:
+            exec(compile(code, page, "exec"), names)
+
+
+def test_blocks_and_comments_are_found() -> None:
+    text = """
+<!-- run
+x = 1
+-->
+```python
+x += 1
+```
+<!-- not run: a fragment -->
+```python
+...
+```
+```diff
+-x = 7
++x += 40
+ assert x == 42
+```
+<!-- needs: no_such_package -->
+```python
+import no_such_package
+```
+"""
+    found = blocks(text)
+    assert [block.line for block in found] == [3, 6, 10, 13, 19]
+    assert [block.not_run for block in found] == [
+        "", "", "a fragment", "", "no_such_package is not installed",
+    ]  # fmt: skip
+    names: dict[str, Any] = {}
+    for block in found[:2] + found[3:4]:
+        exec(block.code, names)
+    assert names["x"] == 42
+    every = sum(
+        len(re.findall(r"^ *```python$", (ROOT / page).read_text(), re.MULTILINE)) for page in PAGES
+    )
+    assert every >= 14, "blocks of the documents are found"
