@@ -6,7 +6,7 @@ A diff runs as what it makes. Comments in front of a block, which readers do not
     assert steps == 3
     -->
     <!-- run: file.py --> the same, from a file of the repository
-    <!-- needs: keras --> the blocks from here on run where this package can be imported
+    <!-- needs: keras --> the blocks up to the next heading run where it can be imported
     <!-- not run: why --> the next block is only parsed
 """
 
@@ -27,7 +27,7 @@ PAGES = sorted(
     if "docs/site" not in str(path)
 )
 PIECE = re.compile(
-    r"^<!-- run\n(?P<hidden>.*?)^-->$|^<!-- run: (?P<file>\S+) -->$|^<!-- needs: (?P<needs>[\w.]+) -->$"
+    r"^(?P<heading>#+) |^<!-- run\n(?P<hidden>.*?)^-->$|^<!-- run: (?P<file>\S+) -->$|^<!-- needs: (?P<needs>[\w.]+) -->$"
     r"|^<!-- not run: (?P<reason>[^\n]+) -->$|^ *```(?P<kind>python|diff)\n(?P<shown>.*?)^ *```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -47,7 +47,9 @@ def blocks(text: str) -> list[Block]:
     missing, reason = "", ""
     for piece in PIECE.finditer(text):
         line = text.count("\n", 0, piece.start()) + 2  # of the code, behind the fence
-        if needs := piece["needs"]:
+        if piece["heading"]:
+            missing = ""
+        elif needs := piece["needs"]:
             if importlib.util.find_spec(needs) is None:
                 missing = missing or f"{needs} is not installed"
         elif piece["reason"]:
@@ -77,7 +79,7 @@ def test_the_code_of_a_page_runs(
         code = "\n" * (block.line - 1) + block.code
         if block.not_run:
             ast.parse(code, page)
-            with subtests.test(line=block.line):
+            with subtests.test():
                 pytest.skip(f"{page}:{block.line}: {block.not_run}")
         else:
             exec(compile(code, page, "exec"), names)
@@ -104,11 +106,16 @@ x += 1
 ```python
 import no_such_package
 ```
+# Another heading
+```python
+# no heading
+pass
+```
 """
     found = blocks(text)
-    assert [block.line for block in found] == [3, 6, 10, 13, 19]
+    assert [block.line for block in found] == [3, 6, 10, 13, 19, 23]
     assert [block.not_run for block in found] == [
-        "", "", "a fragment", "", "no_such_package is not installed",
+        "", "", "a fragment", "", "no_such_package is not installed", "",
     ]  # fmt: skip
     names: dict[str, Any] = {}
     for block in found[:2] + found[3:4]:
