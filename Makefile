@@ -28,8 +28,9 @@ bench: setup ## benchmarks against native training; results under benchmarks/res
 gpu: setup ## tests and benchmarks on this machine's accelerator; dated results
 	@bash scripts/accelerator.sh
 
-figures: setup ## writes the documents' figures and chart from the results that are committed
+figures: setup ## writes what documents quote: figures and chart of committed results, errors of the sources
 	@.venv/bin/python benchmarks/figures.py --write
+	@.venv/bin/python scripts/errors_page.py --write
 
 docs: build ## the site of all documents and both languages' reference, in build/docs
 	@bash scripts/docs.sh

@@ -7,6 +7,7 @@ import textwrap
 from itertools import takewhile
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
@@ -48,6 +49,7 @@ python_use_unqualified_type_names = True
 breathe_projects = {"infinitybatch": str(ROOT / "build/doxygen/xml")}
 breathe_default_project = "infinitybatch"
 breathe_show_include = False
+suppress_warnings = ["duplicate_declaration.cpp"]  # each header opens the namespace
 cpp_index_common_prefix = ["infinitybatch::"]
 
 html_theme = "furo"
@@ -144,18 +146,20 @@ def on_bases(app: Sphinx, name: str, item: object, options: object, bases: list[
 def on_member(app: Sphinx, what: str, name: str, item: object, skip: bool, options: object) -> bool:
     """Errors stand under infinitybatch.errors alone."""
     current = app.env.temp_data.get("autodoc:module") or app.env.ref_context.get("py:module")
-    is_error = isinstance(item, type) and issubclass(item, BaseException)
+    is_error = getattr(item, "__module__", "") == "infinitybatch.errors"
     return skip or (is_error and current == "infinitybatch")
 
 
 def on_finish(app: Sphinx, error: Exception | None) -> None:
     if error is None:
         known = {name for name, *_ in app.env.get_domain("py").get_objects()}
-        public = importlib.import_module("infinitybatch").__all__
+        package = importlib.import_module("infinitybatch")
+        public = [name for name in package.__all__ if not name.startswith("__")]
+        named = {name: getattr(getattr(package, name), "__name__", name) for name in public}
         missing = [
             name
-            for name in public
-            if not {f"infinitybatch.{name}", f"infinitybatch.errors.{name}"} & known
+            for name, own in named.items()
+            if not {own, f"infinitybatch.{name}", f"infinitybatch.errors.{own}"} & known
         ]
         if missing:
             raise ExtensionError(f"docs/api/python.md has no entry for {', '.join(missing)}")
@@ -175,7 +179,32 @@ def on_source(app: Sphinx, document: str, content: list[str]) -> None:
     content[0] += "\n".join(parts)
 
 
+def on_inited(app: Sphinx) -> None:
+    """Private members are in Doxygen's XML whatever its settings say."""
+    private = re.compile(r"<sectiondef kind=\"private-.*?</sectiondef>", re.DOTALL)
+    for file in Path(breathe_projects["infinitybatch"]).glob("*.xml"):
+        text = file.read_text()
+        if private.search(text):
+            file.write_text(private.sub("", text))
+
+
+def on_resolved(app: Sphinx, doctree: nodes.document, document: str) -> None:
+    """Paths in tables may be broken behind a slash."""
+    for entry in doctree.findall(nodes.entry):
+        for code in list(entry.findall(nodes.literal)):
+            first, *rest = code.astext().split("/")
+            if rest and len(code.children) == 1:
+                pieces = [nodes.Text(first)]
+                for name in rest:
+                    pieces += [nodes.Text("/"), nodes.raw("", "<wbr>", format="html")]
+                    pieces.append(nodes.Text(name))
+                code.children = []
+                code += pieces
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("builder-inited", on_inited)
+    app.connect("doctree-resolved", on_resolved)
     app.connect("autodoc-process-docstring", on_docstring, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", on_signature)
     app.connect("autodoc-process-bases", on_bases)

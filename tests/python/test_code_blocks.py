@@ -1,6 +1,7 @@
 """Every block of Python in every document runs as it is printed, page by page, from its top.
 
-A diff runs as what it makes. Comments in front of a block, which readers do not see:
+A diff runs as what it makes where a set-up stands in front of it; else it is one of a reader's own
+code, and is only parsed. Comments in front of a block, which readers do not see:
 
     <!-- run              code that runs at this place: a set-up, or what must be true by now
     assert steps == 3
@@ -44,7 +45,7 @@ class Block:
 
 def blocks(text: str) -> list[Block]:
     found: list[Block] = []
-    missing, reason = "", ""
+    missing, reason, is_set_up = "", "", False
     for piece in PIECE.finditer(text):
         line = text.count("\n", 0, piece.start()) + 2  # of the code, behind the fence
         if piece["heading"]:
@@ -57,13 +58,17 @@ def blocks(text: str) -> list[Block]:
         elif piece["hidden"] is not None or piece["file"]:
             code = piece["hidden"] or (ROOT / piece["file"]).read_text()
             found.append(Block(line, code, missing))
+            is_set_up = True
+            continue
         else:
             code = piece["shown"]
             if piece["kind"] == "diff":  # its new side, on the same lines
                 code = re.sub(r"^-.*$", "", code, flags=re.MULTILINE)
                 code = re.sub(r"^[ +]", "", code, flags=re.MULTILINE)
+                reason = reason or ("" if is_set_up else "a diff of your own code")
             found.append(Block(line, code, reason or missing))
             reason = ""
+        is_set_up = False
     return found
 
 
@@ -97,10 +102,16 @@ x += 1
 ```python
 ...
 ```
+<!-- run
+before = x
+-->
 ```diff
 -x = 7
-+x += 40
++x += before + 38
  assert x == 42
+```
+```diff
++yours = wrap(yours)
 ```
 <!-- needs: no_such_package -->
 ```python
@@ -113,12 +124,12 @@ pass
 ```
 """
     found = blocks(text)
-    assert [block.line for block in found] == [3, 6, 10, 13, 19, 23]
+    assert [block.line for block in found] == [3, 6, 10, 13, 16, 21, 25, 29]
     assert [block.not_run for block in found] == [
-        "", "", "a fragment", "", "no_such_package is not installed", "",
+        "", "", "a fragment", "", "", "a diff of your own code", "no_such_package is not installed", "",
     ]  # fmt: skip
     names: dict[str, Any] = {}
-    for block in found[:2] + found[3:4]:
+    for block in found[:2] + found[3:5]:
         exec(block.code, names)
     assert names["x"] == 42
     every = sum(
