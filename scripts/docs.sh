@@ -7,7 +7,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 cd "$ROOT"
-say "make docs: installs Sphinx and its like into .venv (requirements-docs.txt, about 60 MB) and the"
+say "make docs: installs Sphinx and its like into .venv (requirements-docs.txt) and the"
 note "system package doxygen, where they are missing; builds the site in build/docs."
 command -v doxygen >/dev/null || install_packages doxygen
 stamp="$VENV/.infinitybatch-docs"
