@@ -9,11 +9,14 @@ code, and is only parsed. Comments in front of a block, which readers do not see
     <!-- run: file.py --> the same, from a file of the repository
     <!-- needs: keras --> the blocks up to the next heading run where it can be imported
     <!-- not run: why --> the next block is only parsed
+    <!-- run by: test.py --> that test of the repository runs the page, beside native training, say
 """
 
 import ast
+import gc
 import importlib.util
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,14 +75,43 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks((ROOT / page).read_text())])
+def run_by(text: str) -> str:
+    """The test that runs a page in place of this file; empty for most."""
+    found = re.search(r"^<!-- run by: (\S+) -->$", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
+OTHERS = {page: run_by(text) for page, text in TEXTS.items() if run_by(text)}
+
+
+@pytest.mark.parametrize("page", OTHERS)
+def test_a_page_that_another_test_runs_is_named_there(page: str) -> None:
+    assert Path(page).stem in (ROOT / OTHERS[page]).read_text()
+    for block in blocks(TEXTS[page]):
+        ast.parse(block.code, page)
+
+
+@pytest.fixture
+def names() -> Iterator[dict[str, Any]]:
+    """Of a page; what its objects hold is gone before another one's budget counts what is there."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    yield names
+    names.clear()
+    gc.collect()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(TEXTS[p]) and p not in OTHERS])
 def test_the_code_of_a_page_runs(
-    page: str, subtests: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str,
+    names: dict[str, Any],
+    subtests: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for block in blocks((ROOT / page).read_text()):
+    for block in blocks(TEXTS[page]):
         # Lines of a traceback are those of the page.
         code = "\n" * (block.line - 1) + block.code
         if block.not_run:
@@ -132,7 +164,5 @@ pass
     for block in found[:2] + found[3:5]:
         exec(block.code, names)
     assert names["x"] == 42
-    every = sum(
-        len(re.findall(r"^ *```python$", (ROOT / page).read_text(), re.MULTILINE)) for page in PAGES
-    )
+    every = sum(len(re.findall(r"^ *```python$", text, re.MULTILINE)) for text in TEXTS.values())
     assert every >= 14, "blocks of the documents are found"
