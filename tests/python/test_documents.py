@@ -83,6 +83,16 @@ def test_every_link_leads_somewhere(document):
         assert link.startswith("https://") or (file.parent / link).exists(), link
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_cpp_of_documents_is_what_tests_compile(document):
+    """README's is an example that is built; of fragments every name is used in a test of C++."""
+    compiled = "".join(file.read_text() for file in sources("tests/cpp", "examples"))
+    for block in re.findall(r"^```cpp\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S):
+        names = re.findall(r"\bib::([\w:]+)|\.(\w+)\(", block)
+        missing = {name for pair in names for name in pair if name and name not in compiled}
+        assert names and not missing, missing
+
+
 def test_readme_shows_no_output_that_was_typed():
     """What a command prints is not in README; what `make train` demands is what it says."""
     readme = (ROOT / "README.md").read_text()
