@@ -170,7 +170,9 @@ def on_source(app: Sphinx, document: str, content: list[str]) -> None:
     if document != "docs/api/cpp":
         return
     parts = []
-    for folder in sorted(path for path in INCLUDE.iterdir() if path.is_dir()):
+    folders = [path for path in INCLUDE.iterdir() if path.is_dir()]
+    first = ("step", "train")  # what most programs call
+    for folder in sorted(folders, key=lambda path: (path.name not in first, path.name)):
         parts.append(f"## {folder.name}\n")
         for header in sorted(folder.glob("*.hpp")):
             if "///" in header.read_text():  # else it has nothing to tell
