@@ -2,7 +2,7 @@
 # repeated. Settings: PYTHON, TORCH, TORCH_ROOT, PIP_ARGS, PIP_* (see scripts/setup.sh) and JOBS.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build train test test-long bench figures gpu wheels check tidy format asan tsan clean distclean
+.PHONY: help setup build train test test-long bench trainers figures docs gpu wheels check tidy format asan tsan clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,7 +25,6 @@ test-long: setup ## every test with the long variants (full fault tables and swe
 bench: setup ## benchmarks against native training; results under benchmarks/results
 	@bash scripts/bench.sh
 
-.PHONY: trainers
 trainers: setup ## measures the gradients of other trainers and writes docs/every-trainer.md
 	@bash scripts/bench.sh trainers --threads 1
 	@.venv/bin/python benchmarks/figures.py --write
@@ -33,8 +32,12 @@ trainers: setup ## measures the gradients of other trainers and writes docs/ever
 gpu: setup ## tests and benchmarks on this machine's accelerator; dated results
 	@bash scripts/accelerator.sh
 
-figures: setup ## writes the documents' figures and chart from the results that are committed
+figures: setup ## writes what documents quote: figures and chart of committed results, errors of the sources
 	@.venv/bin/python benchmarks/figures.py --write
+	@.venv/bin/python scripts/errors_page.py --write
+
+docs: build ## the site of all documents and both languages' reference, in build/docs
+	@bash scripts/docs.sh
 
 wheels: setup ## a wheel for each torch and Python that is here, tested in environments of their own
 	@.venv/bin/python scripts/wheels.py $(WHEELS)

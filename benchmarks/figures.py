@@ -41,7 +41,8 @@ def replaced(document: str, parts: dict[str, Callable[[], str]]) -> str:
         if document.count(begin) != 1 or document.count(end) != 1:
             raise ValueError(f"the document needs {begin} and {end} once each")
         before, rest = document.split(begin)
-        document = before + begin + part() + end + rest.split(end)[1]
+        # On lines of their own: what stands behind a comment on its line is no Markdown.
+        document = f"{before}{begin}\n\n{part().strip()}\n\n{end}{rest.split(end)[1]}"
     return document
 
 

@@ -50,5 +50,5 @@ def families() -> str:
     ]
     return (
         f"In fp64 beside the native whole batch, by streaming and by `wrap`: {'; '.join(lists)}. Of "
-        f"the Hugging Face ones {replay} replay, the others run twice"
+        f"the Hugging Face ones {replay} replay, the others run twice."
     )

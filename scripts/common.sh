@@ -14,6 +14,21 @@ fail() {
   exit 1
 }
 
+# Debian packages, by root or through sudo.
+install_packages() {
+  local sudo=()
+  if ! command -v apt-get >/dev/null; then
+    fail "these are missing and this is no Debian or Ubuntu: $*. Install them by your system's" \
+      "names for them, then run this again."
+  fi
+  if [ "$(id -u)" -ne 0 ]; then
+    command -v sudo >/dev/null || fail "as root, please: apt-get install $*"
+    sudo=(sudo)
+  fi
+  "${sudo[@]}" apt-get update -qq
+  "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@"
+}
+
 # How many compilers may run at once: one a core, but each wants up to 2 GB of memory.
 jobs_for_this_machine() {
   if [ -n "${JOBS:-}" ]; then

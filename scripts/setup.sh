@@ -90,20 +90,6 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     echo "$version-dev"
 }
 
-install_packages() {
-  local sudo=()
-  if ! command -v apt-get >/dev/null; then
-    fail "these are missing and this is no Debian or Ubuntu: $*. Install them by your system's" \
-      "names for them, then run this again."
-  fi
-  if [ "$(id -u)" -ne 0 ]; then
-    command -v sudo >/dev/null || fail "as root, please: apt-get install $*"
-    sudo=(sudo)
-  fi
-  "${sudo[@]}" apt-get update -qq
-  "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@"
-}
-
 # ---- The environment ---------------------------------------------------------------------------
 
 python="$(choose_python)"

@@ -124,6 +124,8 @@ LONGEST = (
     "test_predictions.py",
     "test_wrap_budget.py",
     "test_golden.py",
+    "test_notebooks.py",
+    "test_code_blocks.py",
     "test_coupled_transaction.py",
     "test_benchmarks.py",
     "test_command_line.py",

@@ -1,7 +1,8 @@
 """Every error of this library. Each message carries numbers and a way out.
 
 Exceptions of the model, the loss, hooks and callbacks are no concern of these classes: they come
-back as the very objects that were raised.
+back as the very objects that were raised. `docs/errors.md` is made of these docstrings: what it is,
+when it comes, "Way out:".
 """
 
 import torch
@@ -31,23 +32,55 @@ def __dir__() -> list[str]:
 
 
 class Error(RuntimeError):
-    """Base of every error that this library raises."""
+    """Base of every error that this library raises.
+
+    Comes as one of the classes below.
+
+    Way out: `except ib.Error` catches them all and nothing else.
+    """
 
 
 class InvalidArgument(Error, ValueError):
-    """An argument whose value cannot be used."""
+    """An argument whose value cannot be used.
+
+    Comes where the call is made, before anything runs: a size below 1, a text that is not a valid
+    memory budget, options that contradict each other.
+
+    Way out: the message names the argument, the value and what is expected.
+    """
 
 
 class InvalidType(Error, TypeError):
-    """An argument of a type that cannot be used."""
+    """An argument of a type that cannot be used.
+
+    Comes where the call is made, before anything runs: a class in place of a module, an optimizer
+    that is none of torch.optim.
+
+    Way out: the message names the argument, its type and what is expected.
+    """
 
 
 class BatchError(InvalidArgument):
-    """A batch that cannot be split; the message names the leaf, as in ``inputs['mask']``."""
+    """A batch that cannot be split; the message names the leaf, as in `inputs['mask']`.
+
+    Comes where inputs, targets or outputs have no dimension that is known to be the samples', or
+    differ in their number of samples: a list with one entry for each sample, a mask that all
+    samples share, outputs that are one number.
+
+    Way out: `ib.batch_dim(mask, 1)` says where samples lie, `ib.shared(mask)` that all samples see
+    it whole, `reduce="mean"` of `wrap` what one number is.
+    """
 
 
 class CouplingError(Error):
-    """Something couples samples, so that micro-batches alone cannot give the exact gradient."""
+    """An op combines samples, so that micro-batches alone cannot give the exact gradient.
+
+    Comes where one sample's output depends on others in the batch and the budget does not hold the
+    whole batch at once: `x - x.mean(0)`, BatchNorm beside an `autograd.Function`. `op` names it.
+
+    Way out: `ib.across_batch(fn, x)` around the op, a budget that holds the whole batch, or
+    `batch_coupling="per_micro_batch"` to accept another gradient.
+    """
 
     #: What couples the samples: an operator ("aten::batch_norm") or a buffer's name.
     op: str
@@ -58,15 +91,34 @@ class CouplingError(Error):
 
 
 class Unsupported(Error):
-    """A model or a call for which no exact way is known yet."""
+    """A model or a call for which no exact way is known yet.
+
+    Comes for transforms of torch.func, FSDP or DDP inside of the model, a forward that gives other
+    values when it runs again, `create_graph=True`.
+
+    Way out: the message has the one for each case; docs/limits.md lists them.
+    """
 
 
 class StateError(Error):
-    """A call at the wrong moment: under ``no_grad``, while another step runs on the same model."""
+    """A call at the wrong moment.
+
+    Comes under `torch.no_grad()`, while another step runs on the same model, where parameters were
+    changed between forward and backward, or where an optimizer belongs to another model.
+
+    Way out: move the call to where the message says.
+    """
 
 
 class BudgetExceeded(Error, torch.OutOfMemoryError):
-    """No plan stays inside the memory budget. Raised before any observable change."""
+    """No plan stays inside the memory budget.
+
+    Comes before any observable change, where parameters, gradients and the smallest step need more
+    than is allowed. `needed` and `limit` are bytes, `smallest_feasible` the least budget that works,
+    where it is known.
+
+    Way out: `memory_budget=error.smallest_feasible`, or `offload="always"`.
+    """
 
     #: Bytes that the request needs; a lower bound if `smallest_feasible` is None.
     needed: int
@@ -89,7 +141,13 @@ class BudgetExceeded(Error, torch.OutOfMemoryError):
 
 
 class OffloadError(Error):
-    """Host memory and disk cannot hold what has to wait there, or the disk failed."""
+    """Host memory and disk cannot hold what is offloaded, or the disk failed.
+
+    Comes where `offload` needs more than `host_budget` and the file system of `directory` have.
+    `needed` and `available` are bytes.
+
+    Way out: `offload=ib.Offload(host_budget="16GiB", directory="/mnt/large")`, or a larger budget.
+    """
 
     #: Bytes that had to be offloaded.
     needed: int
@@ -103,24 +161,60 @@ class OffloadError(Error):
 
 
 class CoupledLossNotice(UserWarning):
-    """IB101: a loss is taken as coupled because nobody declared it separable."""
+    """IB101: a loss is taken as coupled because nobody declared it separable.
+
+    Comes once for each loss that is neither a criterion of torch.nn nor of `ib.losses`. The gradient
+    is exact; it takes a second pass.
+
+    Way out: `ib.losses.separable(sum, denominator)` where it is a sum over samples,
+    `ib.losses.coupled(loss)` where it is not.
+    """
 
 
 class LeftTensorNotice(UserWarning):
-    """IB102: a wrapped module leaves a tensor on itself that a loss must not read."""
+    """IB102: a wrapped module leaves a tensor on itself that a loss must not read.
+
+    Comes once for each attribute whose tensor cannot be joined from micro-batches: it has no row for
+    each sample. Whoever reads it finds the last micro-batch's alone.
+
+    Way out: return it as an output; `reduce="mean"` says what becomes of one number.
+    """
 
 
 class UncompiledNotice(UserWarning):
-    """IB103: a compiled model runs uncompiled, for a layer in it needs the whole batch."""
+    """IB103: a compiled model runs uncompiled, for a layer in it needs the whole batch.
+
+    Comes once for a compiled model with BatchNorm in training mode or its like. The gradient is
+    exact.
+
+    Way out: compile the parts without such layers, or `model.eval()` where the layer needs no
+    training.
+    """
 
 
 class DroppedCacheNotice(UserWarning):
-    """IB104: a cache of keys and values is left out of the outputs of a wrapped module."""
+    """IB104: a cache of keys and values is left out of the outputs of a wrapped module.
+
+    Comes once for a language model that returns a cache while it is trained.
+
+    Way out: `model.config.use_cache = False`.
+    """
 
 
 class UnwrappedMethodNotice(UserWarning):
-    """IB105: a method of a wrapped module computes a batch past its micro-batches."""
+    """IB105: a method of a wrapped module computes a batch past its micro-batches.
+
+    Comes at the first call with gradients of a method that runs submodules. The gradient is exact;
+    no budget applies.
+
+    Way out: `ib.wrap(model, methods=("encode",))`.
+    """
 
 
 class MovedModelNotice(UserWarning):
-    """IB106: a trainer's model was moved or cast between two epochs; its optimizer's state follows."""
+    """IB106: a trainer's model was moved or cast between two epochs; its optimizer's state follows.
+
+    Comes at the first epoch after `model.to(...)` or `model.half()`.
+
+    Way out: move the model before the optimizer and the trainer are made.
+    """

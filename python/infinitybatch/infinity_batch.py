@@ -31,7 +31,13 @@ InfinityBatchError = Error
 
 
 class InfinityBatchWarning(UserWarning):
-    """IB110: a call of an InfinityBatch that has no effect, or a model that was moved."""
+    """IB110: a call of an InfinityBatch that has no effect, or a model that was moved.
+
+    Comes for a second model, optimizer or criterion, which is ignored, for a call between stages
+    that changes nothing, and for a model that was moved.
+
+    Way out: make a new `ib.InfinityBatch()`; move the model first.
+    """
 
 
 class InfinityBatch:

@@ -66,10 +66,10 @@ class VirtualBatch:
             other loss has one pass, and nothing to keep.
         use_tapes: with a coupled loss, whether forwards are recorded, so that the second pass replays
             them. False runs the model again, which gives the same gradient.
-        static_graph: your word that what forward does depends on shapes only, as in DDP: it is
+        static_graph: you promise that what forward does depends on shapes only, as in DDP: it is
             recorded once for each number of rows, checked on a second micro-batch, and then the
             recording is used again, in later steps too. User code, hooks on modules and Python's
-            random numbers run no more.
+            random numbers are skipped.
         checkpoint_segments: with a fixed `micro_batch_size`, for any loss: the graph of a
             micro-batch is never there as a whole; its recording, or each stretch of it between two
             layers that see the whole batch (BatchNorm), is cut into about as many segments (2 or
@@ -89,7 +89,7 @@ class VirtualBatch:
             is left where that run leaves it. What draws in a way whose numbers for the whole batch
             are not known (a fused op, a permutation of the batch) raises CouplingError. Without it
             each micro-batch draws as a batch of its own.
-        batch_coupling: "exact" gives layers that mix the samples of a batch (BatchNorm in training)
+        batch_coupling: "exact" gives layers that combine the samples of a batch (BatchNorm in training)
             the whole batch, or raises CouplingError, as it does where ordinary ops are seen to mix
             samples (x - x.mean(0)); "per_micro_batch" lets each micro-batch be a batch of its own,
             as gradient accumulation does, which is another gradient.
@@ -148,7 +148,7 @@ class VirtualBatch:
 
         Raises:
             BatchError: inputs and targets that cannot be split alike.
-            CouplingError: a layer that mixes samples, or a buffer that depends on them.
+            CouplingError: a layer that combines samples, or a buffer that depends on them.
             BudgetExceeded: no plan stays inside the budget.
             StateError: under no_grad; while another step runs on the same model.
             Unsupported: tensor subclasses, inference tensors, models that shard themselves; a coupled

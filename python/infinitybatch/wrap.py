@@ -86,18 +86,18 @@ def wrap(
             (of the device) or "auto". What is allocated between forward and backward, by the loss
             above all, counts as what is there. A size given beside it is kept to, or BudgetExceeded
             is raised.
-        batch_coupling: "exact" lets layers that mix the samples of a batch (BatchNorm in training,
+        batch_coupling: "exact" lets layers that combine the samples of a batch (BatchNorm in training,
             `across_batch`) see the whole of it, and raises CouplingError where that is not
-            possible, or where ordinary ops are seen to mix samples (x - x.mean(0));
+            possible, or where ordinary ops are seen to combine samples (x - x.mean(0));
             "per_micro_batch" lets each micro-batch be a batch of its own.
         match_native_rng: whether dropout, rand, randn and their like give the numbers that the whole
             batch's own forward draws, whatever the sizes of micro-batches, and leave generators
             where it leaves them: as `VirtualBatch` does it, with the same limits. Models that draw
             go from draw to draw, as they do from one BatchNorm to the next.
-        static_graph: your word that what forward does depends on shapes only, as in DDP: it is
+        static_graph: you promise that what forward does depends on shapes only, as in DDP: it is
             recorded once for each number of rows, checked on a second micro-batch, and then its tape
             is used again, in later calls too: your code, hooks on modules and Python's random
-            numbers run no more. A forward that is another program raises Unsupported, as far as it
+            numbers are skipped. A forward that is another program raises Unsupported, as far as it
             runs at all. Batches of one micro-batch run natively, where nothing but a size was given.
         offload: what leaves the device while it waits for BatchNorm and its like, and for backward:
             "auto" (where no size fits the budget otherwise), "always", "never" (BudgetExceeded), or
