@@ -1,4 +1,4 @@
-#include "step/wrap_budget.hpp"
+#include "step/wrap_call.hpp"
 
 #include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
@@ -6,8 +6,6 @@
 #include "execute/schedule.hpp"
 #include "step/admission.hpp"
 #include "step/meter.hpp"
-#include "step/recovery.hpp"
-#include "step/wrap_forward.hpp"
 #include "step/wrap_rehearsal.hpp"
 #include "step/wrap_report.hpp"
 #include "tape/witness.hpp"
@@ -37,121 +35,47 @@ const CoupledLoss& no_loss() {
   return loss;
 }
 
-/// One call of a wrapped model's forward, until an attempt succeeds.
-class ForwardCall {
- public:
-  ForwardCall(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs)
-      : wrapped_(wrapped),
-        options_(wrapped->options),
-        inputs_(inputs),
-        rows_(BatchSource::from(detached(inputs), "inputs")),
-        targets_(targets_source(Batch(), rows_.size)),
-        job_(std::move(job)),
-        with_gradients_(at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()),
-        rerunnable_(inputs) {
-    if (options_.memory_budget) {
-      planning_.emplace(*wrapped);
-      if (!planning_->allowed()) {
-        throw StateError(
-            "this wrapped model is running already, in another thread or around this call; with a "
-            "memory_budget one thread at a time may call it");
-      }
-      high_water_.emplace(job_.device);
-      counted_ = std::make_unique<memory::ForeignStorages>(reachable_tensors(job_));
-      budget_ = options_.memory_budget->resolve(job_.device);
+}  // namespace
+
+ForwardCall::ForwardCall(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs)
+    : wrapped_(wrapped),
+      options_(wrapped->options),
+      inputs_(inputs),
+      rows_(BatchSource::from(detached(inputs), "inputs")),
+      targets_(targets_source(Batch(), rows_.size)),
+      job_(std::move(job)),
+      with_gradients_(at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()),
+      rerunnable_(inputs) {
+  if (options_.memory_budget) {
+    planning_.emplace(*wrapped);
+    if (!planning_->allowed()) {
+      throw StateError(
+          "this wrapped model is running already, in another thread or around this call; with a "
+          "memory_budget one thread at a time may call it");
     }
-    job_.inputs = &rows_;
-    job_.targets = &targets_;
-    job_.coupled = &no_loss();
-    job_.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
-    job_.use_tapes = wrapped_->use_tapes;
-    job_.interrupt = options_.interrupt;
-    job_.nested = true;
-    job_.tapes_stay = true;  // the caller may run backward again
-    job_.cut = wrapped_->sees_whole_batch() || options_.static_graph;
-    kind_ = batch_kind(job_, rows_, targets_);
-    findings_ = wrapped_->findings_of(kind_);
-    job_.findings = &findings_;
-    job_.cut = job_.cut && options_.micro_batch_size.value_or(0) < rows_.size;
-    if (!budget_) return;
-    for (const auto& call : calls_of(*wrapped_)) {
-      if (!call->differentiated) ++planner_;
-    }
-    planner_ = std::min(planner_, Wrapped::kCalls - 1);
+    high_water_.emplace(job_.device);
+    counted_ = std::make_unique<memory::ForeignStorages>(reachable_tensors(job_));
+    budget_ = options_.memory_budget->resolve(job_.device);
   }
-
-  Batch run();
-
- private:
-  Planner& planner() {
-    return with_gradients_ ? wrapped_->planners[planner_] : wrapped_->without_gradients;
+  job_.inputs = &rows_;
+  job_.targets = &targets_;
+  job_.coupled = &no_loss();
+  job_.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
+  job_.use_tapes = wrapped_->use_tapes;
+  job_.interrupt = options_.interrupt;
+  job_.nested = true;
+  job_.tapes_stay = true;  // the caller may run backward again
+  job_.cut = wrapped_->sees_whole_batch() || options_.static_graph;
+  kind_ = batch_kind(job_, rows_, targets_);
+  findings_ = wrapped_->findings_of(kind_);
+  job_.findings = &findings_;
+  job_.cut = job_.cut && options_.micro_batch_size.value_or(0) < rows_.size;
+  if (!budget_) return;
+  for (const auto& call : calls_of(*wrapped_)) {
+    if (!call->differentiated) ++planner_;
   }
-  Request request() const;
-  Batch attempt();
-  void choose_store();
-  bool begin_offload();
-  /// Under a plan: whether graphs that wait away from the device are an alternative.
-  bool may_offload_graphs() const {
-    return job_.store != nullptr && !job_.cut && !options_.micro_batch_size;
-  }
-  void choose_graphs();
-  bool give_up_graphs();
-  void forget_error_of_few_rows() {
-    const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-    wrapped_->known.of(kind_).few_rows.forget_error();
-  }
-  bool answer(const memory::Limit* limit);
-  bool apply(Answer answer);
-  bool begin_cuts();
-  bool end_cuts();
-  bool begin_whole_batch();
-  /// Larger micro-batches, where a few samples were what forward failed on; false where not.
-  bool begin_larger();
-  /// Memory ran out with a given size, and not at the budget: no plan is an answer.
-  bool is_given_to_the_system() const { return options_.micro_batch_size && !refused_; }
-  bool plan_smaller();
-  void refuse_smaller();
-  /// \throws BudgetExceeded
-  [[noreturn]] void refuse_budget();
-  void rehearse();
-  Split choose();
-  Split split() const {
-    Split split{piece_.plan.micro_batch_sizes, piece_.plan.retained, piece_.plan.overlaps};
-    if (job_.cut) split.segments = piece_.plan.segments;
-    return split;
-  }
-  Batch without_gradients(ForwardPass& pass);
-
-  const std::shared_ptr<Wrapped> wrapped_;
-  const Options& options_;
-  std::shared_ptr<offload::Store> store_;  // the job's
-  const Batch& inputs_;
-  const BatchSource rows_;
-  const BatchSource targets_;
-  Job job_;
-  BatchKind kind_;
-  Findings findings_;  // of rehearsals
-  const bool with_gradients_;
-  std::optional<int64_t> budget_;  // in bytes
-  // With a budget:
-  std::optional<Planning> planning_;
-  std::optional<memory::HighWater> high_water_;
-  std::unique_ptr<memory::ForeignStorages> counted_;
-  size_t planner_ = 0;
-  Piece piece_;
-  bool planned_ = false;    // the planner knows of the attempt at work
-  bool finishing_ = false;  // the last attempt failed while outputs were joined
-  int64_t restarts_ = 0;
-  int64_t failed_rows_ = 0;  // see `FewestRows`; of the last attempt
-  const Rerunnable rerunnable_;
-  bool saw_coupling_ = false;    // the last attempt, of ops or draws
-  bool uncut_ = false;           // tapes cannot be cut, or need not be
-  int changes_ = 0;              // of the number of segments
-  Failed failed_;                // the attempt that is answered
-  int64_t needed_ = 0;           // bytes, by it, where memory ran out
-  bool refused_ = false;         // then: by the limit, and not by the system
-  std::exception_ptr coupling_;  // why only the whole batch as one micro-batch is exact
-};
+  planner_ = std::min(planner_, Wrapped::kCalls - 1);
+}
 
 Request ForwardCall::request() const {
   Request request;
@@ -217,71 +141,6 @@ Batch ForwardCall::run() {
   }
 }
 
-/// An attempt has thrown `failed_`. Returns whether the next one is a restart.
-/// \throws what the user should see, where there is no answer
-bool ForwardCall::answer(const memory::Limit* limit) {
-  Failure& failure = failed_.failure;
-  if (failure == Failure::out_of_memory) {
-    // The user's own error says nothing of our sizes.
-    if (limit == nullptr || !limit->allocation_failed()) {
-      failure = Failure::other;
-    } else {
-      needed_ = std::max(limit->refused(), *budget_ + 1);
-      refused_ = limit->refused() > 0;
-    }
-  }
-  if (const auto found = recover(failure, [&](Answer each) { return apply(each); })) {
-    return is_restart(*found);
-  }
-  switch (failure) {
-    case Failure::other_segments:
-      throw CouplingError("aten::batch_norm",
-                          "the model does not run its layers that see the whole batch equally "
-                          "often each time; give micro_batch_size alone, put them into eval mode, "
-                          "or accept another gradient with batch_coupling=\"per_micro_batch\"");
-    case Failure::coupling:
-      std::rethrow_exception(coupling_ ? coupling_ : failed_.error);
-    case Failure::no_plan:
-    case Failure::out_of_memory:
-      if (coupling_ && failure == Failure::no_plan) std::rethrow_exception(coupling_);
-      if (!failed_.refusal) std::rethrow_exception(failed_.error);
-      refuse_budget();
-    default:
-      std::rethrow_exception(failed_.error);
-  }
-}
-
-bool ForwardCall::apply(Answer answer) {
-  switch (answer) {
-    case Answer::record_anew:
-      return true;
-    case Answer::follow_segments:
-      rerunnable_.check();
-      wrapped_->segments = failed_.segments;
-      return ++changes_ <= 3;
-    case Answer::cut:
-      return begin_cuts();
-    case Answer::stop_cutting:
-      return end_cuts();
-    case Answer::whole_batch:
-      return begin_whole_batch();
-    case Answer::larger_micro_batches:
-      return begin_larger();
-    case Answer::drop_graphs:
-      return budget_ && drop_graphs(*wrapped_);
-    case Answer::smaller_micro_batches:
-      return plan_smaller();
-    case Answer::second_forwards:
-      return give_up_graphs();
-    case Answer::offload:
-      // What the system refused of a given size comes back as it is.
-      return budget_ && (failed_.failure == Failure::no_plan || !is_given_to_the_system()) &&
-             begin_offload();
-    default:
-      return false;  // VirtualBatch's alone
-  }
-}
-
 /// Where what waits at the cuts goes, or graphs that are kept; none where it stays on the device.
 void ForwardCall::choose_store() {
   const bool always = options_.offload.when == Offload::When::always;
@@ -321,105 +180,10 @@ void ForwardCall::choose_graphs() {
   job_.offloads_graphs = choices.offloads(kind);
 }
 
-/// From now on what waits of batches of this kind leaves the device; false where it cannot.
-bool ForwardCall::begin_offload() {
-  const bool keeps = with_gradients_ && options_.retained_micro_batches > 0;
-  const bool possible =
-      options_.offload.when != Offload::When::never &&
-      (options_.micro_batch_size ? job_.cut || keeps : job_.cut && planner().smallest_failed());
-  if (!possible || job_.store != nullptr) return false;
-  const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-  // What was said before and has not helped would not help again.
-  return !std::exchange(wrapped_->known.memory_of(kind_).offloads, true);
-}
-
-/// Second forwards instead, where a plan found no room for graphs, on the device or beyond it.
-bool ForwardCall::give_up_graphs() {
-  return !options_.micro_batch_size && wrapped_->graph_choices[planner_].give_up(kind_.shapes());
-}
-
-bool ForwardCall::begin_cuts() {
-  // A buffer that depends on the samples does so cut or not, as a plan may find out.
-  if (options_.static_graph || (!budget_ && !saw_coupling_)) return false;
-  rerunnable_.check();
-  return !uncut_ && !std::exchange(job_.cut, true);
-}
-
-/// What forward does between the ops of the whole batch cannot be cut. As one micro-batch it needs
-/// not be.
-bool ForwardCall::end_cuts() {
-  const bool nothing = failed_.failure == Failure::nothing_to_cut;
-  if (!nothing && options_.static_graph) return false;
-  if (!nothing) coupling_ = failed_.error;
-  const bool fixed = options_.micro_batch_size.has_value();
-  if (!nothing && fixed && !budget_) return false;
-  const bool was_cut = std::exchange(job_.cut, false);
-  uncut_ = true;
-  wrapped_->sees_whole_batch() = false;
-  if (!nothing && fixed) return false;
-  // The planner has yet to meet the model as it is.
-  return nothing || was_cut;
-}
-
-bool ForwardCall::begin_whole_batch() {
-  const bool may_try = !options_.static_graph && !options_.micro_batch_size && planned_;
-  if (!may_try || !planner().whole_batch_may_fit()) return false;
-  const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-  return !std::exchange(wrapped_->known.of(kind_).whole, true);
-}
-
-bool ForwardCall::begin_larger() {
-  if (!planned_ || !rerunnable_.holds()) return false;
-  const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-  return wrapped_->known.of(kind_).few_rows.meet(failed_rows_, rows_.size, failed_.error);
-}
-
-void ForwardCall::refuse_budget() {
-  {
-    const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-    FewRows& few_rows = wrapped_->known.of(kind_).few_rows;
-    if (few_rows.failing() != 0) few_rows.refuse(rows_.size, *failed_.refusal);
-  }
-  if (failed_.failure == Failure::no_plan) std::rethrow_exception(failed_.error);
-  throw *failed_.refusal;
-}
-
-bool ForwardCall::plan_smaller() {
-  if (is_given_to_the_system()) return false;
-  try {
-    refuse_smaller();
-    return true;
-  } catch (const BudgetExceeded& refusal) {
-    failed_.refusal = refusal;
-    return false;
-  }
-}
-
-/// Makes the planner plan smaller. \throws BudgetExceeded, what the user should see, where it cannot
-void ForwardCall::refuse_smaller() {
-  if (finishing_) {
-    throw BudgetExceeded(needed_, *budget_, std::nullopt,
-                         "the outputs of all " + std::to_string(job_.batch_size()) +
-                             " samples while they are joined");
-  }
-  if (options_.micro_batch_size) {
-    throw BudgetExceeded(needed_, *budget_, std::nullopt,
-                         "micro_batch_size=" + std::to_string(*options_.micro_batch_size));
-  }
-  if (!planned_) {
-    throw BudgetExceeded(needed_, *budget_, std::nullopt, "The call, before its first micro-batch,");
-  }
-  try {
-    planner().ran_out_of_memory(needed_);
-  } catch (const BudgetExceeded&) {
-    if (coupling_) std::rethrow_exception(coupling_);
-    throw;
-  }
-}
-
 void ForwardCall::rehearse() {
-  WrapRehearsal rehearsal{*wrapped_, job_, inputs_, rows_, kind_, planner(),
-                          wrapped_->graph_choices[planner_], with_gradients_};
+  WrapRehearsal rehearsal{
+      *wrapped_,      job_, inputs_, rows_, kind_, planner(), wrapped_->graph_choices[planner_],
+      with_gradients_};
   rehearsal.request = [this] { return request(); };
   rehearsal.check_inputs = [this] { rerunnable_.check(); };
   // Ways with and without offloading are compared.
@@ -555,8 +319,6 @@ Batch ForwardCall::without_gradients(ForwardPass& pass) {
   }
   return pass.finish();
 }
-
-}  // namespace
 
 Batch forward(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs) {
   return ForwardCall(wrapped, std::move(job), inputs).run();
