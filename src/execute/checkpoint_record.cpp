@@ -29,17 +29,18 @@ namespace {
 }  // namespace
 
 Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Batch()>& forward) {
-  tape::FrontierGuide& guide = job_.checkpoints->guides[rows.size()];
+  tape::FrontierGuide& guide = resources_.checkpoints->guides[rows.size()];
   auto recorded = std::make_shared<Recorded>();
   tape::Frontiers frontiers;
   WaitingRoom kept;
   Batch outputs;
   {
     tape::Recorder recorder(inputs, held_buffers_, devices_);
-    recorder.lighten(job_.device);
-    if (job_.checkpoints->forget || job_.checkpoints->again) guide = tape::FrontierGuide();
+    recorder.lighten(problem_.device);
+    if (resources_.checkpoints->forget || resources_.checkpoints->again)
+      guide = tape::FrontierGuide();
     // Until a coupled loss is known the other micro-batches need the room.
-    recorder.keep(guide, /*tail=*/job_.coupled == nullptr,
+    recorder.keep(guide, /*tail=*/problem_.loss.separable() != nullptr,
                   [&](const tape::Frontiers& so_far, int32_t cut) {
                     if (cut < 0) {
                       kept = WaitingRoom();
@@ -47,14 +48,14 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
                     }
                     // What waited before is read no more, as a rule: it can leave while forward
                     // goes on.
-                    if (job_.store != nullptr) kept.finish_leaving(*job_.store);
+                    if (strategy_.offloads()) kept.finish_leaving(*resources_.store);
                     for (const auto& [crossing, tensor] : so_far.waiting) {
                       if (crossing.giver == cut) kept[crossing] = tensor;
                     }
                     // It is copied until the next cut. What waits at the last one is used at once,
                     // or leaves when forward is over.
                     const bool more = static_cast<size_t>(cut) + 1 < guide.places.size();
-                    if (job_.store != nullptr && more) kept.copy_out(*job_.store, cut);
+                    if (strategy_.offloads() && more) kept.copy_out(*resources_.store, cut);
                   });
     const Batch given = run_lightly(recorder, forward);
     recorded->tape = recorder.finish(given);
@@ -64,8 +65,8 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
   if (recorded->tape.refusal) cannot_cut(*recorded->tape.refusal);
   if (recorded->tape.opaque) cannot_tell(*recorded->tape.opaque);
   std::vector<tape::Cut> cuts;
-  job_.checkpoints->guessed = frontiers.guessed;
-  for (const uint32_t op : job_.checkpoints->choose(recorded->tape)) cuts.push_back({op});
+  resources_.checkpoints->guessed = frontiers.guessed;
+  for (const uint32_t op : resources_.checkpoints->choose(recorded->tape)) cuts.push_back({op});
   recorded->segments = tape::cut(recorded->tape, cuts);
   recorded->note_users();
   Part& part = parts_[rows.begin];
@@ -85,10 +86,11 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
   }
   frontiers = tape::Frontiers();
   kept = WaitingRoom();
-  if (job_.checkpoints->guessed) guide = tape::FrontierGuide();
+  if (resources_.checkpoints->guessed) guide = tape::FrontierGuide();
   // Segments that nobody has replayed yet: the outputs have to come out bit for bit.
-  if (job_.coupled == nullptr) to_compare_.insert_or_assign(rows.begin, detached(outputs));
-  if (!job_.checkpoints->forget && !job_.checkpoints->again) {
+  if (problem_.loss.separable() != nullptr)
+    to_compare_.insert_or_assign(rows.begin, detached(outputs));
+  if (!resources_.checkpoints->forget && !resources_.checkpoints->again) {
     advance_to(rows, inputs, segments(rows) - 1);
   }
   return outputs;
@@ -117,7 +119,7 @@ void CutPass::compare(Rows rows, const Batch& outputs) {
   if (recorded == to_compare_.end()) return;
   const at::NoGradGuard no_grad;
   if (!differs_.defined()) {
-    differs_ = at::zeros({}, at::TensorOptions().dtype(at::kBool).device(job_.device));
+    differs_ = at::zeros({}, at::TensorOptions().dtype(at::kBool).device(problem_.device));
   }
   note_differences(recorded->second, outputs, differs_);
   to_compare_.erase(recorded);

@@ -28,14 +28,15 @@ std::set<tape::ValueId> given_to_first_op(const tape::Tape& tape, const tape::Se
 
 }  // namespace
 
-CutPass::CutPass(const Job& job, autograd::GradientSinks& sinks, BufferRule& buffers)
-    : job_(job), sinks_(sinks), buffers_(buffers), devices_(devices_of(job)) {
-  for (const BufferSlot& slot : job.buffers) {
-    if (at::Tensor buffer = slot.get(); buffer.defined()) {
-      held_buffers_.push_back(std::move(buffer));
-    }
-  }
-  if (job.match_native_rng && !job.alone) {
+CutPass::CutPass(const Setup& setup, autograd::GradientSinks& sinks, BufferRule& buffers)
+    : problem_(setup.problem),
+      strategy_(setup.strategy),
+      resources_(setup.resources),
+      sinks_(sinks),
+      buffers_(buffers),
+      held_buffers_(buffers_of(setup.problem)),
+      devices_(devices_of(setup.problem)) {
+  if (setup.problem.match_native_rng && !setup.strategy.per_micro_batch()) {
     streams_ = std::make_shared<coupled::RandomStreams>(devices_);
     foreign_ = RngSnapshot::capture_foreign();
     foreign_before_ = tell_foreign_sources();
@@ -43,7 +44,7 @@ CutPass::CutPass(const Job& job, autograd::GradientSinks& sinks, BufferRule& buf
 }
 
 int64_t CutPass::segments() const {
-  if (job_.alone && !parts_.empty()) {
+  if (strategy_.per_micro_batch() && !parts_.empty()) {
     return static_cast<int64_t>(parts_.begin()->second.recorded->segments.size());
   }
   return static_cast<int64_t>(ops_.size()) + 1;
@@ -61,15 +62,15 @@ Stretches CutPass::stretches(Rows rows) const {
 }
 
 bool CutPass::is_made_again(const Part& part, int64_t segment) const {
-  if (job_.checkpoints == nullptr) return false;
-  if (job_.checkpoints->forget) return true;
-  const bool at_once = !job_.alone || job_.checkpoints->again;
+  if (!strategy_.checkpoints()) return false;
+  if (resources_.checkpoints->forget) return true;
+  const bool at_once = !strategy_.per_micro_batch() || resources_.checkpoints->again;
   return at_once && segment == part.recorded->last_beside(segment);
 }
 
 bool CutPass::reads_inputs(Rows rows, int64_t segment) const {
   const Part& part = parts_.at(rows.begin);
-  if (job_.alone && part.retained.contains(segment)) return false;
+  if (strategy_.per_micro_batch() && part.retained.contains(segment)) return false;
   const bool next_op = !is_last(part, segment) && has_op_before(part, segment + 1);
   int64_t first = segment;
   if (is_made_again(part, segment)) first = part.recorded->first_beside(segment);
@@ -94,7 +95,7 @@ std::vector<at::Tensor> CutPass::frontier(Part& part, const tape::Segment& segme
     for (const tape::External& external : part.recorded->tape.externals) {
       if (external.value != take.from.value) continue;
       // A tape that is used again finds what the buffer holds in this step.
-      const bool now = job_.static_tapes != nullptr && external.is_buffer;
+      const bool now = strategy_.reuses_tapes && external.is_buffer;
       value = now ? external.tensor.detach() : external.before;
     }
   }
@@ -148,13 +149,13 @@ CutPass::Work CutPass::play(Part& part, Rows rows, const Batch& inputs, int64_t 
 
 /// What forward does depends on values after all, or may: each micro-batch is recorded.
 void CutPass::distrust() {
-  *job_.static_tapes->varies = true;
-  job_.static_tapes->by_rows.clear();
+  *resources_.static_tapes->varies = true;
+  resources_.static_tapes->by_rows.clear();
 }
 
 /// Without user code nobody else writes the model's own counters.
 void CutPass::meet_written(const Part& part, int64_t segment, const Work& work) {
-  if (job_.static_tapes == nullptr) return;
+  if (!strategy_.reuses_tapes) return;
   for (const tape::Take& take : segment_of(part, segment).takes) {
     if (!take.written || part.recorded->last_writer.at(take.from.value) != segment) continue;
     for (const tape::External& external : part.recorded->tape.externals) {
@@ -200,9 +201,9 @@ void CutPass::advance_to(Rows rows, const Batch& inputs, int64_t segment) {
   Part& part = parts_.at(rows.begin);
   for (int64_t s = part.recorded->first_beside(segment); s < segment; ++s) {
     go_through(part, rows, inputs, s, /*inside=*/true);
-    if (job_.checkpoints->forget) let_go(part, s);
+    if (resources_.checkpoints->forget) let_go(part, s);
     free();
-    if (job_.store != nullptr) keep_for(part, s + 1, /*back=*/true);
+    if (strategy_.offloads()) keep_for(part, s + 1, /*back=*/true);
   }
 }
 
@@ -243,7 +244,7 @@ void CutPass::begin_backward(bool keep) {
 
 Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
   Part& part = parts_.at(rows.begin);
-  if (job_.outside != nullptr) input_leaves_ = inputs.tensors();
+  if (problem_.loss.external() != nullptr) input_leaves_ = inputs.tensors();
   const bool last = is_last(part, segment);
   if (!last) {
     if (has_op_before(part, segment + 1)) correct(part, rows, inputs, segment + 1);
@@ -267,7 +268,7 @@ Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
   if (!last) return {};
   Batch outputs = tape::result_of(part.recorded->tape, work_.values);
   work_.values.clear();
-  if (job_.alone) compare(rows, outputs);
+  if (strategy_.per_micro_batch()) compare(rows, outputs);
   return outputs;
 }
 
@@ -317,7 +318,7 @@ void CutPass::collect(Rows rows, int64_t segment) {
   }
   if (segment > 0) return;
   drop(part, 0);
-  if (!job_.alone) return;
+  if (!strategy_.per_micro_batch()) return;
   parts_.erase(rows.begin);  // nothing of it is used again
 }
 

@@ -8,9 +8,9 @@
 #include "coupled/whole_batch_op.hpp"
 #include "execute/buffer_rule.hpp"
 #include "execute/checkpoints.hpp"
-#include "execute/job.hpp"
 #include "execute/recorded.hpp"
 #include "execute/schedule.hpp"
+#include "execute/setup.hpp"
 #include "execute/waiting_room.hpp"
 #include "tape/segment.hpp"
 
@@ -32,18 +32,19 @@ namespace infinitybatch {
 /// backward in the same way, last segment first (`resume`, `backward`, `combine_gradients`).
 ///
 /// Segments are numbered from 0; all but the first begin with an op of the whole batch or, with
-/// `Job::checkpoints`, where little waits: `Recorded::stretches` tells which. What waits at cuts
-/// for memory is there for one micro-batch at a time: it is let go of on the way forward, and made
-/// again from what waits in front of the stretch. What waits at the cuts, detached, and the
-/// gradients of it, lie on the model's device or, with `Job::store`, there.
+/// `Strategy::checkpoints`, where little waits: `Recorded::stretches` tells which. What waits at
+/// cuts for memory is there for one micro-batch at a time: it is let go of on the way forward, and
+/// made again from what waits in front of the stretch. What waits at the cuts, detached, and the
+/// gradients of it, lie on the model's device or, with `Strategy::offloads`, there.
 class CutPass {
  public:
-  CutPass(const Job& job, autograd::GradientSinks& sinks, BufferRule& buffers);
+  CutPass(const Setup& setup, autograd::GradientSinks& sinks, BufferRule& buffers);
 
   /// \param watch   has seen what `forward` ran
-  /// \param forward runs the user's model; twice with `Job::check_recordings`
+  /// \param forward runs the user's model; twice with `Findings::recordings_checked`
   /// \throws CouplingError where the ops of the whole batch cannot be told apart from the recording
-  /// \throws Unsupported with `Job::static_tapes` where forward is not the same program each time
+  /// \throws Unsupported with `Strategy::reuses_tapes` where forward is not the same program each
+  /// time
   /// \param elsewhere calls back with other rows' inputs, and with what runs the model on them
   using Run = std::function<void(const Batch& inputs, const std::function<Batch()>& forward)>;
   using Elsewhere = std::function<void(Rows rows, const Run& run)>;
@@ -58,10 +59,10 @@ class CutPass {
   ///         in them
   Batch record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
                const Forward& forward, const Elsewhere& elsewhere);
-  /// With `Job::alone`, in place of `record`: records a micro-batch and cuts its tape where
-  /// they say. Afterwards it stands at its last cut; where the cuts were known before and the loss
-  /// is separable, the graph behind it is kept from the recording. Returns the model's outputs, as
-  /// forward gave them; nobody can run backward from them.
+  /// With `Strategy::per_micro_batch`, in place of `record`: records a micro-batch and cuts its
+  /// tape where they say. Afterwards it stands at its last cut; where the cuts were known before
+  /// and the loss is separable, the graph behind it is kept from the recording. Returns the model's
+  /// outputs, as forward gave them; nobody can run backward from them.
   /// \throws Unsupported where forward cannot be cut
   Batch checkpoint(Rows rows, const Batch& inputs, const std::function<Batch()>& forward);
   /// Graphs of these rows cannot be kept after all (buffers were restored under them).
@@ -69,11 +70,11 @@ class CutPass {
   /// Takes these rows from the beginning of its stretch to the cut in front of a segment. With
   /// `Checkpoints::forget` only what this segment needs waits there then.
   void advance_to(Rows rows, const Batch& inputs, int64_t segment);
-  /// With `Job::static_tapes`: uses an earlier recording of as many rows instead, where one is
+  /// With `Strategy::reuses_tapes`: uses an earlier recording of as many rows instead, where one is
   /// confirmed. Random numbers come from a stream of these rows' own.
   bool reuse(Rows rows);
-  /// How many segments there are without cuts for memory, and with `Job::alone` in the first
-  /// micro-batch's tape; after the first `record`.
+  /// How many segments there are without cuts for memory, and with `Strategy::per_micro_batch` in
+  /// the first micro-batch's tape; after the first `record`.
   int64_t segments() const;
   /// One micro-batch's, once it is recorded.
   const tape::Tape& tape(Rows rows) const { return parts_.at(rows.begin).recorded->tape; }
@@ -113,11 +114,12 @@ class CutPass {
   /// of a step is asked at once: a device would be waited for each time.
   void confirm_replays() const;
 
-  /// With `Job::store`: what these rows' `advance` through a segment, or with `back` `resume` and
-  /// `backward`, need of what waits is on the device again; with `ahead` it begins to come, and is
-  /// waited for where it is used. Returns the bytes whose copies begin, as the next two do.
+  /// With `Strategy::offloads`: what these rows' `advance` through a segment, or with `back`
+  /// `resume` and `backward`, need of what waits is on the device again; with `ahead` it begins to
+  /// come, and is waited for where it is used. Returns the bytes whose copies begin, as the next
+  /// two do.
   int64_t fetch(Rows rows, int64_t segment, bool back, bool ahead);
-  /// With `Job::store`: what waits of these rows begins to leave the device.
+  /// With `Strategy::offloads`: what waits of these rows begins to leave the device.
   int64_t leave(Rows rows);
   /// It has left, but for what the next segment of the same stretch needs; with `back` that is the
   /// one in front of this.
@@ -125,7 +127,8 @@ class CutPass {
   /// All that waits of these rows has left.
   int64_t offload(Rows rows);
 
-  /// With `Job::match_native_rng`, null otherwise: where the whole batch's run has its generators.
+  /// With `Problem::match_native_rng`, null otherwise: where the whole batch's run has its
+  /// generators.
   coupled::RandomStreams* streams() noexcept { return streams_.get(); }
 
  private:
@@ -199,7 +202,7 @@ class CutPass {
   /// Whether what waits in front of a segment is made again from the front of its stretch.
   bool is_made_again(const Part& part, int64_t segment) const;
   /// Whether a micro-batch's graph may be more than fits, so that recordings do without.
-  bool records_lightly() const { return job_.store != nullptr || job_.checkpoints != nullptr; }
+  bool records_lightly() const { return strategy_.offloads() || strategy_.checkpoints(); }
   void drop(Part& part, int64_t segment);
   static bool is_last(const Part& part, int64_t segment) {
     return segment + 1 == static_cast<int64_t>(part.recorded->segments.size());
@@ -210,7 +213,9 @@ class CutPass {
     return part.recorded->segments[static_cast<size_t>(segment)];
   }
 
-  const Job& job_;
+  const Problem& problem_;
+  const Strategy& strategy_;
+  const Resources& resources_;
   autograd::GradientSinks& sinks_;
   BufferRule& buffers_;
   std::vector<at::Tensor> held_buffers_;
@@ -227,7 +232,7 @@ class CutPass {
   std::map<std::string, std::string> foreign_before_;
   std::optional<std::map<std::string, std::string>> foreign_after_;  // one forward
   Work work_;
-  std::vector<at::Tensor> input_leaves_;             // of the graph at work, with `Job::outside`
+  std::vector<at::Tensor> input_leaves_;             // of the graph at work, with an external loss
   bool keep_ = false;                                // what waits, for another backward pass
   std::map<const void*, at::Tensor> found_buffers_;  // their values, by tensor
 };

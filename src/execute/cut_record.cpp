@@ -4,9 +4,9 @@
 #include "core/rng.hpp"
 #include "coupled/draw_laws.hpp"
 #include "execute/cut_pass.hpp"
+#include "execute/external_loss.hpp"
 #include "execute/findings.hpp"
 #include "execute/light_recording.hpp"
-#include "execute/outside_loss.hpp"
 #include "execute/plain_runs.hpp"
 #include "tape/arguments.hpp"
 #include "tape/recorder.hpp"
@@ -114,11 +114,11 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   watch.forget();
   tape::Recorder recorder(inputs, held_buffers_, devices_);
   if (disturbed) recorder.disturb(coupled::is_provisional);
-  if (job_.static_tapes != nullptr) recorder.witness();
-  if (records_lightly()) recorder.lighten(job_.device);
+  if (strategy_.reuses_tapes) recorder.witness();
+  if (records_lightly()) recorder.lighten(problem_.device);
   const Batch given = records_lightly() ? run_lightly(recorder, forward) : recorder.run(forward);
-  const bool cuts = job_.static_tapes != nullptr || !watch.seen().empty() || draws(watch);
-  if (job_.outside != nullptr && !cuts) throw NothingToCut();
+  const bool cuts = strategy_.reuses_tapes || !watch.seen().empty() || draws(watch);
+  if (problem_.loss.external() != nullptr && !cuts) throw NothingToCut();
   tape::Tape tape = recorder.finish(given, /*trimmed=*/false);
   // Statistics may come out as they were (a mean of zeros), and differ the next time.
   for (const tape::External& external : tape.externals) {
@@ -133,7 +133,7 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   tape.whole_draws = streams_ != nullptr;
   coupled::check_draws(tape);
   const bool uncoupled = watch.seen().empty() && !watch.drew();
-  if (tape.opaque && uncoupled && job_.static_tapes != nullptr) {
+  if (tape.opaque && uncoupled && strategy_.reuses_tapes) {
     throw Unsupported("forward cannot be used again as a tape, as static_graph asks for: " +
                       *tape.opaque + "; leave static_graph out");
   }
@@ -147,7 +147,7 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
                       const Forward& forward, const Elsewhere& elsewhere) {
   Part& part = parts_[rows.begin];
   rewind_random();
-  const bool check = !job_.findings->recordings_checked && !checked_;
+  const bool check = !resources_.findings->recordings_checked && !checked_;
   const RngSnapshot before = check ? RngSnapshot::capture(devices_) : RngSnapshot();
   Batch outputs;
   auto recorded = std::make_shared<Recorded>();
@@ -172,11 +172,11 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
   const PlainNumbers* const known = PlainNumbers::at_work();
   bool numbers = known != nullptr && known->moves();
   const bool counts =
-      job_.static_tapes != nullptr && (reads_buffers(recorded->tape) || rebinds_buffers());
+      strategy_.reuses_tapes && (reads_buffers(recorded->tape) || rebinds_buffers());
   tape::trim(recorded->tape);
   const std::vector<uint32_t> ops = coupled::whole_batch_ops(recorded->tape);
   std::vector<uint32_t> beside;
-  if (job_.checkpoints != nullptr) beside = job_.checkpoints->choose(recorded->tape, ops);
+  if (strategy_.checkpoints()) beside = resources_.checkpoints->choose(recorded->tape, ops);
   cut_at(*recorded, ops, beside);
   share_found(recorded->tape);
   learn_draws(rows, inputs, recorded->tape, watch, elsewhere);
@@ -207,8 +207,8 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
   // buffers other tensors, so that every micro-batch is recorded. A tape is used again in the state
   // that it was recorded in.
   numbers = numbers || (known != nullptr && known->moves());
-  if (job_.static_tapes != nullptr && numbers) job_.static_tapes->by_rows.clear();
-  if (job_.static_tapes != nullptr && !counts && !numbers) confirm(rows, recorded);
+  if (strategy_.reuses_tapes && numbers) resources_.static_tapes->by_rows.clear();
+  if (strategy_.reuses_tapes && !counts && !numbers) confirm(rows, recorded);
   return without_graph(outputs);
 }
 
@@ -231,7 +231,7 @@ Batch CutPass::record_anew(Rows rows, const Batch& inputs, coupled::CouplingWatc
   buffers_.end_micro_batch();
   parts_.erase(rows.begin);
   ops_.clear();
-  job_.findings->draw_laws = {};
+  resources_.findings->draw_laws = {};
   checked_ = false;
   return record(rows, inputs, watch, forward, elsewhere);
 }
@@ -258,11 +258,11 @@ void CutPass::begin(Part& part, std::shared_ptr<const Recorded> recorded) {
   part.random.resize(part.recorded->segments.size());
   // Stand-ins know where to draw by themselves.
   if (!streams_) part.random[0] = part.recorded->tape.initial;
-  if (job_.alone) return;
+  if (strategy_.per_micro_batch()) return;
   if (parts_.size() == 1 && ops_.empty()) {
     const tape::Tape& tape = part.recorded->tape;
-    coupled::DrawLaws& laws = job_.findings->draw_laws;
-    const bool known = job_.match_native_rng && laws.fit(tape);
+    coupled::DrawLaws& laws = resources_.findings->draw_laws;
+    const bool known = problem_.match_native_rng && laws.fit(tape);
     auto law = known ? laws.laws.begin() : std::vector<coupled::DrawLaw>::iterator();
     for (size_t s = 1; s < part.recorded->stretches.size(); ++s) {
       const tape::Op& op = part.recorded->first_op(part.recorded->stretches[s]);
@@ -276,7 +276,7 @@ void CutPass::begin(Part& part, std::shared_ptr<const Recorded> recorded) {
 
 /// Whether forward has put another tensor in a buffer's place, as no tape does.
 bool CutPass::rebinds_buffers() const {
-  return std::any_of(job_.buffers.begin(), job_.buffers.end(), [&](const BufferSlot& slot) {
+  return std::any_of(problem_.buffers.begin(), problem_.buffers.end(), [&](const BufferSlot& slot) {
     const at::Tensor now = slot.get();
     return now.defined() && std::none_of(held_buffers_.begin(), held_buffers_.end(),
                                          [&](const at::Tensor& held) { return held.is_same(now); });
@@ -286,8 +286,8 @@ bool CutPass::rebinds_buffers() const {
 void CutPass::confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded) {
   // Numbers of Python's stand in it as constants, and nobody would draw those of the next step.
   if (streams_ && tell_foreign_sources() != foreign_before_) return;
-  if (*job_.static_tapes->varies) return;
-  StaticTapes::Entry& entry = job_.static_tapes->by_rows[rows.size()];
+  if (*resources_.static_tapes->varies) return;
+  StaticTapes::Entry& entry = resources_.static_tapes->by_rows[rows.size()];
   if (!entry.recorded) {
     const auto kept = std::make_shared<Recorded>(*recorded);
     for (tape::External& external : kept->tape.externals) {
@@ -317,11 +317,11 @@ void CutPass::confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded
 }
 
 bool CutPass::reuse(Rows rows) {
-  if (job_.static_tapes == nullptr || *job_.static_tapes->varies) return false;
-  const auto entry = job_.static_tapes->by_rows.find(rows.size());
-  if (entry == job_.static_tapes->by_rows.end() || !entry->second.confirmed) return false;
-  if (streams_ && rows.size() < job_.batch_size() &&
-      !job_.findings->draw_laws.fit(entry->second.recorded->tape)) {
+  if (!strategy_.reuses_tapes || *resources_.static_tapes->varies) return false;
+  const auto entry = resources_.static_tapes->by_rows.find(rows.size());
+  if (entry == resources_.static_tapes->by_rows.end() || !entry->second.confirmed) return false;
+  if (streams_ && rows.size() < problem_.batch_size() &&
+      !resources_.findings->draw_laws.fit(entry->second.recorded->tape)) {
     return false;
   }
   Part& part = parts_[rows.begin];
@@ -369,11 +369,11 @@ void CutPass::shift_random() {
 
 void CutPass::learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape,
                           coupled::CouplingWatch& watch, const Elsewhere& elsewhere) {
-  const int64_t total = job_.batch_size();
+  const int64_t total = problem_.batch_size();
   if (!streams_ || rows.size() == total || parts_.size() > 1) return;
   // What Python's numbers decide may be another way in each step.
   const bool decided = *foreign_after_ != foreign_before_;
-  if (!decided && job_.findings->draw_laws.fit(tape)) return;
+  if (!decided && resources_.findings->draw_laws.fit(tape)) return;
   // Another number of samples tells which dimensions follow it.
   const Rows other = other_rows(rows, total);
   buffers_.end_micro_batch();
@@ -382,7 +382,7 @@ void CutPass::learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape
     tape::Tape second = record_tape(others, watch, run, /*disturbed=*/false, nullptr);
     meet_random(second);
     tape::trim(second);
-    job_.findings->draw_laws =
+    resources_.findings->draw_laws =
         coupled::find_draw_laws({tape, inputs, rows.size()}, {second, others, other.size()});
   });
 }
@@ -433,11 +433,11 @@ Batch CutPass::replay_lightly(const Recorded& recorded, Rows rows, const Batch& 
 
 void CutPass::check_replay(const Part& part, Rows rows, const Batch& inputs, const Batch& outputs) {
   // Segments of a static graph find in buffers what this step left there.
-  const bool light = records_lightly() && job_.static_tapes == nullptr;
+  const bool light = records_lightly() && !strategy_.reuses_tapes;
   const Batch again = light ? replay_lightly(*part.recorded, rows, inputs)
                             : tape::replay(part.recorded->tape, inputs);
   const at::NoGradGuard no_grad;
-  at::Tensor differs = at::zeros({}, at::TensorOptions().dtype(at::kBool).device(job_.device));
+  at::Tensor differs = at::zeros({}, at::TensorOptions().dtype(at::kBool).device(problem_.device));
   note_differences(outputs, again, differs);
   if (differs.item<bool>()) {
     refuse(ops_.empty() ? "forward"

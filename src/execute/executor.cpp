@@ -3,7 +3,7 @@
 #include "core/batch_form.hpp"
 #include "core/unwatched.hpp"
 #include "execute/execution_log.hpp"
-#include "execute/outside_loss.hpp"
+#include "execute/external_loss.hpp"
 #include "offload/store.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -22,24 +22,27 @@
 
 namespace infinitybatch {
 
-Executor::Executor(const Job& job)
-    : job_(job),
+Executor::Executor(const Setup& setup)
+    : problem_(setup.problem),
+      strategy_(setup.strategy),
+      resources_(setup.resources),
       // Graphs that are not kept for a loss outside may be anybody's; without gradients there are
       // none.
-      sinks_(at::GradMode::is_enabled() ? job.parameters : std::vector<NamedParameter>(),
-             job.nested, /*installed=*/job.cut || job.outside == nullptr),
-      forwards_(job, [this] { release(); }),
-      checks_(job, forwards_),
-      total_(job.device) {
-  if (job.cut) cut_pass_.emplace(job, sinks_, forwards_.buffers());
-  if (job.outside != nullptr && job.cut) {
+      sinks_(at::GradMode::is_enabled() ? setup.problem.parameters : std::vector<NamedParameter>(),
+             setup.problem.reentrant,
+             /*installed=*/setup.strategy.is_cut() || setup.problem.loss.external() == nullptr),
+      forwards_(setup, [this] { release(); }),
+      checks_(setup, forwards_),
+      total_(setup.problem.device) {
+  if (setup.strategy.is_cut()) cut_pass_.emplace(setup, sinks_, forwards_.buffers());
+  if (setup.problem.loss.external() != nullptr && setup.strategy.is_cut()) {
     // computes no loss here
-  } else if (job.coupled == nullptr) {
-    share_.emplace(job, sinks_);
-  } else if (job.cut) {
-    whole_ = &own_outputs_.emplace(job);
+  } else if (setup.problem.loss.separable() != nullptr) {
+    share_.emplace(setup.problem, sinks_);
+  } else if (setup.strategy.is_cut()) {
+    whole_ = &own_outputs_.emplace(setup);
   } else {
-    whole_ = &two_pass_.emplace(job, sinks_).outputs();
+    whole_ = &two_pass_.emplace(setup, sinks_).outputs();
   }
   if (whole_ != nullptr) checks_.know(*whole_);
   // Casts made before this step lead to the parameters' own accumulators, past the sinks.
@@ -54,20 +57,22 @@ void Executor::run(const Instruction& instruction, Rows rows) {
 }
 
 void Executor::perform_and_time(const Instruction& instruction, Rows rows) {
-  if (job_.store == nullptr) return perform(instruction, rows);
+  if (!strategy_.offloads()) return perform(instruction, rows);
   using Clock = std::chrono::steady_clock;
-  const offload::StoreStatistics before = job_.store->statistics();
+  const offload::StoreStatistics before = resources_.store->statistics();
   const Clock::time_point begin = Clock::now();
   copied_bytes_ = 0;
   perform(instruction, rows);
-  if (job_.waits && !job_.device.is_cpu()) at::accelerator::synchronizeDevice(job_.device.index());
+  const bool timed = problem_.rehearses && !strategy_.is_cut();
+  if (timed && !problem_.device.is_cpu())
+    at::accelerator::synchronizeDevice(problem_.device.index());
   const double taken = std::chrono::duration<double>(Clock::now() - begin).count();
-  const offload::StoreStatistics after = job_.store->statistics();
+  const offload::StoreStatistics after = resources_.store->statistics();
   if (instruction.operation == Operation::record ||
       instruction.operation == Operation::whole_loss) {
     copied_bytes_ = after.moved_out - before.moved_out + after.moved_back - before.moved_back;
   }
-  const int64_t samples = instruction.micro_batch < 0 ? job_.batch_size() : rows.size();
+  const int64_t samples = instruction.micro_batch < 0 ? problem_.batch_size() : rows.size();
   times_.add(instruction, samples, taken - (after.seconds_waited - before.seconds_waited),
              copied_bytes_);
 }
@@ -125,7 +130,7 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
     case Operation::backward:
       return backward(rows, segment);
     case Operation::free:
-      if (job_.coupled != nullptr && job_.outside == nullptr && job_.store != nullptr) {
+      if (problem_.loss.coupled() != nullptr && strategy_.offloads()) {
         whole_->forget(rows);
       }
       return cut_pass_ ? release() : free();
@@ -159,18 +164,18 @@ int64_t Executor::leave(Rows rows, int64_t segment) {
 int64_t Executor::offload(Rows rows, int64_t segment, bool back) {
   if (two_pass_) return two_pass_->offload(rows);
   // A micro-batch whose segments follow each other is gone with the last of them.
-  WholeOutputs* outputs = job_.alone ? nullptr : outputs_at(rows, segment);
+  WholeOutputs* outputs = strategy_.per_micro_batch() ? nullptr : outputs_at(rows, segment);
   const int64_t bytes = cut_pass_ ? cut_pass_->offload(rows, segment, back) : 0;
   return bytes + (outputs != nullptr ? outputs->offload(rows) : 0);
 }
 
 void Executor::record(Rows rows, bool retain) {
   forwards_.load(rows);
-  const bool outside = job_.outside != nullptr;
-  const bool first_of_several = forwards_.first().begin == rows.begin && rows.size() < job_.batch_size();
-  const bool asked = job_.learns_output_law(rows) || job_.examines(rows) ||
-                     checks_.asks(rows);
-  const bool tells = (job_.use_tapes && asked) || (outside && first_of_several);
+  const bool outside = problem_.loss.external() != nullptr;
+  const bool first_of_several =
+      forwards_.first().begin == rows.begin && rows.size() < problem_.batch_size();
+  const bool asked = checks_.asks(rows);
+  const bool tells = (strategy_.replays() && asked) || (outside && first_of_several);
   const auto call = [&] {
     if (!outside || !retain) return forwards_.call(rows);
     struct Installed {
@@ -194,8 +199,9 @@ void Executor::record(Rows rows, bool retain) {
         "the graphs of other micro-batches that are kept; write that out of place, as in x = x - "
         "mean, or keep no graphs (retained_micro_batches=0). The rows that it ran on are changed");
   }
-  if (job_.on_micro_batch) job_.on_micro_batch({rows.begin, rows.end, seen, forwards_.targets});
-  const bool learns = job_.learns_output_law(rows);
+  if (problem_.on_micro_batch)
+    problem_.on_micro_batch({rows.begin, rows.end, seen, forwards_.targets});
+  const bool learns = checks_.learns_output_law(rows);
   const Batch inputs = learns ? without_tensors(forwards_.inputs) : Batch();
   checks_.look_at(rows, forwards_.inputs, two_pass_->tape(rows), two_pass_->given());
   free();
@@ -225,26 +231,29 @@ void Executor::whole_loss() {
 }
 
 void Executor::replay(Rows rows) {
-  if (job_.outside == nullptr) {
+  if (problem_.loss.external() == nullptr) {
     forwards_.load(rows);
-    return two_pass_->again(rows, forwards_.inputs,
-                            [&] { return forwards_.uncounted([&] { return forwards_.call(rows); }); });
+    return two_pass_->again(rows, forwards_.inputs, [&] {
+      return forwards_.uncounted([&] { return forwards_.call(rows); });
+    });
   }
-  if (job_.interrupt) job_.interrupt();
+  if (problem_.interrupt) problem_.interrupt();
   // Gradients of the inputs arrive at the leaves that the graph began with.
   const Batch* of_graph = two_pass_->inputs_of_graph(rows);
   forwards_.inputs = of_graph != nullptr ? *of_graph : forwards_.load_inputs(rows);
-  two_pass_->again(rows, forwards_.inputs, [&] { return job_.outside->forward_again(forwards_.inputs); });
+  two_pass_->again(rows, forwards_.inputs,
+                   [&] { return problem_.loss.external()->forward_again(forwards_.inputs); });
 }
 
 bool Executor::is_last(Rows rows, int64_t segment) const {
-  return segment + 1 == (job_.checkpoints != nullptr ? segments(rows) : segments());
+  return segment + 1 == (strategy_.checkpoints() ? segments(rows) : segments());
 }
 
 void Executor::record_for_cuts(Rows rows) {
-  if (job_.interrupt) job_.interrupt();
+  if (problem_.interrupt) problem_.interrupt();
   // A recording that is used again tells nobody how outputs follow the samples.
-  if (!job_.alone && !job_.learns_output_law(rows) && cut_pass_->reuse(rows)) return;
+  if (!strategy_.per_micro_batch() && !checks_.learns_output_law(rows) && cut_pass_->reuse(rows))
+    return;
   forwards_.load(rows);
   const auto call = [&](Rows at_work) {
     forwards_.run(at_work);
@@ -254,23 +263,25 @@ void Executor::record_for_cuts(Rows rows) {
           "sees the whole batch, or because one sample's activations do not fit into the budget); "
           "write that out of place, as in x = x - mean. The rows that it ran on are changed");
     }
-    if (job_.alone) forwards_.check_coupling(rows);
+    if (strategy_.per_micro_batch()) forwards_.check_coupling(rows);
     return std::exchange(forwards_.outputs, Batch());
   };
-  if (job_.alone) {
+  if (strategy_.per_micro_batch()) {
     Batch given = cut_pass_->checkpoint(rows, forwards_.inputs, [&] { return call(rows); });
     if (whole_) {
       given = whole_->add(rows, given);
-      if (job_.on_micro_batch) job_.on_micro_batch({rows.begin, rows.end, given, forwards_.targets});
+      if (problem_.on_micro_batch)
+        problem_.on_micro_batch({rows.begin, rows.end, given, forwards_.targets});
     }
     const Batch inputs = without_tensors(forwards_.inputs);
     checks_.look_at(rows, forwards_.inputs, cut_pass_->tape(rows), given);
     free();
     forwards_.learn_numbers();
-    if (job_.learns_output_law(rows)) checks_.learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
+    if (checks_.learns_output_law(rows))
+      checks_.learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
     given = Batch();
     // Until a coupled loss is known the other micro-batches need the room.
-    if (whole_ && job_.store != nullptr) {
+    if (whole_ && strategy_.offloads()) {
       cut_pass_->offload(rows);
       whole_->offload(rows);
     }
@@ -286,7 +297,9 @@ void Executor::record_for_cuts(Rows rows) {
     forwards_.inputs = inputs;
     forwards_.targets = targets;
   };
-  const auto again = [&](bool as_first) { return forwards_.uncounted([&] { return call(rows); }, as_first); };
+  const auto again = [&](bool as_first) {
+    return forwards_.uncounted([&] { return call(rows); }, as_first);
+  };
   const auto depends_on_state = [&] {
     forwards_.learn_numbers(/*any=*/true);
     forwards_.inputs = inputs;
@@ -302,25 +315,26 @@ void Executor::record_for_cuts(Rows rows) {
   checks_.look_at(rows, inputs, cut_pass_->tape(rows), given);
   free();
   forwards_.learn_numbers();
-  if (job_.learns_output_law(rows)) checks_.learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
+  if (checks_.learns_output_law(rows))
+    checks_.learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
 }
 
 void Executor::load_for(Rows rows, int64_t segment) {
-  if (job_.interrupt) job_.interrupt();
+  if (problem_.interrupt) problem_.interrupt();
   if (cut_pass_->reads_inputs(rows, segment)) forwards_.inputs = forwards_.load_inputs(rows);
 }
 
 void Executor::advance(Rows rows, int64_t segment, bool retain) {
   load_for(rows, segment);
   Batch outputs = cut_pass_->advance(rows, forwards_.inputs, segment, retain);
-  if (is_last(rows, segment) && job_.outside != nullptr) {
-    job_.outside->take(rows, Batch(), std::exchange(outputs, Batch()));
+  if (is_last(rows, segment) && problem_.loss.external() != nullptr) {
+    problem_.loss.external()->take(rows, Batch(), std::exchange(outputs, Batch()));
   } else if (is_last(rows, segment)) {
     const Batch& seen = whole_->add(rows, outputs);
     outputs = Batch();  // its graph holds what may leave the device now
-    if (job_.on_micro_batch) {
+    if (problem_.on_micro_batch) {
       forwards_.load_targets(rows);
-      job_.on_micro_batch({rows.begin, rows.end, seen, forwards_.targets});
+      problem_.on_micro_batch({rows.begin, rows.end, seen, forwards_.targets});
     }
   }
   release();
@@ -330,8 +344,8 @@ void Executor::resume(Rows rows, int64_t segment) {
   load_for(rows, segment);
   forwards_.outputs = cut_pass_->resume(rows, forwards_.inputs, segment);
   if (!is_last(rows, segment)) return;
-  if (job_.outside != nullptr) {
-    job_.outside->compare(rows, forwards_.outputs);
+  if (problem_.loss.external() != nullptr) {
+    problem_.loss.external()->compare(rows, forwards_.outputs);
   } else if (whole_) {
     whole_->compare(rows, forwards_.outputs);
   } else {
@@ -345,8 +359,8 @@ void Executor::loss(Rows rows) {
   checks_.read_by(share);
   const at::NoGradGuard no_grad;
   total_.add(share);
-  if (job_.on_micro_batch) {
-    job_.on_micro_batch(
+  if (problem_.on_micro_batch) {
+    problem_.on_micro_batch(
         {rows.begin, rows.end, without_graph(forwards_.outputs), forwards_.targets});
   }
   // The graph holds what backward needs of them.
@@ -354,13 +368,13 @@ void Executor::loss(Rows rows) {
 }
 
 void Executor::backward(Rows rows, int64_t segment) {
-  if (two_pass_ && job_.outside != nullptr) {
+  if (two_pass_ && problem_.loss.external() != nullptr) {
     two_pass_->backward(rows, forwards_.inputs.tensors());
-    return job_.outside->collect(rows, forwards_.inputs);
+    return problem_.loss.external()->collect(rows, forwards_.inputs);
   }
   if (two_pass_) return two_pass_->backward(rows);
   if (!cut_pass_) return share_->differentiate();
-  if (!is_last(rows, segment) || job_.outside != nullptr || whole_) {
+  if (!is_last(rows, segment) || problem_.loss.external() != nullptr || whole_) {
     std::vector<at::Tensor> roots;
     std::vector<at::Tensor> gradients;
     const Batch outputs = std::exchange(forwards_.outputs, Batch());
@@ -373,7 +387,8 @@ void Executor::backward(Rows rows, int64_t segment) {
       gradients.push_back(std::move(gradient));
     }
     cut_pass_->backward(rows, segment, std::move(roots), std::move(gradients));
-    if (job_.outside != nullptr) job_.outside->collect(rows, forwards_.inputs);
+    if (problem_.loss.external() != nullptr)
+      problem_.loss.external()->collect(rows, forwards_.inputs);
     return;
   }
   share_->differentiate(cut_pass_->leaves());
@@ -382,7 +397,8 @@ void Executor::backward(Rows rows, int64_t segment) {
 
 at::Tensor Executor::gradient_of(Rows rows, size_t leaf, const at::Tensor& output) {
   if (!seeds_.empty()) return seeds_[leaf];
-  if (job_.outside != nullptr) return job_.outside->gradient(rows, leaf, output);
+  if (problem_.loss.external() != nullptr)
+    return problem_.loss.external()->gradient(rows, leaf, output);
   return whole_->gradient(rows, leaf, output.device());
 }
 
@@ -427,21 +443,22 @@ void Executor::finish() {
   if (cut_pass_) cut_pass_->confirm_replays();
   if (two_pass_) {
     two_pass_->check();
-    if (job_.keep_outputs) final_outputs_ = whole_->all();
+    if (problem_.keep_outputs) final_outputs_ = whole_->all();
     return;
   }
   if (whole_) {
     if (whole_->differ()) {
-      const std::string part =
-          job_.alone ? "forward" : "the part of forward after the last op of the whole batch";
+      const std::string part = strategy_.per_micro_batch()
+                                   ? "forward"
+                                   : "the part of forward after the last op of the whole batch";
       throw Unsupported(part +
                         " gave other outputs when it was replayed, so its gradient would not "
                         "belong to the loss; a kernel in it is not deterministic");
     }
-    if (job_.keep_outputs) final_outputs_ = whole_->all();
+    if (problem_.keep_outputs) final_outputs_ = whole_->all();
     return;
   }
-  if (job_.keep_outputs) final_outputs_ = share_->take_outputs();
+  if (problem_.keep_outputs) final_outputs_ = share_->take_outputs();
 }
 
 void Executor::finish_forward() {
@@ -497,7 +514,7 @@ std::optional<std::string> Executor::opaque() const {
 }
 
 std::optional<Batch> Executor::take_outputs() {
-  if (job_.keep_outputs && !final_outputs_) finish();
+  if (problem_.keep_outputs && !final_outputs_) finish();
   return std::exchange(final_outputs_, std::nullopt);
 }
 

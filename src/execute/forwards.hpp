@@ -5,8 +5,8 @@
 #include "execute/buffer_rule.hpp"
 #include "execute/carried_state.hpp"
 #include "execute/fewest_rows.hpp"
-#include "execute/job.hpp"
 #include "execute/parameter_rule.hpp"
+#include "execute/setup.hpp"
 #include "execute/source_watch.hpp"
 #include "tape/tape.hpp"
 
@@ -22,7 +22,7 @@ namespace infinitybatch {
 class Forwards {
  public:
   /// \param release lets go of the graph at work, in front of what is undone
-  Forwards(const Job& job, std::function<void()> release);
+  Forwards(const Setup& setup, std::function<void()> release);
   Forwards(const Forwards&) = delete;
   Forwards& operator=(const Forwards&) = delete;
 
@@ -79,8 +79,6 @@ class Forwards {
   const CarriedState& state() const noexcept { return state_; }
   /// Whether what was restored could belong to graphs that are kept.
   bool restores() const { return buffers_.written() || parameters_->written(); }
-  /// Tensors, without those that are not defined.
-  std::vector<at::Tensor> buffer_tensors() const;
 
   /// Rows of the first micro-batch.
   Rows first() const noexcept { return first_; }
@@ -108,7 +106,9 @@ class Forwards {
  private:
   void note_own_backward();
 
-  const Job& job_;
+  const Problem& problem_;
+  const Strategy& strategy_;
+  const Resources& resources_;
   std::function<void()> release_;
   BufferRule buffers_;
   coupled::CouplingWatch watch_;
@@ -124,7 +124,7 @@ class Forwards {
   bool apart_ = false;
   bool learning_ = false;                    // numbers: runs that do not count
   bool drew_ = false;                        // numbers that are to be the whole batch's
-  std::optional<std::string> foreign_draw_;  // with `Job::match_native_rng`: who gave numbers
+  std::optional<std::string> foreign_draw_;  // with `Problem::match_native_rng`: who gave numbers
   std::optional<bool> own_backward_;
   std::vector<Dims> lengths_;
 };

@@ -45,8 +45,8 @@ int64_t CutPass::fetch(Rows rows, int64_t segment, bool back, bool ahead) {
 
 int64_t CutPass::leave(Rows rows) {
   Part& part = parts_.at(rows.begin);
-  const int64_t bytes = part.waiting.start_leaving(*job_.store);
-  return bytes + part.gradients.start_leaving(*job_.store);
+  const int64_t bytes = part.waiting.start_leaving(*resources_.store);
+  return bytes + part.gradients.start_leaving(*resources_.store);
 }
 
 int64_t CutPass::offload(Rows rows, int64_t segment, bool back) {
@@ -64,14 +64,14 @@ int64_t CutPass::offload(Rows rows, int64_t segment, bool back) {
 
 int64_t CutPass::offload(Rows rows) {
   Part& part = parts_.at(rows.begin);
-  const int64_t bytes = part.waiting.offload(*job_.store);
-  return bytes + part.gradients.offload(*job_.store);
+  const int64_t bytes = part.waiting.offload(*resources_.store);
+  return bytes + part.gradients.offload(*resources_.store);
 }
 
 int64_t CutPass::keep_for(Part& part, int64_t segment, bool back) {
   const Needs needs = this->needs(part, segment, back);
-  const int64_t bytes = part.waiting.offload(*job_.store, needs.waiting);
-  return bytes + part.gradients.offload(*job_.store, needs.gradients);
+  const int64_t bytes = part.waiting.offload(*resources_.store, needs.waiting);
+  return bytes + part.gradients.offload(*resources_.store, needs.gradients);
 }
 
 }  // namespace infinitybatch

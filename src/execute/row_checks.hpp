@@ -17,13 +17,15 @@ namespace infinitybatch {
 /// And how outputs follow their samples.
 class RowChecks {
  public:
-  RowChecks(const Job& job, Forwards& forwards);
+  RowChecks(const Setup& setup, Forwards& forwards);
 
   /// Outputs of all, of a coupled loss; must outlive this.
   void know(WholeOutputs& outputs) noexcept { whole_ = &outputs; }
 
   /// Whether somebody reads the recording of these rows.
-  bool asks(Rows rows) const { return experiment_.wants(rows) || experiment_.awaits(rows); }
+  bool asks(Rows rows) const;
+  /// Whether that has to tell how outputs follow them.
+  bool learns_output_law(Rows rows) const;
   /// Runs forward, and takes it down where that was asked for.
   void stream(Rows rows);
   /// Of a recording, what tells whether ordinary ops mix samples or count them.
@@ -68,6 +70,7 @@ class RowChecks {
   void let_go() { high_water_.reset(); }
 
  private:
+  static bool asks_for_mixing(const Setup& setup);
   /// \param last no other micro-batch of this step comes
   void examine(bool last);
   OutputForm form_elsewhere(Rows rows, at::Device device);
@@ -81,7 +84,9 @@ class RowChecks {
                                                        const std::vector<int64_t>& dims,
                                                        const std::vector<bool>& compared);
 
-  const Job& job_;
+  const Problem& problem_;
+  const Strategy& strategy_;
+  const Resources& resources_;
   Forwards& forwards_;
   WholeOutputs* whole_ = nullptr;
   MixingExperiment experiment_;

@@ -4,7 +4,7 @@
 #include "core/batch_form.hpp"
 #include "core/foreign_exception.hpp"
 #include "core/unwatched.hpp"
-#include "execute/outside_loss.hpp"
+#include "execute/external_loss.hpp"
 #include "tape/draws.hpp"
 #include "tape/mismatch.hpp"
 #include "tape/recorder.hpp"
@@ -21,16 +21,19 @@
 
 namespace infinitybatch {
 
-TwoPass::TwoPass(const Job& job, autograd::GradientSinks& sinks)
-    : job_(job), sinks_(sinks), devices_(devices_of(job)), outputs_(job) {
-  for (const BufferSlot& slot : job.buffers) {
-    if (at::Tensor buffer = slot.get(); buffer.defined()) buffers_.push_back(std::move(buffer));
-  }
-}
+TwoPass::TwoPass(const Setup& setup, autograd::GradientSinks& sinks)
+    : problem_(setup.problem),
+      strategy_(setup.strategy),
+      resources_(setup.resources),
+      sinks_(sinks),
+      buffers_(buffers_of(setup.problem)),
+      devices_(devices_of(setup.problem)),
+      outputs_(setup) {}
 
 const char* TwoPass::why_no_tapes() const {
-  return job_.tapes_failed ? "an earlier replay gave other outputs than its recording"
-                           : "use_tapes=false was given";
+  return strategy_.second_forward == Strategy::SecondForward::rerun_after_mismatch
+             ? "an earlier replay gave other outputs than its recording"
+             : "use_tapes=false was given";
 }
 
 const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain, bool tells,
@@ -39,16 +42,16 @@ const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain, bool te
   // Nobody goes back without a graph.
   part.again = at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled();
   part.memory.reset();
-  if (retain && job_.offloads_graphs) part.memory.emplace().know(inputs);
+  if (retain && strategy_.offloads_graphs()) part.memory.emplace().know(inputs);
   const auto run = [&] { return part.memory ? part.memory->watch(forward) : forward(); };
   part.rows = rows;
   if (part.again) part.random = RngSnapshot::capture(devices_);
-  if (part.again && !job_.exact_coupling) {
-    part.buffers = std::make_shared<BufferValues>(job_.buffers);
+  if (part.again && !problem_.exact_coupling) {
+    part.buffers = std::make_shared<BufferValues>(problem_.buffers);
   }
   Batch outputs;
-  const bool graph_alone = retain && !job_.tapes_stay && job_.buffers.empty();
-  const bool needs_tape = part.again && job_.use_tapes && !graph_alone;
+  const bool graph_alone = retain && !problem_.goes_back_again && problem_.buffers.empty();
+  const bool needs_tape = part.again && strategy_.replays() && !graph_alone;
   if (!needs_tape && !tells) {
     outputs = run();
     forget_recording(part);
@@ -64,22 +67,23 @@ const Batch& TwoPass::first(Rows rows, const Batch& inputs, bool retain, bool te
   }
   // A tape has what it needs of both, unless it turns out to give other outputs; a graph that is
   // kept needs neither.
-  if (replays(part) && !job_.tapes_stay) {
+  if (replays(part) && !problem_.goes_back_again) {
     part.random = RngSnapshot();
     part.buffers.reset();
   }
   if (tells) given_ = without_graph(outputs);
-  if (job_.outside != nullptr) {
-    outputs = job_.outside->take(rows, inputs, std::move(outputs));
+  if (problem_.loss.external() != nullptr) {
+    outputs = problem_.loss.external()->take(rows, inputs, std::move(outputs));
     if (retain) part.inputs = inputs;
   }
-  const Batch& seen = job_.outside ? job_.outside->taken(rows) : outputs_.add(rows, outputs);
+  const Batch& seen = problem_.loss.external() ? problem_.loss.external()->taken(rows)
+                                               : outputs_.add(rows, outputs);
   if (retain) part.graph = std::move(outputs);
   return seen;
 }
 
 void TwoPass::forget_recording(Part& part) const {
-  if (part.again && job_.use_tapes) return;
+  if (part.again && strategy_.replays()) return;
   if (std::exchange(part.recorded, false)) part.tape = tape::Tape();
   if (part.again && !part.tape.opaque) part.tape.opaque = why_no_tapes();
 }
@@ -132,30 +136,31 @@ const Batch* TwoPass::inputs_of_graph(Rows rows) const {
 
 int64_t TwoPass::leave(Rows rows) {
   Part& part = parts_.at(rows.begin);
-  if (part.memory) return part.memory->start_leaving(*job_.store, memory_of(seen(rows)));
-  return job_.outside == nullptr ? outputs_.leave(rows) : 0;
+  if (part.memory) return part.memory->start_leaving(*resources_.store, memory_of(seen(rows)));
+  return problem_.loss.external() == nullptr ? outputs_.leave(rows) : 0;
 }
 
 int64_t TwoPass::offload(Rows rows) {
   Part& part = parts_.at(rows.begin);
   const int64_t bytes = part.memory ? offload_graph(part) : 0;
-  return bytes + (job_.outside == nullptr ? outputs_.offload(rows) : 0);
+  return bytes + (problem_.loss.external() == nullptr ? outputs_.offload(rows) : 0);
 }
 
 Batch& TwoPass::seen(Rows rows) {
-  return job_.outside != nullptr ? job_.outside->taken(rows) : outputs_.of(rows);
+  return problem_.loss.external() != nullptr ? problem_.loss.external()->taken(rows)
+                                             : outputs_.of(rows);
 }
 
 int64_t TwoPass::offload_graph(Part& part) {
-  if (!job_.tapes_stay) {
+  if (!problem_.goes_back_again) {
     part.tape = tape::Tape();  // no other forward follows
     part.random = RngSnapshot();
     part.buffers.reset();
   }
   GraphMemory& memory = *part.memory;
   const int64_t bytes =
-      infinitybatch::offload_graph(memory, *job_.store, *part.graph, seen(part.rows));
-  if (job_.outside == nullptr) outputs_.compare_none(part.rows);
+      infinitybatch::offload_graph(memory, *resources_.store, *part.graph, seen(part.rows));
+  if (problem_.loss.external() == nullptr) outputs_.compare_none(part.rows);
   graph_bytes_.offloaded += memory.bytes().offloaded;
   graph_bytes_.stayed += memory.bytes().stayed;
   return bytes;
@@ -164,7 +169,7 @@ int64_t TwoPass::offload_graph(Part& part) {
 int64_t TwoPass::fetch(Rows rows, bool ahead) {
   Part& part = parts_.at(rows.begin);
   const int64_t bytes = part.memory ? part.memory->fetch(ahead) : 0;
-  return bytes + (job_.outside == nullptr ? outputs_.fetch(rows, ahead) : 0);
+  return bytes + (problem_.loss.external() == nullptr ? outputs_.fetch(rows, ahead) : 0);
 }
 
 void TwoPass::again(Rows rows, const Batch& inputs, const std::function<Batch()>& forward) {
@@ -198,17 +203,18 @@ void TwoPass::again(Rows rows, const Batch& inputs, const std::function<Batch()>
     }
     now.restore();
   }
-  if (!job_.tapes_stay) {
+  if (!problem_.goes_back_again) {
     part.buffers.reset();
     part.tape = tape::Tape();
   }
-  if (job_.outside != nullptr) return job_.outside->compare(rows, at_work_);
+  if (problem_.loss.external() != nullptr) return problem_.loss.external()->compare(rows, at_work_);
   outputs_.compare(rows, at_work_);
 }
 
 at::Tensor TwoPass::gradient(Rows rows, size_t leaf, const at::Tensor& output) {
   if (!seeds_.empty()) return seeds_[leaf];
-  if (job_.outside != nullptr) return job_.outside->gradient(rows, leaf, output);
+  if (problem_.loss.external() != nullptr)
+    return problem_.loss.external()->gradient(rows, leaf, output);
   return outputs_.gradient(rows, leaf, output.device());
 }
 

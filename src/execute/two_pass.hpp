@@ -4,7 +4,7 @@
 #include "core/rng.hpp"
 #include "execute/buffer_values.hpp"
 #include "execute/graph_memory.hpp"
-#include "execute/job.hpp"
+#include "execute/setup.hpp"
 #include "execute/whole_outputs.hpp"
 #include "tape/tape.hpp"
 
@@ -26,7 +26,7 @@ namespace infinitybatch {
 /// is asked for once, by `check`.
 class TwoPass {
  public:
-  TwoPass(const Job& job, autograd::GradientSinks& sinks);
+  TwoPass(const Setup& setup, autograd::GradientSinks& sinks);
 
   /// First pass. Returns what the model gave, detached.
   /// \param retain keep the graph for `again`
@@ -49,9 +49,9 @@ class TwoPass {
   /// Whether graphs of earlier rows are kept.
   bool keeps_graph_before(Rows rows) const;
 
-  /// With `Job::store`: what waits of these rows, outputs and, with `Job::offloads_graphs`, a graph
-  /// that is kept, begins to leave the device, has left, is there again (with `ahead` it begins to
-  /// come). Return the bytes whose copies begin.
+  /// With `Strategy::offloads`: what waits of these rows, outputs and, with
+  /// `Strategy::offloads_graphs`, a graph that is kept, begins to leave the device, has left, is
+  /// there again (with `ahead` it begins to come). Return the bytes whose copies begin.
   int64_t leave(Rows rows);
   int64_t offload(Rows rows);
   int64_t fetch(Rows rows, bool ahead);
@@ -60,7 +60,7 @@ class TwoPass {
   /// parameters go to the sinks. Returns the loss, detached.
   at::Tensor whole_loss() { return outputs_.loss(sinks_); }
 
-  /// With `Job::outside`: the second pass begins, which may be once more.
+  /// With an external loss: the second pass begins, which may be once more.
   void begin_second_pass() { replayed_ = false; }
   /// The inputs that the graph of these rows leads to; null where it is not kept.
   const Batch* inputs_of_graph(Rows rows) const;
@@ -109,13 +109,15 @@ class TwoPass {
   void forget_recording(Part& part) const;
   int64_t offload_graph(Part& part);
   /// Whether a second forward of these rows plays their tape.
-  bool replays(const Part& part) const { return job_.use_tapes && !part.tape.opaque; }
+  bool replays(const Part& part) const { return strategy_.replays() && !part.tape.opaque; }
   const char* why_no_tapes() const;
-  /// What others see of these rows' outputs, detached; see `OutsideLoss::take`.
+  /// What others see of these rows' outputs, detached; see `ExternalLoss::take`.
   Batch& seen(Rows rows);
   at::Tensor gradient(Rows rows, size_t leaf, const at::Tensor& output);
 
-  const Job& job_;
+  const Problem& problem_;
+  const Strategy& strategy_;
+  const Resources& resources_;
   autograd::GradientSinks& sinks_;
   std::vector<at::Tensor> buffers_;
   std::vector<at::Device> devices_;

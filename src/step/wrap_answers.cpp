@@ -79,8 +79,9 @@ bool ForwardCall::begin_offload() {
   const bool keeps = with_gradients_ && options_.retained_micro_batches > 0;
   const bool possible =
       options_.offload.when != Offload::When::never &&
-      (options_.micro_batch_size ? job_.cut || keeps : job_.cut && planner().smallest_failed());
-  if (!possible || job_.store != nullptr) return false;
+      (options_.micro_batch_size ? setup_.strategy.is_cut() || keeps
+                                 : setup_.strategy.is_cut() && planner().smallest_failed());
+  if (!possible || setup_.strategy.offloads()) return false;
   const std::lock_guard<std::mutex> lock(wrapped_->mutex);
   // What was said before and has not helped would not help again.
   return !std::exchange(wrapped_->known.memory_of(kind_).offloads, true);
@@ -95,7 +96,9 @@ bool ForwardCall::begin_cuts() {
   // A buffer that depends on the samples does so cut or not, as a plan may find out.
   if (options_.static_graph || (!budget_ && !saw_coupling_)) return false;
   rerunnable_.check();
-  return !uncut_ && !std::exchange(job_.cut, true);
+  if (uncut_ || setup_.strategy.is_cut()) return false;
+  setup_.strategy.cuts = Strategy::Cuts::whole_batch_ops;
+  return true;
 }
 
 /// What forward does between the ops of the whole batch cannot be cut. As one micro-batch it needs
@@ -106,7 +109,8 @@ bool ForwardCall::end_cuts() {
   if (!nothing) coupling_ = failed_.error;
   const bool fixed = options_.micro_batch_size.has_value();
   if (!nothing && fixed && !budget_) return false;
-  const bool was_cut = std::exchange(job_.cut, false);
+  const bool was_cut = setup_.strategy.is_cut();
+  setup_.strategy.cuts = Strategy::Cuts::none;
   uncut_ = true;
   wrapped_->sees_whole_batch() = false;
   if (!nothing && fixed) return false;
@@ -153,7 +157,7 @@ bool ForwardCall::plan_smaller() {
 void ForwardCall::refuse_smaller() {
   if (finishing_) {
     throw BudgetExceeded(needed_, *budget_, std::nullopt,
-                         "the outputs of all " + std::to_string(job_.batch_size()) +
+                         "the outputs of all " + std::to_string(setup_.problem.batch_size()) +
                              " samples while they are joined");
   }
   if (options_.micro_batch_size) {

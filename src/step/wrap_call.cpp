@@ -2,7 +2,7 @@
 
 #include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
-#include "execute/outside_loss.hpp"
+#include "execute/external_loss.hpp"
 #include "execute/schedule.hpp"
 #include "step/admission.hpp"
 #include "step/meter.hpp"
@@ -37,13 +37,13 @@ const CoupledLoss& no_loss() {
 
 }  // namespace
 
-ForwardCall::ForwardCall(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs)
+ForwardCall::ForwardCall(const std::shared_ptr<Wrapped>& wrapped, Setup setup, const Batch& inputs)
     : wrapped_(wrapped),
       options_(wrapped->options),
       inputs_(inputs),
       rows_(BatchSource::from(detached(inputs), "inputs")),
       targets_(targets_source(Batch(), rows_.size)),
-      job_(std::move(job)),
+      setup_(std::move(setup)),
       with_gradients_(at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()),
       rerunnable_(inputs) {
   if (options_.memory_budget) {
@@ -53,23 +53,25 @@ ForwardCall::ForwardCall(const std::shared_ptr<Wrapped>& wrapped, Job job, const
           "this wrapped model is running already, in another thread or around this call; with a "
           "memory_budget one thread at a time may call it");
     }
-    high_water_.emplace(job_.device);
-    counted_ = std::make_unique<memory::ForeignStorages>(reachable_tensors(job_));
-    budget_ = options_.memory_budget->resolve(job_.device);
+    high_water_.emplace(setup_.problem.device);
+    counted_ = std::make_unique<memory::ForeignStorages>(reachable_tensors(setup_.problem));
+    budget_ = options_.memory_budget->resolve(setup_.problem.device);
   }
-  job_.inputs = &rows_;
-  job_.targets = &targets_;
-  job_.coupled = &no_loss();
-  job_.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
-  job_.use_tapes = wrapped_->use_tapes;
-  job_.interrupt = options_.interrupt;
-  job_.nested = true;
-  job_.tapes_stay = true;  // the caller may run backward again
-  job_.cut = wrapped_->sees_whole_batch() || options_.static_graph;
-  kind_ = batch_kind(job_, rows_, targets_);
+  setup_.problem.inputs = &rows_;
+  setup_.problem.targets = &targets_;
+  setup_.problem.loss = no_loss();
+  setup_.problem.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
+  setup_.strategy.use_tapes(options_.use_tapes, /*work=*/wrapped_->use_tapes);
+  setup_.problem.interrupt = options_.interrupt;
+  setup_.problem.reentrant = true;
+  setup_.problem.goes_back_again = true;  // the caller may run backward again
+  kind_ = batch_kind(setup_.problem, rows_, targets_);
   findings_ = wrapped_->findings_of(kind_);
-  job_.findings = &findings_;
-  job_.cut = job_.cut && options_.micro_batch_size.value_or(0) < rows_.size;
+  setup_.resources.findings = &findings_;
+  const bool cut = wrapped_->sees_whole_batch() || options_.static_graph;
+  if (cut && options_.micro_batch_size.value_or(0) < rows_.size) {
+    setup_.strategy.cuts = Strategy::Cuts::whole_batch_ops;
+  }
   if (!budget_) return;
   for (const auto& call : calls_of(*wrapped_)) {
     if (!call->differentiated) ++planner_;
@@ -86,23 +88,24 @@ Request ForwardCall::request() const {
     request.signature += tensor.defined() && tensor.requires_grad() ? '1' : '0';
   };
   for (const Leaf& leaf : inputs_.leaves()) wants(leaf.tensor);
-  for (const NamedParameter& parameter : job_.parameters) wants(parameter.tensor);
-  request.batch_size = job_.batch_size();
-  request.baseline_bytes = live(job_.device);
+  for (const NamedParameter& parameter : setup_.problem.parameters) wants(parameter.tensor);
+  request.batch_size = setup_.problem.batch_size();
+  request.baseline_bytes = live(setup_.problem.device);
   request.budget_bytes = *budget_;
-  request.two_pass = with_gradients_ || job_.cut;
+  request.two_pass = with_gradients_ || setup_.strategy.is_cut();
   request.copies_one = true;
-  request.measured = !job_.device.is_cpu();
+  request.measured = !setup_.problem.device.is_cpu();
   {
     const std::lock_guard<std::mutex> lock(wrapped_->mutex);
     Knowledge& known = wrapped_->known.of(kind_);
     request.whole_batch_only = known.whole;
     request.fails_on = known.few_rows.failing();
   }
-  request.offloaded = job_.cut ? job_.store != nullptr : job_.offloads_graphs;
-  request.offloads_graphs = job_.offloads_graphs;
+  request.offloaded =
+      setup_.strategy.is_cut() ? setup_.strategy.offloads() : setup_.strategy.offloads_graphs();
+  request.offloads_graphs = setup_.strategy.offloads_graphs();
   if (request.offloads_graphs) request.signature += "|graphs are offloaded";
-  if (!job_.cut) return request;
+  if (!setup_.strategy.is_cut()) return request;
   request.signature += "|cut into " + std::to_string(wrapped_->segments);
   request.segments = wrapped_->segments;
   // Backward takes what waits apart as it goes, so that it could not begin again without graphs.
@@ -122,13 +125,13 @@ Batch ForwardCall::run() {
   } const forget(*this);
   for (;; ++restarts_) {
     rerunnable_.check();
-    if (budget_ && live(job_.device) > *budget_ && !drop_graphs(*wrapped_)) {
-      throw BudgetExceeded(live(job_.device), *budget_, std::nullopt,
+    if (budget_ && live(setup_.problem.device) > *budget_ && !drop_graphs(*wrapped_)) {
+      throw BudgetExceeded(live(setup_.problem.device), *budget_, std::nullopt,
                            "What is allocated before forward (parameters, gradients, optimizer "
                            "state, inputs, what other calls keep for their backward)");
     }
     std::optional<memory::Limit> limit;
-    if (budget_) limit.emplace(*budget_, job_.device);
+    if (budget_) limit.emplace(*budget_, setup_.problem.device);
     planned_ = false;
     finishing_ = false;
     failed_rows_ = 0;
@@ -146,15 +149,18 @@ void ForwardCall::choose_store() {
   const bool always = options_.offload.when == Offload::When::always;
   const bool fixed = options_.micro_batch_size.has_value();
   const bool keeps = with_gradients_ && (options_.retained_micro_batches > 0 || !fixed);
-  bool offloads = always && (job_.cut || keeps);
-  if (!offloads && (job_.cut || (keeps && fixed))) {
+  bool offloads = always && (setup_.strategy.is_cut() || keeps);
+  if (!offloads && (setup_.strategy.is_cut() || (keeps && fixed))) {
     const std::lock_guard<std::mutex> lock(wrapped_->mutex);
     offloads = wrapped_->known.memory_of(kind_).offloads;
   }
-  store_ = offloads ? wrapped_->store_on(job_.device) : nullptr;
-  job_.store = store_.get();
-  job_.offloads_graphs = offloads && !job_.cut &&
-                         (fixed || wrapped_->graph_choices[planner_].offloads(kind_.shapes()));
+  store_ = offloads ? wrapped_->store_on(setup_.problem.device) : nullptr;
+  setup_.resources.store = store_.get();
+  const bool graphs = !setup_.strategy.is_cut() &&
+                      (fixed || wrapped_->graph_choices[planner_].offloads(kind_.shapes()));
+  setup_.strategy.offload = !offloads ? Strategy::Offloads::nothing
+                            : graphs  ? Strategy::Offloads::graphs
+                                      : Strategy::Offloads::boundaries;
 }
 
 /// Under a plan, once it is known what the loss needs: whether graphs are offloaded, or run again
@@ -169,25 +175,24 @@ void ForwardCall::choose_graphs() {
   const Plan plan = planner().two_pass().plan;
   if (!planner().foresees_whole_loss(plan)) return;
   const auto offloaded = [&] {
-    job_.offloads_graphs = true;
+    setup_.strategy.offload = Strategy::Offloads::graphs;
     return request();
   };
   const auto rehearse_offloaded = [&] {
-    job_.offloads_graphs = true;
+    setup_.strategy.offload = Strategy::Offloads::graphs;
     rehearse();
   };
   choices.choose(kind, planner(), *store_, plan, again, {offloaded, rehearse_offloaded});
-  job_.offloads_graphs = choices.offloads(kind);
+  setup_.strategy.offload =
+      choices.offloads(kind) ? Strategy::Offloads::graphs : Strategy::Offloads::boundaries;
 }
 
 void ForwardCall::rehearse() {
   WrapRehearsal rehearsal{
-      *wrapped_,      job_, inputs_, rows_, kind_, planner(), wrapped_->graph_choices[planner_],
+      *wrapped_,      setup_, inputs_, rows_, kind_, planner(), wrapped_->graph_choices[planner_],
       with_gradients_};
   rehearsal.request = [this] { return request(); };
   rehearsal.check_inputs = [this] { rerunnable_.check(); };
-  // Ways with and without offloading are compared.
-  rehearsal.times = may_offload_graphs();
   try {
     rehearsal.run();
     planned_ = planned_ || rehearsal.began;
@@ -228,7 +233,7 @@ Batch ForwardCall::attempt() {
   rerunnable_.check();  // since an earlier attempt
   choose_store();
   const StoreUse alone(*wrapped_, store_.get());
-  const bool rehearsed = with_gradients_ || job_.cut;
+  const bool rehearsed = with_gradients_ || setup_.strategy.is_cut();
   if (rehearsed && !options_.micro_batch_size) {
     rehearse();
     choose_graphs();
@@ -236,8 +241,8 @@ Batch ForwardCall::attempt() {
   }
   // From here on: what a rehearsal needs is no part of the plan.
   std::unique_ptr<memory::HighWater> high_water;
-  if (budget_) high_water = std::make_unique<memory::HighWater>(job_.device);
-  ForwardPass pass(wrapped_, job_, inputs_, kind_);
+  if (budget_) high_water = std::make_unique<memory::HighWater>(setup_.problem.device);
+  ForwardPass pass(wrapped_, setup_, inputs_, kind_);
   if (high_water) pass.measured_by(*high_water);
   const std::shared_ptr<WrappedCall> call = pass.call();
   call->budget = budget_;
@@ -250,15 +255,15 @@ Batch ForwardCall::attempt() {
       const bool overlap = !budget_;
       const bool one = size >= rows_.size;
       const int64_t retained = one && !budget_ ? 1 : options_.retained_micro_batches;
-      const auto split = job_.cut ? &split_for_cuts : &split_by;
+      const auto split = setup_.strategy.is_cut() ? &split_for_cuts : &split_by;
       outputs = pass.run({split(rows_.size, size), retained, overlap});
-    } else if (job_.cut || with_gradients_) {
+    } else if (setup_.strategy.is_cut() || with_gradients_) {
       outputs = pass.run(choose());
     } else {
       outputs = without_gradients(pass);
     }
     memory::Limit::check();
-    if (job_.cut) wrapped_->sees_whole_batch() = true;
+    if (setup_.strategy.is_cut()) wrapped_->sees_whole_batch() = true;
     call->report = report_of(*call, pass.sizes());
     if (budget_) {
       call->report->memory_budget = budget_;
@@ -314,14 +319,15 @@ Batch ForwardCall::without_gradients(ForwardPass& pass) {
       }
       pass.run(rows);
     };
-    planner().observe(*piece, infinitybatch::run(perform, nullptr, *piece, row, job_.device));
+    planner().observe(*piece,
+                      infinitybatch::run(perform, nullptr, *piece, row, setup_.problem.device));
     row += piece->plan.batch_size;
   }
   return pass.finish();
 }
 
-Batch forward(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs) {
-  return ForwardCall(wrapped, std::move(job), inputs).run();
+Batch forward(const std::shared_ptr<Wrapped>& wrapped, Setup setup, const Batch& inputs) {
+  return ForwardCall(wrapped, std::move(setup), inputs).run();
 }
 
 }  // namespace infinitybatch

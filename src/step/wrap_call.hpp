@@ -19,7 +19,7 @@ namespace infinitybatch {
 /// One call of a wrapped model's forward, until an attempt succeeds.
 class ForwardCall {
  public:
-  ForwardCall(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs);
+  ForwardCall(const std::shared_ptr<Wrapped>& wrapped, Setup setup, const Batch& inputs);
 
   Batch run();
 
@@ -33,7 +33,7 @@ class ForwardCall {
   bool begin_offload();
   /// Under a plan: whether graphs that wait away from the device are an alternative.
   bool may_offload_graphs() const {
-    return job_.store != nullptr && !job_.cut && !options_.micro_batch_size;
+    return setup_.strategy.offloads() && !setup_.strategy.is_cut() && !options_.micro_batch_size;
   }
   void choose_graphs();
   bool give_up_graphs();
@@ -58,18 +58,18 @@ class ForwardCall {
   Split choose();
   Split split() const {
     Split split{piece_.plan.micro_batch_sizes, piece_.plan.retained, piece_.plan.overlaps};
-    if (job_.cut) split.segments = piece_.plan.segments;
+    if (setup_.strategy.is_cut()) split.segments = piece_.plan.segments;
     return split;
   }
   Batch without_gradients(ForwardPass& pass);
 
   const std::shared_ptr<Wrapped> wrapped_;
   const Options& options_;
-  std::shared_ptr<offload::Store> store_;  // the job's
+  std::shared_ptr<offload::Store> store_;  // the step's
   const Batch& inputs_;
   const BatchSource rows_;
   const BatchSource targets_;
-  Job job_;
+  Setup setup_;
   BatchKind kind_;
   Findings findings_;  // of rehearsals
   const bool with_gradients_;
