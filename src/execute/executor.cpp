@@ -34,17 +34,12 @@ Executor::Executor(const Setup& setup)
       forwards_(setup, [this] { release(); }),
       checks_(setup, forwards_),
       total_(setup.problem.device) {
-  if (setup.strategy.is_cut()) cut_pass_.emplace(setup, sinks_, forwards_.buffers());
-  if (setup.problem.loss.external() != nullptr && setup.strategy.is_cut()) {
-    // computes no loss here
-  } else if (setup.problem.loss.separable() != nullptr) {
-    share_.emplace(setup.problem, sinks_);
-  } else if (setup.strategy.is_cut()) {
-    whole_ = &own_outputs_.emplace(setup);
-  } else {
-    whole_ = &two_pass_.emplace(setup, sinks_).outputs();
+  const LossPort& loss = setup.problem.loss;
+  if (loss.coupled() != nullptr) checks_.know(whole_.emplace(setup));
+  if (loss.separable() == nullptr || setup.strategy.is_cut()) {
+    pass_.emplace(setup, sinks_, forwards_.buffers(), whole_ ? &*whole_ : nullptr);
   }
-  if (whole_ != nullptr) checks_.know(*whole_);
+  if (loss.separable() != nullptr) share_.emplace(setup.problem, sinks_);
   // Casts made before this step lead to the parameters' own accumulators, past the sinks.
   at::autocast::clear_cache();
 }
@@ -88,7 +83,7 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
     case Operation::loss:
       return loss(rows);
     case Operation::record:
-      if (cut_pass_) return record_for_cuts(rows);
+      if (strategy_.is_cut()) return record_for_cuts(rows);
       return record(rows, /*retain=*/false);
     case Operation::retain:
       return record(rows, /*retain=*/true);
@@ -97,27 +92,27 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
     case Operation::replay:
       return replay(rows);
     case Operation::seed:
-      return cut_pass_ ? seed() : two_pass_->seed();
+      return pass_->seed(forwards_.outputs);
     case Operation::advance:
       return advance(rows, segment, /*retain=*/false);
     case Operation::advance_retained:
       return advance(rows, segment, /*retain=*/true);
     case Operation::combine:
-      return cut_pass_->combine(segment);
+      return pass_->combine(segment);
     case Operation::resume:
       return resume(rows, segment);
     case Operation::combine_gradients:
-      return cut_pass_->combine_gradients(segment);
+      return pass_->combine_gradients(segment);
     case Operation::restore:
     case Operation::prefetch:
-      copied_bytes_ = fetch(rows, segment, instruction.back,
-                            /*ahead=*/instruction.operation == Operation::prefetch);
+      copied_bytes_ = pass_->fetch(rows, segment, instruction.back,
+                                   /*ahead=*/instruction.operation == Operation::prefetch);
       return;
     case Operation::start_offload:
-      copied_bytes_ = leave(rows, segment);
+      copied_bytes_ = pass_->leave(rows, segment);
       return;
     case Operation::finish_offload:
-      copied_bytes_ = offload(rows, segment, instruction.back);
+      copied_bytes_ = pass_->offload(rows, segment, instruction.back);
       return;
     case Operation::backward:
       return backward(rows, segment);
@@ -125,7 +120,7 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
       if (problem_.loss.coupled() != nullptr && strategy_.offloads()) {
         whole_->forget(rows);
       }
-      return cut_pass_ ? release() : free();
+      return strategy_.is_cut() ? release() : free();
     case Operation::penalty:
       return penalty();
     case Operation::hand_out:
@@ -133,37 +128,9 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
   }
 }
 
-WholeOutputs* Executor::outputs_at(Rows rows, int64_t segment) {
-  return whole_ != nullptr && is_last(rows, segment) ? whole_ : nullptr;
-}
-
-int64_t Executor::fetch(Rows rows, int64_t segment, bool back, bool ahead) {
-  if (two_pass_) return two_pass_->fetch(rows, ahead);
-  int64_t bytes = cut_pass_ ? cut_pass_->fetch(rows, segment, back, ahead) : 0;
-  if (back && outputs_at(rows, segment) != nullptr) {
-    bytes += outputs_at(rows, segment)->fetch(rows, ahead);
-  }
-  return bytes;
-}
-
-int64_t Executor::leave(Rows rows, int64_t segment) {
-  if (two_pass_) return two_pass_->leave(rows);
-  const int64_t bytes = cut_pass_ ? cut_pass_->leave(rows) : 0;
-  WholeOutputs* outputs = outputs_at(rows, segment);
-  return bytes + (outputs != nullptr ? outputs->leave(rows) : 0);
-}
-
-int64_t Executor::offload(Rows rows, int64_t segment, bool back) {
-  if (two_pass_) return two_pass_->offload(rows);
-  // A micro-batch whose segments follow each other is gone with the last of them.
-  WholeOutputs* outputs = strategy_.per_micro_batch() ? nullptr : outputs_at(rows, segment);
-  const int64_t bytes = cut_pass_ ? cut_pass_->offload(rows, segment, back) : 0;
-  return bytes + (outputs != nullptr ? outputs->offload(rows) : 0);
-}
-
 void Executor::whole_loss() {
   in_whole_loss_ = true;
-  coupled::RandomStreams* streams = cut_pass_ ? cut_pass_->streams() : nullptr;
+  coupled::RandomStreams* streams = pass_ ? pass_->streams() : nullptr;
   if (streams != nullptr) streams->settle();
   whole_->watch_attributes(forwards_.state());
   forwards_.buffers().begin_loss();
@@ -178,18 +145,20 @@ void Executor::whole_loss() {
 }
 
 void Executor::replay(Rows rows) {
-  if (problem_.loss.external() == nullptr) {
+  ExternalLoss* const loss = problem_.loss.external();
+  if (loss == nullptr) {
     forwards_.load(rows);
-    return two_pass_->again(rows, forwards_.inputs, [&] {
+    forwards_.outputs = pass_->resume(rows, forwards_.inputs, [&] {
       return forwards_.uncounted([&] { return forwards_.call(rows); });
     });
+    return;
   }
   if (problem_.interrupt) problem_.interrupt();
   // Gradients of the inputs arrive at the leaves that the graph began with.
-  const Batch* of_graph = two_pass_->inputs_of_graph(rows);
+  const Batch* of_graph = pass_->inputs_of_graph(rows);
   forwards_.inputs = of_graph != nullptr ? *of_graph : forwards_.load_inputs(rows);
-  two_pass_->again(rows, forwards_.inputs,
-                   [&] { return problem_.loss.external()->forward_again(forwards_.inputs); });
+  forwards_.outputs =
+      pass_->resume(rows, forwards_.inputs, [&] { return loss->forward_again(forwards_.inputs); });
 }
 
 bool Executor::is_last(Rows rows, int64_t segment) const {
@@ -198,12 +167,12 @@ bool Executor::is_last(Rows rows, int64_t segment) const {
 
 void Executor::load_for(Rows rows, int64_t segment) {
   if (problem_.interrupt) problem_.interrupt();
-  if (cut_pass_->reads_inputs(rows, segment)) forwards_.inputs = forwards_.load_inputs(rows);
+  if (pass_->reads_inputs(rows, segment)) forwards_.inputs = forwards_.load_inputs(rows);
 }
 
 void Executor::advance(Rows rows, int64_t segment, bool retain) {
   load_for(rows, segment);
-  Batch outputs = cut_pass_->advance(rows, forwards_.inputs, segment, retain);
+  Batch outputs = pass_->advance(rows, forwards_.inputs, segment, retain);
   if (is_last(rows, segment) && problem_.loss.external() != nullptr) {
     problem_.loss.external()->take(rows, Batch(), std::exchange(outputs, Batch()));
   } else if (is_last(rows, segment)) {
@@ -219,15 +188,9 @@ void Executor::advance(Rows rows, int64_t segment, bool retain) {
 
 void Executor::resume(Rows rows, int64_t segment) {
   load_for(rows, segment);
-  forwards_.outputs = cut_pass_->resume(rows, forwards_.inputs, segment);
+  forwards_.outputs = pass_->resume(rows, forwards_.inputs, segment);
   if (!is_last(rows, segment)) return;
-  if (problem_.loss.external() != nullptr) {
-    problem_.loss.external()->compare(rows, forwards_.outputs);
-  } else if (whole_) {
-    whole_->compare(rows, forwards_.outputs);
-  } else {
-    forwards_.load_targets(rows);
-  }
+  share_ ? forwards_.load_targets(rows) : pass_->compare(rows, forwards_.outputs);
 }
 
 void Executor::loss(Rows rows) {
@@ -245,55 +208,24 @@ void Executor::loss(Rows rows) {
 }
 
 void Executor::backward(Rows rows, int64_t segment) {
-  if (two_pass_ && problem_.loss.external() != nullptr) {
-    two_pass_->backward(rows, forwards_.inputs.tensors());
-    return problem_.loss.external()->collect(rows, forwards_.inputs);
+  if (!pass_) return share_->differentiate();
+  if (share_ && is_last(rows, segment)) {
+    share_->differentiate(pass_->leaves());
+    return pass_->collect(rows, segment);
   }
-  if (two_pass_) return two_pass_->backward(rows);
-  if (!cut_pass_) return share_->differentiate();
-  if (!is_last(rows, segment) || problem_.loss.external() != nullptr || whole_) {
-    std::vector<at::Tensor> roots;
-    std::vector<at::Tensor> gradients;
-    const Batch outputs = std::exchange(forwards_.outputs, Batch());
-    for (size_t i = 0; i < outputs.leaves().size(); ++i) {
-      const at::Tensor& output = outputs.leaves()[i].tensor;
-      if (!output.defined() || !output.requires_grad()) continue;
-      at::Tensor gradient = gradient_of(rows, i, output);
-      if (!gradient.defined()) continue;  // the loss ignores this output
-      roots.push_back(output);
-      gradients.push_back(std::move(gradient));
-    }
-    cut_pass_->backward(rows, segment, std::move(roots), std::move(gradients));
-    if (problem_.loss.external() != nullptr)
-      problem_.loss.external()->collect(rows, forwards_.inputs);
-    return;
-  }
-  share_->differentiate(cut_pass_->leaves());
-  cut_pass_->collect(rows, segment);
-}
-
-at::Tensor Executor::gradient_of(Rows rows, size_t leaf, const at::Tensor& output) {
-  if (!seeds_.empty()) return seeds_[leaf];
-  if (problem_.loss.external() != nullptr)
-    return problem_.loss.external()->gradient(rows, leaf, output);
-  return whole_->gradient(rows, leaf, output.device());
+  pass_->backward(rows, segment, std::exchange(forwards_.outputs, Batch()));
+  if (ExternalLoss* loss = problem_.loss.external()) loss->collect(rows, forwards_.inputs);
 }
 
 void Executor::free() {
-  if (two_pass_) two_pass_->free();
   release();
   if (going_back_) return;  // whoever has the loss puts back what forward found
   forwards_.end_micro_batch();
 }
 
-void Executor::seed() {
-  seeds_ = stand_in_gradients(forwards_.outputs);
-}
-
 void Executor::release() {
   if (share_) share_->free();
-  seeds_.clear();
-  if (cut_pass_) cut_pass_->free();
+  if (pass_) pass_->free();
   forwards_.release();
   sinks_.forget_dead_leaves();
 }
@@ -311,36 +243,19 @@ void Executor::hand_out() {
   finish();
   forwards_.few().forget();
   // Hooks may draw too.
-  if (cut_pass_ && cut_pass_->streams() != nullptr) cut_pass_->streams()->settle();
+  if (pass_ && pass_->streams() != nullptr) pass_->streams()->settle();
   sinks_.hand_out();
 }
 
 void Executor::finish() {
   final_loss_ = total_.get();
-  if (cut_pass_) cut_pass_->confirm_replays();
-  if (two_pass_) {
-    two_pass_->check();
-    if (problem_.keep_outputs) final_outputs_ = whole_->all();
-    return;
-  }
-  if (whole_) {
-    if (whole_->differ()) {
-      const std::string part = strategy_.per_micro_batch()
-                                   ? "forward"
-                                   : "the part of forward after the last op of the whole batch";
-      throw Unsupported(part +
-                        " gave other outputs when it was replayed, so its gradient would not "
-                        "belong to the loss; a kernel in it is not deterministic");
-    }
-    if (problem_.keep_outputs) final_outputs_ = whole_->all();
-    return;
-  }
-  if (problem_.keep_outputs) final_outputs_ = share_->take_outputs();
+  if (pass_) pass_->check();
+  if (problem_.keep_outputs) final_outputs_ = whole_ ? whole_->all() : share_->take_outputs();
 }
 
 void Executor::finish_forward() {
   forwards_.commit();
-  if (cut_pass_ && cut_pass_->streams() != nullptr) cut_pass_->streams()->settle();
+  if (pass_ && pass_->streams() != nullptr) pass_->streams()->settle();
   checks_.rethrow();
   sinks_.uninstall();
   forwards_.watch().renormed()->commit();
@@ -353,15 +268,13 @@ void Executor::end_forward() {
 }
 
 void Executor::abandon() {
-  if (two_pass_) two_pass_->free();
   release();
 }
 
 void Executor::begin_backward(bool keep) {
   going_back_ = true;
   sinks_.install();
-  if (cut_pass_) cut_pass_->begin_backward(keep);
-  if (two_pass_) two_pass_->begin_second_pass();
+  if (pass_) pass_->begin_backward(keep);
 }
 
 void Executor::roll_back() {
@@ -387,7 +300,7 @@ std::optional<std::string> Executor::collective() const {
 }
 
 std::optional<std::string> Executor::opaque() const {
-  return two_pass_ ? two_pass_->opaque() : std::nullopt;
+  return pass_ ? pass_->opaque() : std::nullopt;
 }
 
 std::optional<Batch> Executor::take_outputs() {

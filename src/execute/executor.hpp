@@ -1,16 +1,15 @@
 #pragma once
 
 #include "autograd/gradient_sinks.hpp"
-#include "execute/cut_pass.hpp"
 #include "execute/forwards.hpp"
 #include "execute/loss_state.hpp"
 #include "execute/loss_total.hpp"
+#include "execute/pass.hpp"
 #include "execute/pass_times.hpp"
 #include "execute/row_checks.hpp"
 #include "execute/schedule.hpp"
 #include "execute/separable_share.hpp"
 #include "execute/setup.hpp"
-#include "execute/two_pass.hpp"
 
 #include <infinitybatch/execute/plan.hpp>
 
@@ -61,18 +60,16 @@ class Executor {
 
   // With an external loss, of a model that is not cut:
   /// Graphs that are kept for backward; they may be dropped whenever their memory is needed.
-  int64_t kept_graphs() const { return two_pass_ ? two_pass_->kept_graphs() : 0; }
-  bool drop_graphs() { return two_pass_ && two_pass_->drop_graphs(); }
-  void drop_graph(Rows rows) { two_pass_->drop_graph(rows); }
-  GraphBytes kept_graph_bytes() const {
-    return two_pass_ ? two_pass_->kept_graph_bytes() : GraphBytes();
-  }
+  int64_t kept_graphs() const { return pass_ ? pass_->kept_graphs() : 0; }
+  bool drop_graphs() { return pass_ && pass_->drop_graphs(); }
+  void drop_graph(Rows rows) { pass_->drop_graph(rows); }
+  GraphBytes kept_graph_bytes() const { return pass_ ? pass_->kept_graph_bytes() : GraphBytes(); }
   /// Why the user's forward will run again in backward; nothing where it need not.
   std::optional<std::string> will_run_again() const {
-    return two_pass_ ? two_pass_->will_run_again() : std::nullopt;
+    return pass_ ? pass_->will_run_again() : std::nullopt;
   }
   /// Whether backward has played a tape.
-  bool replayed() const noexcept { return two_pass_ && two_pass_->replayed(); }
+  bool replayed() const noexcept { return pass_ && pass_->replayed(); }
   /// The whole batch's loss, detached, in the loss's own type. Once `hand_out` has run neither this
   /// nor `take_outputs` can fail any more.
   at::Tensor loss() const;
@@ -84,7 +81,7 @@ class Executor {
   /// And forgets that.
   PassTimes take_times() { return std::exchange(times_, {}); }
   /// Of graphs that were offloaded.
-  GraphBytes graph_bytes() const { return two_pass_ ? two_pass_->graph_bytes() : GraphBytes(); }
+  GraphBytes graph_bytes() const { return pass_ ? pass_->graph_bytes() : GraphBytes(); }
   /// Somebody asks for `failed_rows`: what fails runs once more.
   void look_for_few_rows() noexcept {
     forwards_.few().look(problem_.batch_size());
@@ -102,15 +99,13 @@ class Executor {
   bool coupled_beyond_cuts() const noexcept { return forwards_.apart() || checks_.beyond_cuts(); }
   /// How many segments the model's tapes are cut into; with `Strategy::cuts`, after the first
   /// `record`.
-  int64_t segments() const { return cut_pass_ ? cut_pass_->segments() : 1; }
+  int64_t segments() const { return pass_ ? pass_->segments() : 1; }
   /// Of one micro-batch, with `Strategy::checkpoints`, between its `record` and its last
   /// `backward`.
-  int64_t segments(Rows rows) const { return cut_pass_->segments(rows); }
-  Stretches stretches(Rows rows) const { return cut_pass_->stretches(rows); }
+  int64_t segments(Rows rows) const { return pass_->segments(rows); }
+  Stretches stretches(Rows rows) const { return pass_->stretches(rows); }
   /// One micro-batch's recording, once it is recorded.
-  const tape::Tape& tape(Rows rows) const {
-    return two_pass_ ? two_pass_->tape(rows) : cut_pass_->tape(rows);
-  }
+  const tape::Tape& tape(Rows rows) const { return pass_->tape(rows); }
   /// By which operation a loss of all outputs talked to other ranks; nothing where it did not.
   std::optional<std::string> collective() const;
   /// Why the user's forward ran twice for some rows; nothing where it did not.
@@ -128,7 +123,6 @@ class Executor {
   void advance(Rows rows, int64_t segment, bool retain);
   void resume(Rows rows, int64_t segment);
   void load_for(Rows rows, int64_t segment);
-  void seed();
   void free();
   /// Lets go of the micro-batch at work, and of its graph.
   void release();
@@ -136,16 +130,6 @@ class Executor {
   void hand_out();
   void finish();
   bool is_last(Rows rows, int64_t segment) const;
-  /// Of one output leaf of these rows, with cuts and a loss of all outputs.
-  at::Tensor gradient_of(Rows rows, size_t leaf, const at::Tensor& output);
-  /// With `Strategy::offloads`: what waits of these rows, at cuts and of the outputs. Bytes whose
-  /// copies begin.
-  int64_t fetch(Rows rows, int64_t segment, bool back, bool ahead);
-  int64_t leave(Rows rows, int64_t segment);
-  int64_t offload(Rows rows, int64_t segment, bool back);
-  /// With cuts, of a coupled loss's outputs; null where none wait in front of or behind this
-  /// segment.
-  WholeOutputs* outputs_at(Rows rows, int64_t segment);
 
   const Problem& problem_;
   const Strategy& strategy_;
@@ -156,12 +140,9 @@ class Executor {
   LossState loss_state_;
   bool going_back_ = false;  // with an external loss: forward is over
   bool in_whole_loss_ = false;
-  std::optional<SeparableShare> share_;      // of a separable loss
-  std::optional<TwoPass> two_pass_;          // for a coupled loss
-  std::optional<CutPass> cut_pass_;          // with `Strategy::cuts`, for any loss
-  std::optional<WholeOutputs> own_outputs_;  // then, for a coupled loss
-  WholeOutputs* whole_ = nullptr;            // of a coupled loss
-  std::vector<at::Tensor> seeds_;  // with cuts, while measuring, in place of the outputs' gradient
+  std::optional<SeparableShare> share_;  // of a separable loss
+  std::optional<WholeOutputs> whole_;    // of a coupled loss
+  std::optional<Pass> pass_;             // of all but a stream
 
   PassTimes times_;
   int64_t copied_bytes_ = 0;  // whose copies the instruction at work began

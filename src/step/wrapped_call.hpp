@@ -7,7 +7,7 @@
 #include "execute/graph_memory.hpp"
 #include "execute/plain_runs.hpp"
 #include "execute/recorded.hpp"
-#include "execute/two_pass.hpp"
+#include "execute/pass.hpp"
 #include "memory/foreign_storage.hpp"
 #include "memory/high_water.hpp"
 #include "plan/planner.hpp"

@@ -1,7 +1,7 @@
-// The part of CutPass that records micro-batches whose graph would not fit.
+// The part of Pass that records micro-batches whose graph would not fit.
 #include "core/bits.hpp"
-#include "execute/cut_pass.hpp"
 #include "execute/light_recording.hpp"
+#include "execute/pass.hpp"
 #include "tape/recorder.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -28,7 +28,7 @@ namespace {
 
 }  // namespace
 
-Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Batch()>& forward) {
+Batch Pass::checkpoint(Rows rows, const Batch& inputs, const std::function<Batch()>& forward) {
   tape::FrontierGuide& guide = resources_.checkpoints->guides[rows.size()];
   auto recorded = std::make_shared<Recorded>();
   tape::Frontiers frontiers;
@@ -97,8 +97,8 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
 }
 
 /// What playing the last segment would give, from the recording itself.
-CutPass::Work CutPass::tail_of(const Recorded& recorded, tape::Frontiers& frontiers,
-                               const Batch& outputs) {
+Pass::Work Pass::tail_of(const Recorded& recorded, tape::Frontiers& frontiers,
+                         const Batch& outputs) {
   Work work;
   work.leaves = std::move(frontiers.starts);
   work.histories = std::move(frontiers.histories);
@@ -110,11 +110,7 @@ CutPass::Work CutPass::tail_of(const Recorded& recorded, tape::Frontiers& fronti
   return work;
 }
 
-void CutPass::drop_graph(Rows rows) {
-  parts_.at(rows.begin).retained.clear();
-}
-
-void CutPass::compare(Rows rows, const Batch& outputs) {
+void Pass::compare_with_recording(Rows rows, const Batch& outputs) {
   const auto recorded = to_compare_.find(rows.begin);
   if (recorded == to_compare_.end()) return;
   const at::NoGradGuard no_grad;
@@ -125,7 +121,7 @@ void CutPass::compare(Rows rows, const Batch& outputs) {
   to_compare_.erase(recorded);
 }
 
-void CutPass::confirm_replays() const {
+void Pass::confirm_replays() const {
   if (!differs_.defined() || !differs_.item<bool>()) return;
   cannot_cut("a replay of it gave other outputs than its recording");
 }

@@ -1,12 +1,12 @@
-// The part of CutPass that moves what waits off the device and back.
-#include "execute/cut_pass.hpp"
+// The part of Pass that moves what waits off the device and back.
+#include "execute/pass.hpp"
 #include "tape/arguments.hpp"
 
 #include <cstdint>
 
 namespace infinitybatch {
 
-CutPass::Needs CutPass::needs(const Part& part, int64_t segment, bool back) const {
+Pass::Needs Pass::needs(const Part& part, int64_t segment, bool back) const {
   Needs needs;
   const tape::Segment& here = segment_of(part, segment);
   for (const tape::Take& take : here.takes) {
@@ -36,23 +36,48 @@ CutPass::Needs CutPass::needs(const Part& part, int64_t segment, bool back) cons
   return needs;
 }
 
-int64_t CutPass::fetch(Rows rows, int64_t segment, bool back, bool ahead) {
-  Part& part = parts_.at(rows.begin);
-  const Needs needs = this->needs(part, segment, back);
-  const int64_t bytes = part.waiting.fetch(needs.waiting, ahead);
-  return bytes + part.gradients.fetch(needs.gradients, ahead);
+WholeOutputs* Pass::outputs_at(Rows rows, int64_t segment) const {
+  if (segment == kWhole || whole_ == nullptr) return whole_;
+  return is_last(parts_.at(rows.begin), segment) ? whole_ : nullptr;
 }
 
-int64_t CutPass::leave(Rows rows) {
+int64_t Pass::fetch(Rows rows, int64_t segment, bool back, bool ahead) {
   Part& part = parts_.at(rows.begin);
-  const int64_t bytes = part.waiting.start_leaving(*resources_.store);
-  return bytes + part.gradients.start_leaving(*resources_.store);
+  int64_t bytes = 0;
+  if (segment == kWhole) {
+    if (part.whole.memory) bytes += part.whole.memory->fetch(ahead);
+  } else {
+    const Needs needs = this->needs(part, segment, back);
+    bytes += part.waiting.fetch(needs.waiting, ahead);
+    bytes += part.gradients.fetch(needs.gradients, ahead);
+  }
+  WholeOutputs* const outputs = back ? outputs_at(rows, segment) : nullptr;
+  return bytes + (outputs != nullptr ? outputs->fetch(rows, ahead) : 0);
 }
 
-int64_t CutPass::offload(Rows rows, int64_t segment, bool back) {
+int64_t Pass::leave(Rows rows, int64_t segment) {
+  Part& part = parts_.at(rows.begin);
+  if (part.whole.memory) {
+    return part.whole.memory->start_leaving(*resources_.store, memory_of(seen(rows)));
+  }
+  const int64_t bytes = part.waiting.start_leaving(*resources_.store) +
+                        part.gradients.start_leaving(*resources_.store);
+  WholeOutputs* const outputs = outputs_at(rows, segment);
+  return bytes + (outputs != nullptr ? outputs->leave(rows) : 0);
+}
+
+int64_t Pass::offload(Rows rows, int64_t segment, bool back) {
   const auto found = parts_.find(rows.begin);
   if (found == parts_.end()) return 0;  // nothing of it is used again
-  Part& part = found->second;
+  // A micro-batch whose segments follow each other is gone with the last of them.
+  WholeOutputs* const outputs = strategy_.per_micro_batch() ? nullptr : outputs_at(rows, segment);
+  const int64_t bytes = segment == kWhole
+                            ? found->second.whole.memory ? offload_graph(found->second) : 0
+                            : offload_values(found->second, rows, segment, back);
+  return bytes + (outputs != nullptr ? outputs->offload(rows) : 0);
+}
+
+int64_t Pass::offload_values(Part& part, Rows rows, int64_t segment, bool back) {
   const Recorded& recorded = *part.recorded;
   if (segment == (back ? recorded.first_beside(segment) : recorded.last_beside(segment))) {
     return offload(rows);
@@ -62,13 +87,13 @@ int64_t CutPass::offload(Rows rows, int64_t segment, bool back) {
   return keep_for(part, segment - 1, /*back=*/true);
 }
 
-int64_t CutPass::offload(Rows rows) {
+int64_t Pass::offload(Rows rows) {
   Part& part = parts_.at(rows.begin);
   const int64_t bytes = part.waiting.offload(*resources_.store);
   return bytes + part.gradients.offload(*resources_.store);
 }
 
-int64_t CutPass::keep_for(Part& part, int64_t segment, bool back) {
+int64_t Pass::keep_for(Part& part, int64_t segment, bool back) {
   const Needs needs = this->needs(part, segment, back);
   const int64_t bytes = part.waiting.offload(*resources_.store, needs.waiting);
   return bytes + part.gradients.offload(*resources_.store, needs.gradients);

@@ -1,12 +1,12 @@
-// The part of CutPass that records micro-batches and decides whether their tapes can be believed.
+// The part of Pass that records micro-batches and decides whether their tapes can be believed.
 #include "core/batch_form.hpp"
 #include "core/bits.hpp"
 #include "core/rng.hpp"
 #include "coupled/draw_laws.hpp"
-#include "execute/cut_pass.hpp"
 #include "execute/external_loss.hpp"
 #include "execute/findings.hpp"
 #include "execute/light_recording.hpp"
+#include "execute/pass.hpp"
 #include "execute/plain_runs.hpp"
 #include "tape/arguments.hpp"
 #include "tape/recorder.hpp"
@@ -108,9 +108,9 @@ void cut_at(Recorded& recorded, const std::vector<uint32_t>& ops,
 
 }  // namespace
 
-tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& watch,
-                                const std::function<Batch()>& forward, bool disturbed,
-                                Batch* outputs) {
+tape::Tape Pass::record_tape(const Batch& inputs, coupled::CouplingWatch& watch,
+                             const std::function<Batch()>& forward, bool disturbed,
+                             Batch* outputs) {
   watch.forget();
   tape::Recorder recorder(inputs, held_buffers_, devices_);
   if (disturbed) recorder.disturb(coupled::is_provisional);
@@ -143,8 +143,8 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   return tape;
 }
 
-Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
-                      const Forward& forward, const Elsewhere& elsewhere) {
+Batch Pass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
+                   const Forward& forward, const Elsewhere& elsewhere) {
   Part& part = parts_[rows.begin];
   rewind_random();
   const bool check = !resources_.findings->recordings_checked && !checked_;
@@ -212,8 +212,8 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
   return without_graph(outputs);
 }
 
-tape::Tape CutPass::disturbed(const Batch& inputs, coupled::CouplingWatch& watch,
-                              const Forward& forward, const RngSnapshot& before, bool as_first) {
+tape::Tape Pass::disturbed(const Batch& inputs, coupled::CouplingWatch& watch,
+                           const Forward& forward, const RngSnapshot& before, bool as_first) {
   const RngSnapshot after = RngSnapshot::capture(devices_);
   before.restore();
   if (streams_) shift_random();
@@ -226,8 +226,8 @@ tape::Tape CutPass::disturbed(const Batch& inputs, coupled::CouplingWatch& watch
 
 /// Forward's first call made what later ones find (a table, a mask): none of the micro-batches that
 /// follow would run its program.
-Batch CutPass::record_anew(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
-                           const Forward& forward, const Elsewhere& elsewhere) {
+Batch Pass::record_anew(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
+                        const Forward& forward, const Elsewhere& elsewhere) {
   buffers_.end_micro_batch();
   parts_.erase(rows.begin);
   ops_.clear();
@@ -238,7 +238,7 @@ Batch CutPass::record_anew(Rows rows, const Batch& inputs, coupled::CouplingWatc
 
 /// Every micro-batch finds the step's own buffers, and mostly the same numbers in its program: one
 /// copy of them will do.
-void CutPass::share_found(tape::Tape& tape) {
+void Pass::share_found(tape::Tape& tape) {
   const auto* first = parts_.begin()->second.recorded.get();
   for (size_t i = 0; i < tape.externals.size(); ++i) {
     tape::External& external = tape.externals[i];
@@ -253,7 +253,7 @@ void CutPass::share_found(tape::Tape& tape) {
   }
 }
 
-void CutPass::begin(Part& part, std::shared_ptr<const Recorded> recorded) {
+void Pass::begin(Part& part, std::shared_ptr<const Recorded> recorded) {
   part.recorded = std::move(recorded);
   part.random.resize(part.recorded->segments.size());
   // Stand-ins know where to draw by themselves.
@@ -275,7 +275,7 @@ void CutPass::begin(Part& part, std::shared_ptr<const Recorded> recorded) {
 }
 
 /// Whether forward has put another tensor in a buffer's place, as no tape does.
-bool CutPass::rebinds_buffers() const {
+bool Pass::rebinds_buffers() const {
   return std::any_of(problem_.buffers.begin(), problem_.buffers.end(), [&](const BufferSlot& slot) {
     const at::Tensor now = slot.get();
     return now.defined() && std::none_of(held_buffers_.begin(), held_buffers_.end(),
@@ -283,7 +283,7 @@ bool CutPass::rebinds_buffers() const {
   });
 }
 
-void CutPass::confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded) {
+void Pass::confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded) {
   // Numbers of Python's stand in it as constants, and nobody would draw those of the next step.
   if (streams_ && tell_foreign_sources() != foreign_before_) return;
   if (*resources_.static_tapes->varies) return;
@@ -316,7 +316,7 @@ void CutPass::confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded
   }
 }
 
-bool CutPass::reuse(Rows rows) {
+bool Pass::reuse(Rows rows) {
   if (!strategy_.reuses_tapes || *resources_.static_tapes->varies) return false;
   const auto entry = resources_.static_tapes->by_rows.find(rows.size());
   if (entry == resources_.static_tapes->by_rows.end() || !entry->second.confirmed) return false;
@@ -333,19 +333,19 @@ bool CutPass::reuse(Rows rows) {
 }
 
 /// Whether numbers of the whole batch were asked for, and forward has drawn any.
-bool CutPass::draws(const coupled::CouplingWatch& watch) const {
+bool Pass::draws(const coupled::CouplingWatch& watch) const {
   return streams_ && (watch.drew() || tell_foreign_sources() != foreign_before_);
 }
 
 /// Every forward begins where the whole batch's would.
-void CutPass::rewind_random() const {
+void Pass::rewind_random() const {
   if (!streams_) return;
   streams_->rewind();
   foreign_->restore();
 }
 
 /// \throws CouplingError where forward draws for these rows what it does not draw for others
-void CutPass::meet_random(const tape::Tape& tape) {
+void Pass::meet_random(const tape::Tape& tape) {
   if (!streams_) return;
   streams_->meet(tape);
   const auto now = tell_foreign_sources();
@@ -361,14 +361,14 @@ void CutPass::meet_random(const tape::Tape& tape) {
 }
 
 /// Other numbers than the first time.
-void CutPass::shift_random() {
+void Pass::shift_random() {
   for (const at::Device& device : devices_) {
     tape::fork(at::globalContext().defaultGenerator(device));
   }
 }
 
-void CutPass::learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape,
-                          coupled::CouplingWatch& watch, const Elsewhere& elsewhere) {
+void Pass::learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape,
+                       coupled::CouplingWatch& watch, const Elsewhere& elsewhere) {
   const int64_t total = problem_.batch_size();
   if (!streams_ || rows.size() == total || parts_.size() > 1) return;
   // What Python's numbers decide may be another way in each step.
@@ -387,7 +387,7 @@ void CutPass::learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape
   });
 }
 
-void CutPass::agree(const Part& part) {
+void Pass::agree(const Part& part) {
   const Recorded& first = *parts_.begin()->second.recorded;
   const Recorded& here = *part.recorded;
   const size_t count = std::max(here.stretches.size(), first.stretches.size());
@@ -409,7 +409,7 @@ void CutPass::agree(const Part& part) {
 
 /// What `tape::replay` gives, segment by segment: the graph of one of them is there at a time. All
 /// ops run as they were recorded, without stand-ins.
-Batch CutPass::replay_lightly(const Recorded& recorded, Rows rows, const Batch& inputs) {
+Batch Pass::replay_lightly(const Recorded& recorded, Rows rows, const Batch& inputs) {
   const auto plain = std::make_shared<Recorded>();
   plain->tape = recorded.tape;
   std::vector<tape::Cut> cuts;
@@ -431,7 +431,7 @@ Batch CutPass::replay_lightly(const Recorded& recorded, Rows rows, const Batch& 
   return tape::result_of(plain->tape, work.values);
 }
 
-void CutPass::check_replay(const Part& part, Rows rows, const Batch& inputs, const Batch& outputs) {
+void Pass::check_replay(const Part& part, Rows rows, const Batch& inputs, const Batch& outputs) {
   // Segments of a static graph find in buffers what this step left there.
   const bool light = records_lightly() && !strategy_.reuses_tapes;
   const Batch again = light ? replay_lightly(*part.recorded, rows, inputs)
