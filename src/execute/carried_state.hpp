@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/check.hpp"
 #include "coupled/watched_memory.hpp"
 #include "execute/left_tensors.hpp"
 #include "execute/plain_runs.hpp"
@@ -22,7 +23,7 @@ namespace infinitybatch {
 /// left there, where the whole batch sees what the step before left. Attributes that are only
 /// written (attention maps for a plot) or only read (tables that are made once) are nobody's
 /// concern.
-class CarriedState {
+class CarriedState final : public Check {
  public:
   explicit CarriedState(coupled::WatchedMemory& memory)
       : memory_(memory), runs_(std::make_shared<PlainRuns>()) {}
@@ -68,7 +69,8 @@ class CarriedState {
   /// What attributes were given by forwards of parts of the batch.
   const LeftTensors& left() const noexcept { return left_behind_; }
   /// Attributes hold what they held in front of the first forward.
-  void roll_back();
+  void roll_back() override;
+  void commit() override { runs_->commit(); }
   /// Of the forwards that count.
   PlainRuns& runs() noexcept { return *runs_; }
   /// For runs that come when this one is gone.

@@ -128,6 +128,11 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
   }
 }
 
+void Executor::each_check(void (Check::*moment)()) {
+  for (Check* check : forwards_.checks()) (check->*moment)();
+  (checks_.*moment)();
+}
+
 void Executor::whole_loss() {
   in_whole_loss_ = true;
   coupled::RandomStreams* streams = pass_ ? pass_->streams() : nullptr;
@@ -140,7 +145,7 @@ void Executor::whole_loss() {
   if (streams != nullptr) streams->take();
   in_whole_loss_ = false;
   checks_.read_by_loss();
-  forwards_.begin_second_pass();
+  each_check(&Check::begin_second_pass);
   total_.add(value);
 }
 
@@ -220,7 +225,7 @@ void Executor::backward(Rows rows, int64_t segment) {
 void Executor::free() {
   release();
   if (going_back_) return;  // whoever has the loss puts back what forward found
-  forwards_.end_micro_batch();
+  each_check(&Check::end_micro_batch);
 }
 
 void Executor::release() {
@@ -236,7 +241,7 @@ void Executor::penalty() {
 }
 
 void Executor::hand_out() {
-  checks_.look();
+  each_check(&Check::look);
   forwards_.commit();
   // Whatever can fail comes first: a hand-out cannot be taken back.
   checks_.rethrow();
@@ -263,8 +268,7 @@ void Executor::finish_forward() {
 }
 
 void Executor::end_forward() {
-  forwards_.let_go();
-  checks_.let_go();
+  each_check(&Check::let_go);
 }
 
 void Executor::abandon() {
@@ -287,7 +291,7 @@ void Executor::roll_back() {
   } catch (...) {
     lost = std::current_exception();
   }
-  forwards_.roll_back();
+  each_check(&Check::roll_back);
   if (lost) std::rethrow_exception(lost);
 }
 

@@ -114,6 +114,7 @@ class Executor {
  private:
   void perform(const Instruction& instruction, Rows rows);
   void perform_and_time(const Instruction& instruction, Rows rows);
+  void each_check(void (Check::*moment)());
   void loss(Rows rows);
   void backward(Rows rows, int64_t segment);
   void record(Rows rows, bool retain);

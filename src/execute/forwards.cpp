@@ -53,6 +53,7 @@ Forwards::Forwards(const Setup& setup, std::function<void()> release)
   watch_.know_parameters(setup.problem.parameters);
   if (setup.resources.renormed != nullptr) watch_.renormed()->expect(setup.resources.renormed);
   parameters_.emplace(setup.problem.parameters, watch_.memory(), setup.problem.exact_coupling);
+  checks_ = {&buffers_, &*parameters_, &watch_, &state_};
   if (setup.problem.match_native_rng) watch_.watch_draws(devices_of(setup.problem));
 }
 
@@ -100,11 +101,6 @@ void Forwards::release() {
   inputs = Batch();
   targets = Batch();
   at::autocast::clear_cache();
-}
-
-void Forwards::end_micro_batch() {
-  buffers_.end_micro_batch();
-  parameters_->end_micro_batch();
 }
 
 void Forwards::run(Rows rows) {
@@ -268,30 +264,8 @@ void Forwards::record_elsewhere(
 
 void Forwards::commit() {
   apart_ = true;
-  buffers_.commit();
-  parameters_->commit();
+  for (Check* check : checks_) check->commit();
   apart_ = false;
-  state_.runs().commit();
-}
-
-void Forwards::begin_second_pass() {
-  buffers_.begin_second_pass();
-  parameters_->begin_second_pass();
-}
-
-void Forwards::roll_back() {
-  buffers_.roll_back();
-  parameters_->roll_back();
-  watch_.memory().undo();
-  watch_.renormed()->undo();
-  state_.roll_back();
-  watch_.undo_draws();
-}
-
-void Forwards::let_go() {
-  buffers_.let_go();
-  parameters_.reset();
-  watch_.memory().let_go();
 }
 
 }  // namespace infinitybatch

@@ -40,8 +40,6 @@ class Forwards {
   void note_rows(Rows rows);
   /// Lets go of the micro-batch at work.
   void release();
-  /// It is done: its graph is gone, and what it has left is put aside.
-  void end_micro_batch();
 
   /// Fills `outputs`.
   void run(Rows rows);
@@ -65,14 +63,10 @@ class Forwards {
       Rows rows,
       const std::function<void(const Batch& inputs, const tape::Tape&, const Batch& outputs)>& use);
 
-  /// Writes what all micro-batches have left alike. \throws CouplingError naming what is not
+  /// Who watches what they leave.
+  const std::vector<Check*>& checks() const noexcept { return checks_; }
+  /// Of them, what micro-batches leave alike is written. \throws CouplingError naming what is not
   void commit();
-  void begin_second_pass();
-  /// All as the step found it, but for random state.
-  void roll_back();
-  /// Nothing will be undone any more.
-  void let_go();
-
   BufferRule& buffers() noexcept { return buffers_; }
   coupled::CouplingWatch& watch() noexcept { return watch_; }
   CarriedState& state() noexcept { return state_; }
@@ -115,6 +109,7 @@ class Forwards {
   std::optional<ParameterRule> parameters_;  // once the watch knows them
   CarriedState state_;
   CarriedState* state_at_work_ = &state_;  // another one's where forward is tried on other rows
+  std::vector<Check*> checks_;
   SourceWatch sources_;
   FewestRows few_;
   Rows first_;

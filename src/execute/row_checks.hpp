@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/check.hpp"
 #include "execute/forwards.hpp"
 #include "execute/mixing_experiment.hpp"
 #include "execute/output_law.hpp"
@@ -15,7 +16,7 @@ namespace infinitybatch {
 
 /// Whether samples are coupled by what no rule knows: asks recordings, and forwards on other rows.
 /// And how outputs follow their samples.
-class RowChecks {
+class RowChecks final : public Check {
  public:
   RowChecks(const Setup& setup, Forwards& forwards);
 
@@ -47,9 +48,9 @@ class RowChecks {
   /// Whether samples are coupled, now that all micro-batches have been there: whether ordinary ops
   /// mix them, and whether the same rows, split otherwise, give the same rows of outputs, in steps
   /// 1, 2, 4, 8, ... of a kind of batch and where it is smaller.
-  void look();
+  void look() override;
   /// What `look` has found. \throws CouplingError
-  void rethrow() const {
+  void rethrow() const override {
     if (differ_) std::rethrow_exception(differ_);
   }
   bool found() const noexcept { return differ_ != nullptr; }
@@ -66,8 +67,7 @@ class RowChecks {
   std::optional<TrialOutputs> try_forward(const Batch& inputs, int64_t rows);
   /// Whether a recording of another number of rows would tell more, until `examine`.
   bool wants_other_rows() const { return experiment_.may_count().has_value(); }
-  /// Nothing is measured any more.
-  void let_go() { high_water_.reset(); }
+  void let_go() override { high_water_.reset(); }
 
  private:
   static bool asks_for_mixing(const Setup& setup);
