@@ -1,6 +1,7 @@
 #pragma once
 
 #include "core/check.hpp"
+#include "core/thread_context.hpp"
 #include "coupled/watched_memory.hpp"
 #include "execute/left_tensors.hpp"
 #include "execute/plain_runs.hpp"
@@ -40,12 +41,9 @@ class CarriedState final : public Check {
     /// only put back when the step fails
     /// \param batch samples of the logical batch
     Scope(CarriedState* state, bool part, int64_t batch) noexcept;
-    ~Scope();
-    Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
 
    private:
-    CarriedState* outer_;
+    const Within<&ThreadContext::carried_state> within_;
   };
   /// Whoever runs a model that has plain attributes tells this one about each forward; null where
   /// nobody wants to know.

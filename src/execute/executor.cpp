@@ -139,7 +139,7 @@ void Executor::whole_loss() {
   if (streams != nullptr) streams->settle();
   whole_->watch_attributes(forwards_.state());
   forwards_.buffers().begin_loss();
-  const LossState::Scope keeping(loss_state_);
+  const LossState::Scope keeping(&loss_state_);
   const at::Tensor value = whole_->loss(sinks_);
   forwards_.buffers().end_loss();
   if (streams != nullptr) streams->take();
@@ -199,7 +199,7 @@ void Executor::resume(Rows rows, int64_t segment) {
 }
 
 void Executor::loss(Rows rows) {
-  const LossState::Scope keeping(loss_state_);
+  const LossState::Scope keeping(&loss_state_);
   const at::Tensor& share = share_->compute(rows, forwards_.outputs, forwards_.targets);
   checks_.read_by(share);
   const at::NoGradGuard no_grad;

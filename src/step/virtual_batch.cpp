@@ -96,7 +96,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
                                      bool hand_out) {
   const Clock::time_point start = Clock::now();
   const PinnedCopies copies;
-  const PlainNumbers::Scope remembering(numbers_);
+  const PlainNumbers::Scope remembering(&numbers_);
   Setup setup;
   setup.problem = problem(inputs, targets);
   kind_ = batch_kind(setup.problem, inputs, targets);

@@ -139,7 +139,7 @@ Batch Wrap::forward(const Batch& inputs) const {
   admit_model(setup.problem);
   const std::string arguments = identity_of_plain_leaves(inputs);
   setup.problem.program = wrapped_->begin_program(arguments);
-  const PlainNumbers::Scope remembering(wrapped_->numbers);
+  const PlainNumbers::Scope remembering(&wrapped_->numbers);
   Batch outputs = run_joining(wrapped_, setup, inputs, total);
   wrapped_->end_program(arguments);
   return outputs;
