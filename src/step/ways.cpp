@@ -1,10 +1,9 @@
 // The ways that a step can go: a fixed size, a plan, from cut to cut, segment by segment.
-#include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
-#include "core/rng.hpp"
 #include "execute/schedule.hpp"
 #include "step/admission.hpp"
 #include "step/meter.hpp"
+#include "step/rehearsal.hpp"
 #include "step/virtual_batch_state.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -193,52 +192,26 @@ Request VirtualBatch::State::request(const Setup& setup, int64_t budget) const {
 }
 
 void VirtualBatch::State::rehearse(const Setup& setup, int64_t budget) {
-  Setup quiet = setup;
-  quiet.problem.on_micro_batch = nullptr;
-  quiet.problem.rehearses = true;
-  quiet.problem.keep_outputs = false;
-  const bool times = setup.strategy.offloads() && !setup.strategy.is_cut();
-  // A small batch has too few rows to time every size in one pass over them.
-  constexpr int kPasses = 8;
-  if (planner_.settled_for(request(quiet, budget))) return;
-  const RngSnapshot random = RngSnapshot::capture(devices_of(setup.problem));
-  std::optional<Executor> executor;
+  if (planner_.settled_for(request(setup, budget))) return;
+  const auto check = [this](const Executor& executor) {
+    inputs_written_ = executor.forwards().wrote_inputs();
+    check_inputs();
+  };
+  Rehearsal rehearsal{planner_, graph_choices_, setup, [&] { return request(setup, budget); },
+                      check};
+  rehearsal.setup.problem.on_micro_batch = nullptr;
+  rehearsal.setup.problem.keep_outputs = false;
+  const auto note = [&] {
+    planning_ = planning_ || rehearsal.began;
+    beside_plan_ = beside_plan_ || rehearsal.began;
+  };
   try {
-    for (int pass = 0; pass < kPasses; ++pass) {
-      executor.emplace(quiet);
-      executor->look_for_few_rows();
-      planner_.begin(request(quiet, budget));
-      planning_ = true;
-      int64_t row = 0;
-      while (const std::optional<Piece> piece = planner_.next()) {
-        beside_plan_ = true;
-        planner_.observe(*piece, run_planned(*executor, *piece, row, setup.problem.device));
-        if (times) {
-          graph_choices_.add(request(setup, budget), piece->plan, executor->take_times());
-        }
-        executor->checks().examine();
-        row += piece->plan.batch_size;
-        inputs_written_ = executor->forwards().wrote_inputs();
-        check_inputs();
-        if (!setup.strategy.is_cut()) continue;
-        // Each piece stands for a whole batch.
-        quiet.resources.findings->recordings_checked = true;
-        executor->roll_back();
-        if (setup.problem.match_native_rng) random.restore();
-        executor.emplace(quiet);
-        executor->look_for_few_rows();
-      }
-      executor->roll_back();
-      executor.reset();
-      if (planner_.settled()) break;
-    }
+    rehearsal.run();
+    note();
   } catch (...) {
-    keep_foreign_exception(std::current_exception());
-    if (executor) {
-      coupled_beyond_cuts_ = executor->coupled_beyond_cuts();
-      failed_rows_ = executor->failed_rows();
-      executor->roll_back();
-    }
+    note();
+    coupled_beyond_cuts_ = rehearsal.coupled_beyond_cuts;
+    failed_rows_ = rehearsal.failed_rows;
     throw;
   }
 }

@@ -1,14 +1,11 @@
 #include "step/wrap_rehearsal.hpp"
 
-#include "core/foreign_exception.hpp"
-#include "core/rng.hpp"
 #include "execute/executor.hpp"
 #include "execute/external_loss.hpp"
 #include "execute/findings.hpp"
 #include "step/left_outputs.hpp"
-#include "step/meter.hpp"
+#include "step/rehearsal.hpp"
 
-#include <exception>
 #include <map>
 #include <optional>
 #include <utility>
@@ -64,10 +61,8 @@ StaticTapes WrapRehearsal::static_tapes(const Problem& problem) const {
 
 void WrapRehearsal::run() {
   if (planner.settled_for(request())) return;
-  const RngSnapshot random = RngSnapshot::capture(devices_of(call.problem));
-  // A small batch has too few rows to time every size in one pass over them.
-  constexpr int kPasses = 8;
-  Setup setup = call;
+  Rehearsal rehearsal{planner, choices, call, request, [this](const Executor&) { check_inputs(); }};
+  Setup& setup = rehearsal.setup;
   BatchSource source = rows;
   source.rows = [this](int64_t begin, int64_t end) { return wanting(begin, end); };
   setup.problem.inputs = &source;
@@ -83,58 +78,26 @@ void WrapRehearsal::run() {
     return outputs;
   };
   setup.problem.model = &model;
-  const bool times = setup.strategy.offloads() && !setup.strategy.is_cut();
   StaticTapes rehearsed;
   if (is_static) {
     rehearsed = static_tapes(setup.problem);
     setup.strategy.reuses_tapes = true;
     setup.resources.static_tapes = &rehearsed;
   }
-  setup.problem.rehearses = true;
   std::optional<RehearsedLoss> loss;
-  std::optional<Executor> executor;
-  const auto begin = [&] {
-    executor.reset();
-    if (setup.strategy.is_cut()) setup.problem.loss = loss.emplace();
-    executor.emplace(setup);
-    executor->look_for_few_rows();
+  rehearsal.in_front = [&](Setup& next) {
+    if (next.strategy.is_cut()) next.problem.loss = loss.emplace();
   };
   try {
-    for (int pass = 0; pass < kPasses; ++pass) {
-      begin();
-      planner.begin(request());
-      began = true;
-      int64_t row = 0;
-      while (const std::optional<Piece> piece = planner.next()) {
-        planner.observe(*piece, run_planned(*executor, *piece, row, setup.problem.device));
-        if (times) choices.add(request(), piece->plan, executor->take_times());
-        executor->checks().examine();
-        row += piece->plan.batch_size;
-        check_inputs();
-        if (!setup.strategy.is_cut()) continue;
-        // Each piece stands for a whole batch.
-        setup.resources.findings->recordings_checked = true;
-        executor->roll_back();
-        if (setup.problem.match_native_rng) random.restore();
-        begin();
-      }
-      executor->roll_back();
-      executor.reset();
-      random.restore();
-      if (planner.settled()) break;
-    }
-    // The call itself checks no recordings again: what that takes is no part of the plan.
-    wrapped.keep(kind, *setup.resources.findings);
+    rehearsal.run();
+    began = rehearsal.began;
   } catch (...) {
-    keep_foreign_exception(std::current_exception());
-    if (executor) {
-      failed_rows = executor->failed_rows();
-      executor->roll_back();
-    }
-    executor.reset();
-    random.restore();
+    began = rehearsal.began;
+    failed_rows = rehearsal.failed_rows;
     throw;
   }
+  // The call itself checks no recordings again: what that takes is no part of the plan.
+  wrapped.keep(kind, *setup.resources.findings);
 }
 
 }  // namespace infinitybatch
