@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <string>
 
 namespace infinitybatch::python {
 
@@ -57,6 +58,26 @@ inline bool is_listed(PyObject* name) {
 /// What functions of Python's C interface return where they failed is an exception here.
 inline void raise_if(int result) {
   if (result != 0) throw py::error_already_set();
+}
+
+/// The same of what they return anew.
+inline py::object owned(PyObject* made) {
+  if (made == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(made);
+}
+
+inline bool is_number_or_text(PyObject* value) {
+  return value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) ||
+         PyFloat_CheckExact(value) || PyUnicode_CheckExact(value);
+}
+
+inline bool is_empty(PyObject* value) {
+  return (PyDict_Check(value) && PyDict_GET_SIZE(value) == 0) ||
+         (Py_TYPE(value) == &PySet_Type && PySet_GET_SIZE(value) == 0);
+}
+
+inline std::string repr_of(PyObject* value) {
+  return value == nullptr ? std::string() : py::repr(value).cast<std::string>();
 }
 
 }  // namespace infinitybatch::python

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "core/callback_errors.hpp"
+#include "core/check.hpp"
 #include "core/generator_state.hpp"
 #include "coupled/renormed_weights.hpp"
 #include "coupled/sample_means.hpp"
@@ -34,7 +35,7 @@ struct CoupledOp {
 /// else reads the weight that they rewrite. `instance_norm`, which is computed by batch_norm over
 /// each sample, is not one of them. Ops inside a compiled region are not dispatched one by one and
 /// cannot be seen.
-class CouplingWatch final : public tape::OpListener {
+class CouplingWatch final : public tape::OpListener, public Check {
  public:
   CouplingWatch() : CouplingWatch(std::make_shared<RenormedWeights>()) {}
   explicit CouplingWatch(std::shared_ptr<RenormedWeights> renormed)
@@ -95,6 +96,13 @@ class CouplingWatch final : public tape::OpListener {
   bool talked() const noexcept { return talked_; }
   /// Puts generators back that ops were given, as they were before the first time.
   void undo_draws() const;
+  /// Values that ops wrote, weights that they scaled, generators that they drew from.
+  void roll_back() override {
+    memory_.undo();
+    renormed_->undo();
+    undo_draws();
+  }
+  void let_go() override { memory_.let_go(); }
   /// Those that ops were given so far stay where they are now: the function puts them back.
   std::function<void()> hold_draws() const;
 

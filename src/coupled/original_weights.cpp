@@ -8,23 +8,11 @@
 #include <algorithm>
 
 namespace infinitybatch::coupled {
-namespace {
-
-thread_local OriginalWeights* innermost_weights = nullptr;
-
-}  // namespace
-
-OriginalWeights::OriginalWeights() : outer_(innermost_weights) {
-  innermost_weights = this;
-}
-
-OriginalWeights::~OriginalWeights() {
-  innermost_weights = outer_;
-}
 
 void OriginalWeights::note(const at::Tensor& parameter) {
-  if (innermost_weights == nullptr) return;
-  auto& entries = innermost_weights->entries_;
+  OriginalWeights* const innermost = ThreadContext::get().original_weights;
+  if (innermost == nullptr) return;
+  auto& entries = innermost->entries_;
   const bool known = std::any_of(entries.begin(), entries.end(), [&](const Entry& entry) {
     return entry.parameter.is_same(parameter);
   });

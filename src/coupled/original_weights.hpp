@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/TensorBody.h>
+#include "core/thread_context.hpp"
 
 #include <cstdint>
 #include <vector>
@@ -12,11 +13,6 @@ namespace infinitybatch::coupled {
 /// keeps.
 class OriginalWeights {
  public:
-  OriginalWeights();
-  ~OriginalWeights();
-  OriginalWeights(const OriginalWeights&) = delete;
-  OriginalWeights& operator=(const OriginalWeights&) = delete;
-
   /// Call it before rows of `parameter` are changed.
   static void note(const at::Tensor& parameter);
 
@@ -31,7 +27,7 @@ class OriginalWeights {
     at::Tensor before;
     uint32_t version = 0;
   };
-  OriginalWeights* outer_;
+  const Within<&ThreadContext::original_weights> within_{this};
   std::vector<Entry> entries_;
 };
 

@@ -24,8 +24,6 @@ namespace {
 
 constexpr const char* kOp = "infinitybatch::across_batch";
 
-thread_local bool provisional = false;
-
 /// Torch's default generators: the CPU's, and those of the devices that the inputs lie on.
 class DefaultGenerators {
  public:
@@ -128,12 +126,8 @@ at::Tensor first_that_works(const std::function<at::Tensor(const std::vector<at:
 
 }  // namespace
 
-ProvisionalRun::ProvisionalRun() noexcept : outer_(std::exchange(provisional, true)) {}
-ProvisionalRun::~ProvisionalRun() {
-  provisional = outer_;
-}
 bool ProvisionalRun::at_work() noexcept {
-  return provisional;
+  return ThreadContext::get().provisional;
 }
 
 at::Tensor run_provisionally(const std::function<at::Tensor(const std::vector<at::Tensor>&)>& run,

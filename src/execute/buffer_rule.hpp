@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/check.hpp"
 #include "coupled/sample_means.hpp"
 
 #include <infinitybatch/core/model.hpp>
@@ -13,7 +14,7 @@ namespace infinitybatch {
 /// vectors, step counters). Buffers that they leave unequal couple the samples: a typed error.
 ///
 /// Holds a copy of every buffer during the step. Parameters are not covered.
-class BufferRule {
+class BufferRule final : public Check {
  public:
   /// \param exact without it the buffers of one micro-batch carry on into the next
   BufferRule(std::vector<BufferSlot> slots, bool exact);
@@ -22,8 +23,7 @@ class BufferRule {
   /// that what micro-batches leave adds up. Holds where all of them say so.
   void note_means(const std::vector<coupled::SampleMean>& means, int64_t rows);
 
-  /// Call it when a micro-batch is done and its graph is gone.
-  void end_micro_batch();
+  void end_micro_batch() override;
 
   /// The same for rows that ran beside the step's, in the second pass too: what they leave has to
   /// be what micro-batches left.
@@ -39,8 +39,7 @@ class BufferRule {
   /// found the first time, and graphs that are kept stay valid.
   void end_loss();
 
-  /// From now on micro-batches run for the second time: what they leave in the buffers is undone.
-  void begin_second_pass();
+  void begin_second_pass() override;
 
   /// Micro-batches need not agree on this buffer: an op of the whole batch has computed what it
   /// leaves there.
@@ -58,15 +57,9 @@ class BufferRule {
   /// Whether any micro-batch has put another tensor into a buffer's place.
   bool rebound() const noexcept;
 
-  /// Writes what all micro-batches agreed on.
-  /// \throws CouplingError naming the buffer on which they did not agree
-  void commit();
-
-  /// Every buffer as the step found it.
-  void roll_back();
-
-  /// Nothing will be undone any more: the copies are let go of.
-  void let_go() { entries_.clear(); }
+  void commit() override;
+  void roll_back() override;
+  void let_go() override { entries_.clear(); }
 
  private:
   struct Entry {

@@ -14,8 +14,6 @@
 namespace infinitybatch {
 namespace {
 
-thread_local CarriedState* innermost_state = nullptr;
-
 /// Constants may be converted, or made anew with the values that they had.
 bool same_values(const at::Tensor& before, const at::Tensor& now) {
   if (before.sizes() != now.sizes() || before.layout() != at::kStrided ||
@@ -29,23 +27,20 @@ bool same_values(const at::Tensor& before, const at::Tensor& now) {
 }  // namespace
 
 CarriedState::Scope::Scope(CarriedState* state, bool part, int64_t batch) noexcept
-    : outer_(innermost_state) {
-  innermost_state = state;
+    : within_(state) {
   if (state == nullptr) return;
   state->part_ = part;
   state->batch_ = batch;
 }
-CarriedState::Scope::~Scope() {
-  innermost_state = outer_;
-}
 
 CarriedState* CarriedState::at_work() noexcept {
-  return innermost_state == nullptr || innermost_state->idle_ ? nullptr : innermost_state;
+  CarriedState* const state = ThreadContext::get().carried_state;
+  return state == nullptr || state->idle_ ? nullptr : state;
 }
 
 void CarriedState::let_be() noexcept {
-  if (innermost_state != nullptr && innermost_state->beside_ == nullptr)
-    innermost_state->keeps_ = false;
+  CarriedState* const state = ThreadContext::get().carried_state;
+  if (state != nullptr && state->beside_ == nullptr) state->keeps_ = false;
 }
 
 void CarriedState::before_forward(const PlainLook& look) {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "core/check.hpp"
+#include "core/thread_context.hpp"
 #include "coupled/watched_memory.hpp"
 #include "execute/left_tensors.hpp"
 #include "execute/plain_runs.hpp"
@@ -22,7 +24,7 @@ namespace infinitybatch {
 /// left there, where the whole batch sees what the step before left. Attributes that are only
 /// written (attention maps for a plot) or only read (tables that are made once) are nobody's
 /// concern.
-class CarriedState {
+class CarriedState final : public Check {
  public:
   explicit CarriedState(coupled::WatchedMemory& memory)
       : memory_(memory), runs_(std::make_shared<PlainRuns>()) {}
@@ -39,12 +41,9 @@ class CarriedState {
     /// only put back when the step fails
     /// \param batch samples of the logical batch
     Scope(CarriedState* state, bool part, int64_t batch) noexcept;
-    ~Scope();
-    Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
 
    private:
-    CarriedState* outer_;
+    const Within<&ThreadContext::carried_state> within_;
   };
   /// Whoever runs a model that has plain attributes tells this one about each forward; null where
   /// nobody wants to know.
@@ -68,7 +67,8 @@ class CarriedState {
   /// What attributes were given by forwards of parts of the batch.
   const LeftTensors& left() const noexcept { return left_behind_; }
   /// Attributes hold what they held in front of the first forward.
-  void roll_back();
+  void roll_back() override;
+  void commit() override { runs_->commit(); }
   /// Of the forwards that count.
   PlainRuns& runs() noexcept { return *runs_; }
   /// For runs that come when this one is gone.

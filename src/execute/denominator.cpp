@@ -14,18 +14,18 @@ namespace {
 /// Targets are read in pieces of about this many elements, so that masks over them stay small.
 constexpr int64_t kElements = int64_t{1} << 14;
 
-int64_t rows_per_piece(const Job& job) {
+int64_t rows_per_piece(const Problem& problem) {
   int64_t widest = 1;
-  if (job.targets->uniform) {
-    for (const std::vector<int64_t>& sizes : job.targets->dims) {
+  if (problem.targets->uniform) {
+    for (const std::vector<int64_t>& sizes : problem.targets->dims) {
       widest = std::max(widest, c10::multiply_integers(sizes));
     }
   } else {
-    for (const at::Tensor& tensor : job.targets->rows(0, 1).tensors()) {
+    for (const at::Tensor& tensor : problem.targets->rows(0, 1).tensors()) {
       widest = std::max(widest, tensor.numel());
     }
   }
-  return std::clamp<int64_t>(kElements / widest, 1, job.batch_size());
+  return std::clamp<int64_t>(kElements / widest, 1, problem.batch_size());
 }
 
 bool has_double(const at::Device& device) {
@@ -34,12 +34,13 @@ bool has_double(const at::Device& device) {
 
 }  // namespace
 
-Denominator::Denominator(const Job& job) {
+Denominator::Denominator(const Problem& problem) {
   const at::NoGradGuard no_grad;
-  const int64_t step = rows_per_piece(job);
-  for (int64_t begin = 0; begin < job.batch_size(); begin += step) {
-    const int64_t end = std::min(begin + step, job.batch_size());
-    const DenominatorPart part = job.loss->denominator(job.targets->rows(begin, end), end - begin);
+  const int64_t step = rows_per_piece(problem);
+  for (int64_t begin = 0; begin < problem.batch_size(); begin += step) {
+    const int64_t end = std::min(begin + step, problem.batch_size());
+    const DenominatorPart part =
+        problem.loss.separable()->denominator(problem.targets->rows(begin, end), end - begin);
     if (std::holds_alternative<Undivided>(part)) {
       undivided_ = true;
       return;
@@ -49,7 +50,7 @@ Denominator::Denominator(const Job& job) {
       continue;
     }
     const at::Tensor& tensor = std::get<at::Tensor>(part);
-    if (job.device.is_cpu()) {
+    if (problem.device.is_cpu()) {
       if (const std::optional<double> number = host_number(tensor)) {
         known_ += *number;
         continue;
@@ -59,7 +60,7 @@ Denominator::Denominator(const Job& job) {
         tensor.to(has_double(tensor.device()) ? at::kDouble : at::kFloat).reshape({});
     computed_ = computed_.defined() ? computed_.add(exact) : exact;
   }
-  if (computed_.defined()) computed_ = computed_.add(known_).to(job.device);
+  if (computed_.defined()) computed_ = computed_.add(known_).to(problem.device);
 }
 
 at::Tensor Denominator::divide(const at::Tensor& sum) const {

@@ -1,13 +1,13 @@
 #pragma once
 
-#include "execute/job.hpp"
+#include "execute/problem.hpp"
 
 namespace infinitybatch {
 
 /// The denominator of the whole logical batch, summed over all targets before the first forward.
 class Denominator {
  public:
-  explicit Denominator(const Job& job);
+  explicit Denominator(const Problem& problem);
 
   /// `sum` divided by the denominator, in the sum's own type; carries gradient.
   at::Tensor divide(const at::Tensor& sum) const;

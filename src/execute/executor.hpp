@@ -1,16 +1,15 @@
 #pragma once
 
 #include "autograd/gradient_sinks.hpp"
-#include "execute/cut_pass.hpp"
 #include "execute/forwards.hpp"
-#include "execute/job.hpp"
 #include "execute/loss_state.hpp"
 #include "execute/loss_total.hpp"
+#include "execute/pass.hpp"
 #include "execute/pass_times.hpp"
 #include "execute/row_checks.hpp"
 #include "execute/schedule.hpp"
 #include "execute/separable_share.hpp"
-#include "execute/two_pass.hpp"
+#include "execute/setup.hpp"
 
 #include <infinitybatch/execute/plan.hpp>
 
@@ -27,7 +26,7 @@ namespace infinitybatch {
 /// random state and, between `load` and `free`, buffers; `roll_back` undoes these.
 class Executor {
  public:
-  explicit Executor(const Job& job);
+  explicit Executor(const Setup& setup);
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
@@ -36,8 +35,8 @@ class Executor {
   /// coupled
   void run(const Instruction& instruction, Rows rows);
 
-  /// What is looked at by itself in front of the hand-out; with `Job::outside` once the outputs are
-  /// there, and what that finds is thrown by `finish_forward`, where nothing else says more.
+  /// What is looked at by itself in front of the hand-out; with an external loss once the outputs
+  /// are there, and what that finds is thrown by `finish_forward`, where nothing else says more.
   RowChecks& checks() noexcept { return checks_; }
   const RowChecks& checks() const noexcept { return checks_; }
   /// The user's forward.
@@ -47,7 +46,7 @@ class Executor {
   /// Buffers and rewritten weights as the step found them.
   void roll_back();
 
-  /// With `Job::outside`, once the outputs are there: buffers get what the forward of the whole
+  /// With an external loss, once the outputs are there: buffers get what the forward of the whole
   /// batch leaves in them, and the parameters' gradients go to the sinks no more.
   /// \throws CouplingError naming a buffer on which micro-batches do not agree
   void finish_forward();
@@ -59,36 +58,34 @@ class Executor {
   /// \param keep the rest may run once more
   void begin_backward(bool keep);
 
-  // With `Job::outside`, of a model that is not cut:
+  // With an external loss, of a model that is not cut:
   /// Graphs that are kept for backward; they may be dropped whenever their memory is needed.
-  int64_t kept_graphs() const { return two_pass_ ? two_pass_->kept_graphs() : 0; }
-  bool drop_graphs() { return two_pass_ && two_pass_->drop_graphs(); }
-  void drop_graph(Rows rows) { two_pass_->drop_graph(rows); }
-  GraphBytes kept_graph_bytes() const {
-    return two_pass_ ? two_pass_->kept_graph_bytes() : GraphBytes();
-  }
+  int64_t kept_graphs() const { return pass_ ? pass_->kept_graphs() : 0; }
+  bool drop_graphs() { return pass_ && pass_->drop_graphs(); }
+  void drop_graph(Rows rows) { pass_->drop_graph(rows); }
+  GraphBytes kept_graph_bytes() const { return pass_ ? pass_->kept_graph_bytes() : GraphBytes(); }
   /// Why the user's forward will run again in backward; nothing where it need not.
   std::optional<std::string> will_run_again() const {
-    return two_pass_ ? two_pass_->will_run_again() : std::nullopt;
+    return pass_ ? pass_->will_run_again() : std::nullopt;
   }
   /// Whether backward has played a tape.
-  bool replayed() const noexcept { return two_pass_ && two_pass_->replayed(); }
+  bool replayed() const noexcept { return pass_ && pass_->replayed(); }
   /// The whole batch's loss, detached, in the loss's own type. Once `hand_out` has run neither this
   /// nor `take_outputs` can fail any more.
   at::Tensor loss() const;
   /// All outputs in order, with `keep_outputs`.
   std::optional<Batch> take_outputs();
   autograd::GradientSinks& sinks() noexcept { return sinks_; }
-  /// With `Job::store`: what instructions took so far.
+  /// With `Strategy::offloads`: what instructions took so far.
   const PassTimes& times() const noexcept { return times_; }
   /// And forgets that.
   PassTimes take_times() { return std::exchange(times_, {}); }
   /// Of graphs that were offloaded.
-  GraphBytes graph_bytes() const { return two_pass_ ? two_pass_->graph_bytes() : GraphBytes(); }
+  GraphBytes graph_bytes() const { return pass_ ? pass_->graph_bytes() : GraphBytes(); }
   /// Somebody asks for `failed_rows`: what fails runs once more.
   void look_for_few_rows() noexcept {
-    forwards_.few().look(job_.batch_size());
-    if (share_) share_->few().look(job_.batch_size());
+    forwards_.few().look(problem_.batch_size());
+    if (share_) share_->few().look(problem_.batch_size());
   }
   /// Samples of the micro-batch that were too few for forward, or for a loss of micro-batches,
   /// which failed; 0 where that is not why.
@@ -100,15 +97,15 @@ class Executor {
   /// Whether samples are coupled by what no cut can answer: what forward leaves in buffers,
   /// parameters and attributes, or ordinary ops.
   bool coupled_beyond_cuts() const noexcept { return forwards_.apart() || checks_.beyond_cuts(); }
-  /// How many segments the model's tapes are cut into; with `Job::cut`, after the first `record`.
-  int64_t segments() const { return cut_pass_ ? cut_pass_->segments() : 1; }
-  /// Of one micro-batch, with `Job::checkpoints`, between its `record` and its last `backward`.
-  int64_t segments(Rows rows) const { return cut_pass_->segments(rows); }
-  Stretches stretches(Rows rows) const { return cut_pass_->stretches(rows); }
+  /// How many segments the model's tapes are cut into; with `Strategy::cuts`, after the first
+  /// `record`.
+  int64_t segments() const { return pass_ ? pass_->segments() : 1; }
+  /// Of one micro-batch, with `Strategy::checkpoints`, between its `record` and its last
+  /// `backward`.
+  int64_t segments(Rows rows) const { return pass_->segments(rows); }
+  Stretches stretches(Rows rows) const { return pass_->stretches(rows); }
   /// One micro-batch's recording, once it is recorded.
-  const tape::Tape& tape(Rows rows) const {
-    return two_pass_ ? two_pass_->tape(rows) : cut_pass_->tape(rows);
-  }
+  const tape::Tape& tape(Rows rows) const { return pass_->tape(rows); }
   /// By which operation a loss of all outputs talked to other ranks; nothing where it did not.
   std::optional<std::string> collective() const;
   /// Why the user's forward ran twice for some rows; nothing where it did not.
@@ -117,6 +114,7 @@ class Executor {
  private:
   void perform(const Instruction& instruction, Rows rows);
   void perform_and_time(const Instruction& instruction, Rows rows);
+  void each_check(void (Check::*moment)());
   void loss(Rows rows);
   void backward(Rows rows, int64_t segment);
   void record(Rows rows, bool retain);
@@ -126,7 +124,6 @@ class Executor {
   void advance(Rows rows, int64_t segment, bool retain);
   void resume(Rows rows, int64_t segment);
   void load_for(Rows rows, int64_t segment);
-  void seed();
   void free();
   /// Lets go of the micro-batch at work, and of its graph.
   void release();
@@ -134,30 +131,19 @@ class Executor {
   void hand_out();
   void finish();
   bool is_last(Rows rows, int64_t segment) const;
-  /// Of one output leaf of these rows, with cuts and a loss of all outputs.
-  at::Tensor gradient_of(Rows rows, size_t leaf, const at::Tensor& output);
-  /// With `Job::store`: what waits of these rows, at cuts and of the outputs. Bytes whose copies
-  /// begin.
-  int64_t fetch(Rows rows, int64_t segment, bool back, bool ahead);
-  int64_t leave(Rows rows, int64_t segment);
-  int64_t offload(Rows rows, int64_t segment, bool back);
-  /// With cuts, of a coupled loss's outputs; null where none wait in front of or behind this
-  /// segment.
-  WholeOutputs* outputs_at(Rows rows, int64_t segment);
 
-  const Job& job_;
+  const Problem& problem_;
+  const Strategy& strategy_;
+  const Resources& resources_;
   autograd::GradientSinks sinks_;
   Forwards forwards_;
   RowChecks checks_;
   LossState loss_state_;
-  bool going_back_ = false;  // with `Job::outside`: forward is over
+  bool going_back_ = false;  // with an external loss: forward is over
   bool in_whole_loss_ = false;
-  std::optional<SeparableShare> share_;      // of a separable loss
-  std::optional<TwoPass> two_pass_;          // for a coupled loss
-  std::optional<CutPass> cut_pass_;          // with `Job::cut`, for any loss
-  std::optional<WholeOutputs> own_outputs_;  // then, for a coupled loss
-  WholeOutputs* whole_ = nullptr;            // of a coupled loss
-  std::vector<at::Tensor> seeds_;  // with cuts, while measuring, in place of the outputs' gradient
+  std::optional<SeparableShare> share_;  // of a separable loss
+  std::optional<WholeOutputs> whole_;    // of a coupled loss
+  std::optional<Pass> pass_;             // of all but a stream
 
   PassTimes times_;
   int64_t copied_bytes_ = 0;  // whose copies the instruction at work began

@@ -4,9 +4,11 @@
 #include "core/batch_form.hpp"
 #include "core/foreign_exception.hpp"
 #include "core/pinned_copies.hpp"
+#include "core/rng.hpp"
 #include "core/unwatched.hpp"
 #include "coupled/foreign_draws.hpp"
 #include "coupled/part_of_batch.hpp"
+#include "execute/buffer_values.hpp"
 #include "execute/copied_batch.hpp"
 #include "execute/findings.hpp"
 #include "execute/gradient_look.hpp"
@@ -41,23 +43,18 @@ std::vector<uint32_t> versions_of(const Batch& batch) {
 
 }  // namespace
 
-Forwards::Forwards(const Job& job, std::function<void()> release)
-    : job_(job),
+Forwards::Forwards(const Setup& setup, std::function<void()> release)
+    : problem_(setup.problem),
+      strategy_(setup.strategy),
+      resources_(setup.resources),
       release_(std::move(release)),
-      buffers_(job.buffers, job.exact_coupling),
+      buffers_(setup.problem.buffers, setup.problem.exact_coupling),
       state_(watch_.memory()) {
-  watch_.know_parameters(job.parameters);
-  if (job.renormed != nullptr) watch_.renormed()->expect(job.renormed);
-  parameters_.emplace(job.parameters, watch_.memory(), job.exact_coupling);
-  if (job.match_native_rng) watch_.watch_draws(devices_of(job));
-}
-
-std::vector<at::Tensor> Forwards::buffer_tensors() const {
-  std::vector<at::Tensor> buffers;
-  for (const BufferSlot& slot : job_.buffers) {
-    if (at::Tensor buffer = slot.get(); buffer.defined()) buffers.push_back(std::move(buffer));
-  }
-  return buffers;
+  watch_.know_parameters(setup.problem.parameters);
+  if (setup.resources.renormed != nullptr) watch_.renormed()->expect(setup.resources.renormed);
+  parameters_.emplace(setup.problem.parameters, watch_.memory(), setup.problem.exact_coupling);
+  checks_ = {&buffers_, &*parameters_, &watch_, &state_};
+  if (setup.problem.match_native_rng) watch_.watch_draws(devices_of(setup.problem));
 }
 
 void Forwards::note_rows(Rows rows) {
@@ -66,32 +63,32 @@ void Forwards::note_rows(Rows rows) {
 
 Batch Forwards::load_inputs(Rows rows) {
   // Those of a wrapped call stay what they are.
-  const bool stay = job_.outside != nullptr;
+  const bool stay = problem_.loss.external() != nullptr;
   const Batch given =
-      stay ? job_.inputs->rows(rows.begin, rows.end) : rows_of(*job_.inputs, rows);
-  const bool again = job_.cut || job_.coupled != nullptr;
-  if (again && !job_.inputs->uniform && !wrote_inputs_) sources_.meet(rows, given);
-  return to_device(given, job_.device);
+      stay ? problem_.inputs->rows(rows.begin, rows.end) : rows_of(*problem_.inputs, rows);
+  const bool again = strategy_.is_cut() || problem_.loss.separable() == nullptr;
+  if (again && !problem_.inputs->uniform && !wrote_inputs_) sources_.meet(rows, given);
+  return to_device(given, problem_.device);
 }
 
 /// Leaves on the host go to the model's device; leaves on an accelerator stay where the user put
 /// them.
 void Forwards::load_targets(Rows rows) {
-  targets = to_device(rows_of(*job_.targets, rows), job_.device);
+  targets = to_device(rows_of(*problem_.targets, rows), problem_.device);
 }
 
 Batch Forwards::rows_again(Rows rows) const {
-  return to_device(rows_of(*job_.inputs, rows), job_.device);
+  return to_device(rows_of(*problem_.inputs, rows), problem_.device);
 }
 
 void Forwards::load(Rows rows) {
-  if (job_.interrupt) job_.interrupt();
+  if (problem_.interrupt) problem_.interrupt();
   learn_numbers();
   if (first_.size() == 0) first_ = rows;
   uneven_ = uneven_ || rows.size() != first_.size();
   inputs = load_inputs(rows);
   load_targets(rows);
-  if (job_.inputs->uniform && job_.targets->uniform) return;
+  if (problem_.inputs->uniform && problem_.targets->uniform) return;
   Dims dims = dims_of(inputs);
   for (auto& leaf : dims_of(targets)) dims.push_back(std::move(leaf));
   if (std::find(lengths_.begin(), lengths_.end(), dims) == lengths_.end()) {
@@ -106,39 +103,35 @@ void Forwards::release() {
   at::autocast::clear_cache();
 }
 
-void Forwards::end_micro_batch() {
-  buffers_.end_micro_batch();
-  parameters_->end_micro_batch();
-}
-
 void Forwards::run(Rows rows) {
   std::optional<coupled::PartOfBatch::Facts> facts;
-  if (job_.exact_coupling) facts = {rows.size(), job_.batch_size(), job_.match_native_rng};
+  if (problem_.exact_coupling)
+    facts = {rows.size(), problem_.batch_size(), problem_.match_native_rng};
   const coupled::PartOfBatch part_of_batch(facts);
   const coupled::CouplingWatch::Scope watching(watch_);
   const std::vector<uint32_t> before = versions_of(inputs);
-  const bool part = rows.size() < job_.batch_size();
+  const bool part = rows.size() < problem_.batch_size();
   // Streams give each micro-batch the numbers of the whole batch.
-  const bool streams = job_.cut && !job_.alone;
-  const coupled::ForeignDraws foreign(job_.match_native_rng && !streams && part);
+  const bool streams = strategy_.is_cut() && !strategy_.per_micro_batch();
+  const coupled::ForeignDraws foreign(problem_.match_native_rng && !streams && part);
   {
-    const CarriedState::Scope stateful(job_.exact_coupling ? state_at_work_ : nullptr, part,
-                                       job_.batch_size());
-    few_.watch(rows.size(), [&] { outputs = job_.model->forward(inputs); });
+    const CarriedState::Scope stateful(problem_.exact_coupling ? state_at_work_ : nullptr, part,
+                                       problem_.batch_size());
+    few_.watch(rows.size(), [&] { outputs = problem_.model->forward(inputs); });
   }
   note_own_backward();
   watch_.rethrow();
   // Provisional where forward is cut: they follow statistics of the whole batch.
-  if (!job_.cut && state_at_work_ == &state_)
+  if (!strategy_.is_cut() && state_at_work_ == &state_)
     buffers_.note_means(watch_.take_means(), rows.size());
   if (auto name = foreign.drew()) foreign_draw_ = std::move(name);
   wrote_inputs_ = wrote_inputs_ || versions_of(inputs) != before;
 }
 
 void Forwards::note_own_backward() {
-  if (own_backward_ || !job_.looks_at_rows()) return;
+  if (own_backward_ || !problem_.looks_at_rows()) return;
   // Once: backward may talk to other ranks, who need not look in the same steps.
-  if (job_.findings->rows_seen.looked > 0) return;
+  if (resources_.findings->rows_seen.looked > 0) return;
   own_backward_ = own_backward_of(outputs);
 }
 
@@ -149,11 +142,11 @@ Batch Forwards::call(Rows rows) {
 }
 
 void Forwards::check_coupling(Rows rows) {
-  if (job_.exact_coupling) watch_.check(rows.size(), job_.batch_size());
-  if (!job_.match_native_rng || rows.size() == job_.batch_size()) return;
+  if (problem_.exact_coupling) watch_.check(rows.size(), problem_.batch_size());
+  if (!problem_.match_native_rng || rows.size() == problem_.batch_size()) return;
   const std::optional<std::string>& drew = watch_.drew() ? watch_.drew() : foreign_draw_;
   drew_ = drew.has_value();
-  if (drew) coupled::refuse_draws(*drew, rows.size(), job_.batch_size());
+  if (drew) coupled::refuse_draws(*drew, rows.size(), problem_.batch_size());
 }
 
 bool Forwards::saw_across_batch() const {
@@ -182,13 +175,13 @@ Batch Forwards::uncounted(const std::function<Batch()>& forward, bool as_first) 
 
 void Forwards::learn_numbers(bool any) {
   PlainRuns& runs = state_.runs();
-  const bool part = any || (first_.size() != 0 && first_.size() < job_.batch_size());
+  const bool part = any || (first_.size() != 0 && first_.size() < problem_.batch_size());
   if (learning_ || !part || !runs.wants_to_learn(any)) return;
   learning_ = true;
   CarriedState* const counted = std::exchange(state_at_work_, nullptr);
-  const RngSnapshot random = RngSnapshot::capture(devices_of(job_));
+  const RngSnapshot random = RngSnapshot::capture(devices_of(problem_));
   const auto hold_draws = watch_.hold_draws();  // of generators that the user made
-  const BufferValues values(job_.buffers);
+  const BufferValues values(problem_.buffers);
   const auto told = std::tuple(first_, uneven_, lengths_);  // of the step's own micro-batches
   const auto undo = [&] {
     release_();
@@ -203,7 +196,7 @@ void Forwards::learn_numbers(bool any) {
     learning_ = false;
   };
   try {
-    runs.learn(first_, job_.batch_size(), [&](Rows rows) {
+    runs.learn(first_, problem_.batch_size(), [&](Rows rows) {
       const at::NoGradGuard no_grad;  // nobody goes back
       try {
         load(rows);
@@ -226,9 +219,9 @@ void Forwards::learn_numbers(bool any) {
 }
 
 void Forwards::aside(bool trial, const std::function<void()>& forward) {
-  const RngSnapshot random = RngSnapshot::capture(devices_of(job_));
+  const RngSnapshot random = RngSnapshot::capture(devices_of(problem_));
   const auto hold_draws = watch_.hold_draws();  // of generators that the user made
-  const BufferValues values(job_.buffers);
+  const BufferValues values(problem_.buffers);
   const auto told = std::tuple(first_, uneven_, lengths_);  // of the step's own micro-batches
   CarriedState trial_state(watch_.memory(), state_);
   state_at_work_ = &trial_state;
@@ -257,10 +250,10 @@ void Forwards::record_elsewhere(
     const std::function<void(const Batch& inputs, const tape::Tape&, const Batch& outputs)>& use) {
   aside(/*trial=*/false, [&] {
     load(rows);
-    tape::Recorder recorder(inputs, buffer_tensors(), devices_of(job_));
+    tape::Recorder recorder(inputs, buffers_of(problem_), devices_of(problem_));
     // One that is cut for memory, or offloads, has no room for a graph.
-    if (job_.cut && (job_.checkpoints != nullptr || job_.store != nullptr))
-      recorder.lighten(job_.device);
+    if (strategy_.is_cut() && (strategy_.checkpoints() || strategy_.offloads()))
+      recorder.lighten(problem_.device);
     const Batch given = recorder.run([&] {
       run(rows);
       return std::exchange(outputs, Batch());
@@ -271,30 +264,8 @@ void Forwards::record_elsewhere(
 
 void Forwards::commit() {
   apart_ = true;
-  buffers_.commit();
-  parameters_->commit();
+  for (Check* check : checks_) check->commit();
   apart_ = false;
-  state_.runs().commit();
-}
-
-void Forwards::begin_second_pass() {
-  buffers_.begin_second_pass();
-  parameters_->begin_second_pass();
-}
-
-void Forwards::roll_back() {
-  buffers_.roll_back();
-  parameters_->roll_back();
-  watch_.memory().undo();
-  watch_.renormed()->undo();
-  state_.roll_back();
-  watch_.undo_draws();
-}
-
-void Forwards::let_go() {
-  buffers_.let_go();
-  parameters_.reset();
-  watch_.memory().let_go();
 }
 
 }  // namespace infinitybatch

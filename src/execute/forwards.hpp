@@ -5,8 +5,8 @@
 #include "execute/buffer_rule.hpp"
 #include "execute/carried_state.hpp"
 #include "execute/fewest_rows.hpp"
-#include "execute/job.hpp"
 #include "execute/parameter_rule.hpp"
+#include "execute/setup.hpp"
 #include "execute/source_watch.hpp"
 #include "tape/tape.hpp"
 
@@ -22,7 +22,7 @@ namespace infinitybatch {
 class Forwards {
  public:
   /// \param release lets go of the graph at work, in front of what is undone
-  Forwards(const Job& job, std::function<void()> release);
+  Forwards(const Setup& setup, std::function<void()> release);
   Forwards(const Forwards&) = delete;
   Forwards& operator=(const Forwards&) = delete;
 
@@ -40,8 +40,6 @@ class Forwards {
   void note_rows(Rows rows);
   /// Lets go of the micro-batch at work.
   void release();
-  /// It is done: its graph is gone, and what it has left is put aside.
-  void end_micro_batch();
 
   /// Fills `outputs`.
   void run(Rows rows);
@@ -65,22 +63,16 @@ class Forwards {
       Rows rows,
       const std::function<void(const Batch& inputs, const tape::Tape&, const Batch& outputs)>& use);
 
-  /// Writes what all micro-batches have left alike. \throws CouplingError naming what is not
+  /// Who watches what they leave.
+  const std::vector<Check*>& checks() const noexcept { return checks_; }
+  /// Of them, what micro-batches leave alike is written. \throws CouplingError naming what is not
   void commit();
-  void begin_second_pass();
-  /// All as the step found it, but for random state.
-  void roll_back();
-  /// Nothing will be undone any more.
-  void let_go();
-
   BufferRule& buffers() noexcept { return buffers_; }
   coupled::CouplingWatch& watch() noexcept { return watch_; }
   CarriedState& state() noexcept { return state_; }
   const CarriedState& state() const noexcept { return state_; }
   /// Whether what was restored could belong to graphs that are kept.
   bool restores() const { return buffers_.written() || parameters_->written(); }
-  /// Tensors, without those that are not defined.
-  std::vector<at::Tensor> buffer_tensors() const;
 
   /// Rows of the first micro-batch.
   Rows first() const noexcept { return first_; }
@@ -108,13 +100,16 @@ class Forwards {
  private:
   void note_own_backward();
 
-  const Job& job_;
+  const Problem& problem_;
+  const Strategy& strategy_;
+  const Resources& resources_;
   std::function<void()> release_;
   BufferRule buffers_;
   coupled::CouplingWatch watch_;
   std::optional<ParameterRule> parameters_;  // once the watch knows them
   CarriedState state_;
   CarriedState* state_at_work_ = &state_;  // another one's where forward is tried on other rows
+  std::vector<Check*> checks_;
   SourceWatch sources_;
   FewestRows few_;
   Rows first_;
@@ -124,7 +119,7 @@ class Forwards {
   bool apart_ = false;
   bool learning_ = false;                    // numbers: runs that do not count
   bool drew_ = false;                        // numbers that are to be the whole batch's
-  std::optional<std::string> foreign_draw_;  // with `Job::match_native_rng`: who gave numbers
+  std::optional<std::string> foreign_draw_;  // with `Problem::match_native_rng`: who gave numbers
   std::optional<bool> own_backward_;
   std::vector<Dims> lengths_;
 };

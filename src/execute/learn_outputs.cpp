@@ -2,8 +2,8 @@
 #include "core/out_of_memory.hpp"
 #include "core/plain_leaves.hpp"
 #include "coupled/row_errors.hpp"
-#include "execute/row_checks.hpp"
 #include "execute/findings.hpp"
+#include "execute/row_checks.hpp"
 #include "tape/sample_flow.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -37,14 +37,14 @@ bool only_ambiguous(const OutputForm& form) {
 }  // namespace
 
 void RowChecks::learn_outputs(Rows rows, const Batch& inputs, const Batch& outputs,
-                             const tape::Tape& tape) {
-  const at::Device device = job_.coupled->device().value_or(job_.device);
+                              const tape::Tape& tape) {
+  const at::Device device = problem_.loss.coupled()->device().value_or(problem_.device);
   const OutputForm form = form_of(outputs, rows.size(), tape, inputs, device);
   if (!needs_other_rows(form)) {
-    job_.findings->output_law = find_output_law(form, nullptr);
+    resources_.findings->output_law = find_output_law(form, nullptr);
     return;
   }
-  const int64_t end = job_.batch_size();
+  const int64_t end = problem_.batch_size();
   if (only_ambiguous(form)) {
     std::optional<OutputForm> two;
     try {
@@ -54,13 +54,13 @@ void RowChecks::learn_outputs(Rows rows, const Batch& inputs, const Batch& outpu
       if (!is_out_of_memory(error) && !coupled::may_be_of_rows(error)) throw;
       // No room for two: samples lie first, as is the convention.
     }
-    job_.findings->output_law = find_output_law(form, two ? &*two : nullptr);
+    resources_.findings->output_law = find_output_law(form, two ? &*two : nullptr);
     return;
   }
   if (end % rows.size() != 0) return whole_->know_sources(form.from_samples, form.why);
   // Other samples, too.
   const OutputForm other = form_elsewhere({end - other_rows(rows, end).size(), end}, device);
-  job_.findings->output_law = find_output_law(form, &other);
+  resources_.findings->output_law = find_output_law(form, &other);
   whole_->expect(other.outputs);
 }
 
@@ -72,10 +72,11 @@ OutputForm RowChecks::form_elsewhere(Rows rows, at::Device device) {
         "that it ran on are changed");
   }
   OutputForm form;
-  forwards_.record_elsewhere(rows, [&](const Batch& inputs, const tape::Tape& tape, const Batch& outputs) {
-    form = form_of(outputs, rows.size(), tape, inputs, device);
-    if (experiment_.awaits(rows)) experiment_.meet_others(rows.size(), inputs, tape, outputs);
-  });
+  forwards_.record_elsewhere(
+      rows, [&](const Batch& inputs, const tape::Tape& tape, const Batch& outputs) {
+        form = form_of(outputs, rows.size(), tape, inputs, device);
+        if (experiment_.awaits(rows)) experiment_.meet_others(rows.size(), inputs, tape, outputs);
+      });
   return form;
 }
 

@@ -3,9 +3,9 @@
 #include "core/pinned_copies.hpp"
 #include "coupled/fixed_ops.hpp"
 #include "execute/copied_batch.hpp"
-#include "execute/row_checks.hpp"
 #include "execute/findings.hpp"
 #include "execute/light_recording.hpp"
+#include "execute/row_checks.hpp"
 #include "tape/recorder.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -59,9 +59,9 @@ Batch as_leaves(const Batch& inputs) {
 
 void RowChecks::read_by(const at::Tensor& share) {
   experiment_.read_by(share);
-  if (!job_.looks_at_rows() || !read_.empty() || !share.requires_grad()) return;
+  if (!problem_.looks_at_rows() || !read_.empty() || !share.requires_grad()) return;
   // Micro-batches that are smaller than any so far are few.
-  if (!job_.findings->rows_seen.due(job_.batch_size(), forwards_.smallest())) return;
+  if (!resources_.findings->rows_seen.due(problem_.batch_size(), forwards_.smallest())) return;
   std::map<const torch::autograd::Node*, std::vector<size_t>> leaves;
   read_.resize(forwards_.outputs.leaves().size(), false);
   for (size_t i = 0; i < read_.size(); ++i) {
@@ -80,7 +80,7 @@ std::optional<TrialOutputs> RowChecks::try_forward(const Batch& inputs, int64_t 
   const auto run = [&](bool light) {
     forwards_.aside(/*trial=*/true, [&] {
       forwards_.inputs = as_leaves(forwards_.wrote_inputs() ? copied(inputs) : inputs);
-      const std::vector<at::Device> devices = devices_of(job_);
+      const std::vector<at::Device> devices = devices_of(problem_);
       coupled::FixedOps fixed(devices, rows, forwards_.watch());
       const auto call = [&] {
         forwards_.run({0, rows});
@@ -89,7 +89,7 @@ std::optional<TrialOutputs> RowChecks::try_forward(const Batch& inputs, int64_t 
       Batch outputs;
       if (light) {
         tape::Recorder recorder(forwards_.inputs, {}, devices);
-        recorder.lighten(job_.device);
+        recorder.lighten(problem_.device);
         outputs = run_lightly(recorder, call);
       } else {
         outputs = call();
@@ -106,63 +106,63 @@ std::optional<TrialOutputs> RowChecks::try_forward(const Batch& inputs, int64_t 
 }
 
 std::optional<std::vector<at::Tensor>> RowChecks::try_gradients(const Batch& inputs, Rows rows,
-                                                               const std::vector<int64_t>& dims,
-                                                               const std::vector<bool>& compared) {
+                                                                const std::vector<int64_t>& dims,
+                                                                const std::vector<bool>& compared) {
   std::optional<std::vector<at::Tensor>> gradients;
   forwards_.aside(/*trial=*/true, [&] {
     forwards_.inputs = as_leaves(forwards_.wrote_inputs() ? copied(inputs) : inputs);
-    coupled::FixedOps fixed(devices_of(job_), rows.size(), forwards_.watch());
+    coupled::FixedOps fixed(devices_of(problem_), rows.size(), forwards_.watch());
     const at::AutoGradMode recording(/*enabled=*/true);
     forwards_.run({0, rows.size()});
     const at::Tensor number = weighed(forwards_.outputs, dims, compared, rows);
     if (!number.defined() || fixed.stood_in()) return;
-    std::vector<at::Tensor> found = gradients_by(job_.parameters, number);
+    std::vector<at::Tensor> found = gradients_by(problem_.parameters, number);
     if (!fixed.strayed()) gradients = std::move(found);
   });
   return gradients;
 }
 
 void RowChecks::compare_rows() {
-  if (!job_.looks_at_rows() || forwards_.watch().talked()) return;
+  if (!problem_.looks_at_rows() || forwards_.watch().talked()) return;
   if (coupled::FixedOps::at_work()) return;  // this step is part of a forward that is looked at
   const int64_t rows = forwards_.smallest();
-  if (rows == 0 || rows >= job_.batch_size()) return;
-  RowsSeen& known = job_.findings->rows_seen;
+  if (rows == 0 || rows >= problem_.batch_size()) return;
+  RowsSeen& known = resources_.findings->rows_seen;
   // Rows of the user's own making are asked for again in first steps alone: they may be drawn.
-  const bool whole = job_.outside != nullptr || keeps_rows(*job_.inputs);
+  const bool whole = problem_.loss.external() != nullptr || keeps_rows(*problem_.inputs);
   const bool due =
-      whole || known.steps == 0 ? known.due(job_.batch_size(), rows) : rows < known.rows;
+      whole || known.steps == 0 ? known.due(problem_.batch_size(), rows) : rows < known.rows;
   if (!due) return known.pass();
   looked_ = true;
   RowLook look;
-  look.batch_size = job_.batch_size();
+  look.batch_size = problem_.batch_size();
   look.rows = rows;
   look.singles = rows == 1 && forwards_.first().size() == 1;
   look.again = known.looked > 0 && rows >= known.rows;
-  look.device = job_.device;
+  look.device = problem_.device;
   if (high_water_) look.peak = room_for_a_look(high_water_->peak());
-  if (job_.outside == nullptr) {
+  if (problem_.loss.external() == nullptr) {
     look.compared = whole_ != nullptr ? whole_->read() : read_;
   }
   // Few, and no more of them at a time than a micro-batch has.
   look.few = !whole;
   look.load = [this, rows, whole](Rows part) {
     if (whole) {
-      return to_device(job_.inputs->rows(part.begin, part.end), job_.device);
+      return to_device(problem_.inputs->rows(part.begin, part.end), problem_.device);
     }
     std::vector<Batch> pieces;
     for (int64_t begin = part.begin; begin < part.end; begin += rows) {
       PinnedCopies::wait();  // it may write to the memory of the last ones
-      const Batch piece = job_.inputs->rows(begin, std::min(begin + rows, part.end));
-      pieces.push_back(copied(to_device(piece, job_.device)));
+      const Batch piece = problem_.inputs->rows(begin, std::min(begin + rows, part.end));
+      pieces.push_back(copied(to_device(piece, problem_.device)));
     }
     return side_by_side(pieces);
   };
   if (!look.again) recount(look.load);
   look.run = [this](const Batch& inputs, int64_t count) { return try_forward(inputs, count); };
   // Calls of a wrapped model without gradients exclude nobody, who may read parameters.
-  const bool moves = job_.outside == nullptr || at::GradMode::is_enabled();
-  MovedValues moved(moves ? job_.parameters : std::vector<NamedParameter>(),
+  const bool moves = problem_.loss.external() == nullptr || at::GradMode::is_enabled();
+  MovedValues moved(moves ? problem_.parameters : std::vector<NamedParameter>(),
                     moves ? forwards_.buffers().written_buffers() : std::vector<at::Tensor>(),
                     forwards_.watch().memory());
   look.moved = &moved;
@@ -180,14 +180,14 @@ void RowChecks::compare_rows() {
   } catch (const NoRoomToLook&) {
     // With ops of the whole batch one sample may be cut for memory, so that forward of it never
     // runs as a whole. Two of them side by side may well not fit there.
-    if (job_.checkpoints == nullptr || job_.alone) throw;
+    if (!strategy_.checkpoints() || strategy_.per_micro_batch()) throw;
   }
   rows_differ_ = seen.differs.has_value();
   if (rows_differ_) {
-    throw infinitybatch::rows_differ(seen, job_.batch_size(), known);
+    throw infinitybatch::rows_differ(seen, problem_.batch_size(), known);
   }
   if (!seen.compared) return known.pass();
-  known.note(job_.batch_size(), rows, std::move(seen.dims));
+  known.note(problem_.batch_size(), rows, std::move(seen.dims));
 }
 
 }  // namespace infinitybatch

@@ -15,8 +15,6 @@
 namespace infinitybatch {
 namespace {
 
-thread_local LossState* innermost_loss_state = nullptr;
-
 constexpr int64_t kMostLossBytes = int64_t{256} << 20;
 
 bool can_be_copied(const at::Tensor& tensor) {
@@ -26,14 +24,8 @@ bool can_be_copied(const at::Tensor& tensor) {
 
 }  // namespace
 
-LossState::Scope::Scope(LossState& state) noexcept
-    : outer_(std::exchange(innermost_loss_state, &state)) {}
-LossState::Scope::~Scope() {
-  innermost_loss_state = outer_;
-}
-
 LossState* LossState::at_work() noexcept {
-  return innermost_loss_state;
+  return ThreadContext::get().loss_state;
 }
 
 void LossState::before(const std::function<PlainState()>& look) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/thread_context.hpp"
 #include "execute/plain_state.hpp"
 
 #include <cstdint>
@@ -19,16 +20,7 @@ class LossState {
   LossState& operator=(const LossState&) = delete;
 
   /// While it lives, losses in this thread tell a state.
-  class Scope {
-   public:
-    explicit Scope(LossState& state) noexcept;
-    ~Scope();
-    Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
-
-   private:
-    LossState* outer_;
-  };
+  using Scope = Within<&ThreadContext::loss_state>;
   /// Whoever runs a loss that may keep something tells this one first; null where nobody asks.
   static LossState* at_work() noexcept;
 

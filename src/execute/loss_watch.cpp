@@ -29,9 +29,7 @@ bool is_collective(std::string_view name) {
 
 LossWatch::LossWatch(const std::vector<at::Tensor>& watched, std::function<void(size_t)> write,
                      std::function<void(const at::Tensor&)> read)
-    : write_(std::move(write)),
-      read_(std::move(read)),
-      listening_(*this) {
+    : write_(std::move(write)), read_(std::move(read)), listening_(*this) {
   for (size_t i = 0; i < watched.size(); ++i) {
     if (!watched[i].defined() || !watched[i].has_storage()) continue;
     unwritten_.emplace(watched[i].storage().unsafeGetStorageImpl(), i);

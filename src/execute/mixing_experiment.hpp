@@ -1,7 +1,7 @@
 #pragma once
 
 #include "core/exchange.hpp"
-#include "execute/job.hpp"
+#include "execute/setup.hpp"
 #include "tape/mixing.hpp"
 #include "tape/row_numbers.hpp"
 #include "tape/tape.hpp"

@@ -80,7 +80,7 @@ class Weaver {
   }
 
   void add(Operation operation, const Instruction& visit) {
-    woven_.push_back({operation, visit.micro_batch, visit.segment});
+    woven_.push_back({operation, visit.micro_batch, visit.segment, is_back(visit)});
   }
 
   /// What left last is away.
@@ -97,13 +97,13 @@ class Weaver {
     const size_t end = end_of(begin);
     if (ahead_ != begin) {
       settle(here.micro_batch);
-      add(is_back(here) ? Operation::restore_back : Operation::restore, here);
+      add(Operation::restore, here);
     }
     const std::optional<size_t> next = overlap_ ? next_visit(end) : std::nullopt;
     // What a visit leaves behind is not there before its end, unless it has been all the while.
     if (next && (alone_ || given_[*next].micro_batch != here.micro_batch)) {
       settle(given_[*next].micro_batch);
-      add(is_back(given_[*next]) ? Operation::prefetch_back : Operation::prefetch, given_[*next]);
+      add(Operation::prefetch, given_[*next]);
       ahead_ = next;
     }
     woven_.insert(woven_.end(), given_.begin() + static_cast<std::ptrdiff_t>(begin),
@@ -119,14 +119,10 @@ class Weaver {
   /// What waits after a visit; what left before is away.
   void leave(const Instruction& visit) {
     settle();
-    const Operation away =
-        is_back(visit) ? Operation::finish_offload_back : Operation::finish_offload;
-    if (overlap_ && !alone_) {
-      add(is_back(visit) ? Operation::start_offload_back : Operation::start_offload, visit);
-      leaving_ = Instruction{away, visit.micro_batch, visit.segment};
-    } else {
-      add(away, visit);
-    }
+    add(overlap_ && !alone_ ? Operation::start_offload : Operation::finish_offload, visit);
+    if (!overlap_ || alone_) return;
+    leaving_ = woven_.back();
+    leaving_->operation = Operation::finish_offload;
   }
 
   const std::vector<Instruction>& given_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/check.hpp"
 #include "coupled/watched_memory.hpp"
 
 #include <infinitybatch/core/model.hpp>
@@ -15,28 +16,25 @@ namespace infinitybatch {
 ///
 /// Copies only what is written into; a parameter that was given other memory (`.data = …`) gets its
 /// own back.
-class ParameterRule {
+class ParameterRule final : public Check {
  public:
   /// \param memory knows the parameters, sees writes into them, and outlives the rule
   /// \param exact without it the parameters of one micro-batch carry on into the next
   ParameterRule(const std::vector<NamedParameter>& parameters, coupled::WatchedMemory& memory,
                 bool exact);
 
-  /// Call it when a micro-batch is done and its graph is gone.
   /// \throws Unsupported where a parameter was changed by what is no operator, so that the values
   /// that it had are lost
-  void end_micro_batch();
+  void end_micro_batch() override;
   /// The same for a forward that nobody wants but for its outputs: what it leaves is undone.
   void end_trial();
-  /// From now on micro-batches run for the second time: what they leave is undone.
-  void begin_second_pass() noexcept { second_pass_ = true; }
+  void begin_second_pass() noexcept override { second_pass_ = true; }
   /// Whether any micro-batch has changed one.
   bool written() const noexcept { return written_; }
-  /// Writes what all micro-batches agreed on.
-  /// \throws CouplingError naming the parameter on which they did not
-  void commit();
+  void commit() override;
   /// Every parameter lies again in the memory that the step found it in, with its values.
-  void roll_back();
+  void roll_back() override;
+  void let_go() override { entries_.clear(); }
 
  private:
   struct Entry {

@@ -8,7 +8,7 @@ namespace infinitybatch {
 
 void PassTimes::add(const Instruction& instruction, int64_t samples, double seconds,
                     int64_t bytes) {
-  Taken& taken = taken_[{instruction.operation, instruction.segment}];
+  Taken& taken = taken_[{instruction.operation, instruction.segment, instruction.back}];
   const auto assumed = AssumedTimes::get();
   taken.seconds += assumed && assumed->per_byte > 0 ? assumed->instruction(samples) : seconds;
   taken.bytes += bytes;
@@ -25,7 +25,7 @@ void PassTimes::add(const PassTimes& others) {
 }
 
 double PassTimes::bytes_per_sample(Operation operation) const {
-  const auto found = taken_.find({operation, -1});
+  const auto found = taken_.find({operation, -1, false});
   if (found == taken_.end() || found->second.samples == 0) return 0;
   return static_cast<double>(found->second.bytes) / static_cast<double>(found->second.samples);
 }
@@ -55,7 +55,7 @@ class CopyClock {
     const int64_t samples =
         who < 0 ? plan_.batch_size : plan_.micro_batch_sizes[static_cast<size_t>(who)];
     const auto bytes = [&](std::initializer_list<Operation> operations) {
-      return bytes_of(operations, instruction.segment) * static_cast<double>(samples);
+      return bytes_of(operations, instruction) * static_cast<double>(samples);
     };
     const Operation operation = instruction.operation;
     switch (operation) {
@@ -63,24 +63,11 @@ class CopyClock {
       case prefetch:
         back_[who] = copy(bytes({restore, prefetch}) * times_.seconds_per_byte_back_);
         break;
-      case restore_back:
-      case prefetch_back:
-        back_[who] = copy(bytes({restore_back, prefetch_back}) * times_.seconds_per_byte_back_);
-        break;
       case start_offload:
-        away_[who] = copy(bytes({left_by(start_offload, finish_offload, instruction.segment)}) *
-                          times_.seconds_per_byte_out_);
+        away_[who] = copy(bytes({left_by(instruction)}) * times_.seconds_per_byte_out_);
         break;
-      case start_offload_back:
-        away_[who] =
-            copy(bytes({left_by(start_offload_back, finish_offload_back, instruction.segment)}) *
-                 times_.seconds_per_byte_out_);
-        break;
-      case finish_offload:
-      case finish_offload_back: {
-        const Operation begun = operation == finish_offload ? start_offload : start_offload_back;
-        const bool all =
-            away_.contains(who) && left_by(begun, operation, instruction.segment) == operation;
+      case finish_offload: {
+        const bool all = away_.contains(who) && left_by(instruction) == finish_offload;
         wait_for(away_, who);
         // What had not begun to leave.
         if (const double late = bytes({operation}); late > 0 && !all) {
@@ -102,8 +89,8 @@ class CopyClock {
       default:
         break;
     }
-    now_ += seconds_of(told_by(instruction), instruction.segment) * static_cast<double>(samples);
-    if (operation == restore || operation == restore_back) wait_for(back_, who);
+    now_ += seconds_of(told_by(instruction), instruction) * static_cast<double>(samples);
+    if (operation == restore) wait_for(back_, who);
     if (operation == record || operation == whole_loss) wait_for(away_, who);
   }
 
@@ -129,8 +116,10 @@ class CopyClock {
   }
 
   /// Who copied what `start_offload` would: in turn `finish_offload` does it all.
-  Operation left_by(Operation start, Operation finish, int64_t segment) const {
-    return times_.taken_.contains({start, segment}) ? start : finish;
+  Operation left_by(const Instruction& of) const {
+    using enum Operation;
+    return times_.taken_.contains({start_offload, of.segment, of.back}) ? start_offload
+                                                                        : finish_offload;
   }
 
   void wait_for(std::map<int64_t, double>& ends, int64_t who) {
@@ -142,11 +131,11 @@ class CopyClock {
   }
 
   /// By sample.
-  double bytes_of(std::initializer_list<Operation> operations, int64_t segment) const {
+  double bytes_of(std::initializer_list<Operation> operations, const Instruction& of) const {
     double bytes = 0;
     double samples = 0;
     for (const Operation operation : operations) {
-      const auto found = times_.taken_.find({operation, segment});
+      const auto found = times_.taken_.find({operation, of.segment, of.back});
       if (found == times_.taken_.end()) continue;
       bytes += static_cast<double>(found->second.bytes);
       samples += static_cast<double>(found->second.samples);
@@ -154,8 +143,8 @@ class CopyClock {
     return samples > 0 ? bytes / samples : 0;
   }
 
-  double seconds_of(Operation operation, int64_t segment) const {
-    const auto found = times_.taken_.find({operation, segment});
+  double seconds_of(Operation operation, const Instruction& of) const {
+    const auto found = times_.taken_.find({operation, of.segment, of.back});
     if (found == times_.taken_.end() || found->second.samples == 0) return 0;
     return found->second.seconds / static_cast<double>(found->second.samples);
   }

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 #include <map>
-#include <utility>
+#include <tuple>
 
 namespace infinitybatch {
 
@@ -31,7 +31,7 @@ class PassTimes {
     int64_t bytes = 0;
     int64_t samples = 0;
   };
-  using Key = std::pair<Operation, int64_t>;  // and segment
+  using Key = std::tuple<Operation, int64_t, bool>;  // segment, and whether it goes back
 
   std::map<Key, Taken> taken_;
   double seconds_per_byte_out_ = 0;

@@ -17,8 +17,6 @@ namespace {
 
 using NumberKind = PlainNumbers::Kind;
 
-thread_local PlainNumbers* innermost_numbers = nullptr;
-
 [[noreturn]] void refuse_number(const std::string& name) {
   throw CouplingError(
       name, "forward changes '" + name +
@@ -119,14 +117,8 @@ NumberKind kind_of_counter(const std::string& name, const LeftNumbers& here, Row
 
 }  // namespace
 
-PlainNumbers::Scope::Scope(PlainNumbers& numbers) noexcept
-    : outer_(std::exchange(innermost_numbers, &numbers)) {}
-PlainNumbers::Scope::~Scope() {
-  innermost_numbers = outer_;
-}
-
 PlainNumbers* PlainNumbers::at_work() noexcept {
-  return innermost_numbers;
+  return ThreadContext::get().numbers;
 }
 
 NumberKind PlainNumbers::kind_of(const std::string& name) const {

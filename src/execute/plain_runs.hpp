@@ -2,6 +2,7 @@
 
 #include "core/foreign_exception.hpp"
 #include "core/row_range.hpp"
+#include "core/thread_context.hpp"
 #include "execute/plain_state.hpp"
 
 #include <infinitybatch/core/batch.hpp>
@@ -33,16 +34,7 @@ class PlainNumbers {
     sum,       ///< moves by as much as there are samples
   };
   /// While it lives, steps in this thread learn of these.
-  class Scope {
-   public:
-    explicit Scope(PlainNumbers& numbers) noexcept;
-    ~Scope();
-    Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
-
-   private:
-    PlainNumbers* outer_;
-  };
+  using Scope = Within<&ThreadContext::numbers>;
   /// Null where nobody remembers.
   static PlainNumbers* at_work() noexcept;
 

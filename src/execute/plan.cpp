@@ -42,16 +42,12 @@ const char* name_of(Operation operation) {
     case Operation::combine_gradients:
       return "combine gradients";
     case Operation::restore:
-    case Operation::restore_back:
       return "restore";
     case Operation::prefetch:
-    case Operation::prefetch_back:
       return "prefetch";
     case Operation::start_offload:
-    case Operation::start_offload_back:
       return "start offload";
     case Operation::finish_offload:
-    case Operation::finish_offload_back:
       return "finish offload";
     case Operation::free:
       return "free";

@@ -112,9 +112,9 @@ std::vector<Step> steps_of(const Plan& plan) {
   std::vector<Step> steps;
   for (const Instruction& instruction : plan.instructions) {
     if (!is_told(instruction)) continue;
-    const Step step(instruction.operation, instruction.segment);
-    const bool again = std::find(steps.begin(), steps.end(), step) != steps.end();
-    steps.emplace_back(step.operation, step.segment, again);
+    Step step(instruction);
+    step.again = std::find(steps.begin(), steps.end(), step) != steps.end();
+    steps.push_back(step);
   }
   return steps;
 }

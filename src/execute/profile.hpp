@@ -42,9 +42,12 @@ struct AffineBytes {
 struct Step {
   Step(Operation what, int64_t where = -1, bool later = false)  // NOLINT: one word
       : operation(what), segment(where), again(later) {}
+  explicit Step(const Instruction& instruction)
+      : operation(instruction.operation), segment(instruction.segment), back(instruction.back) {}
   Operation operation;
-  int64_t segment;  ///< of a cut tape; -1 for the whole
-  bool again;       ///< another micro-batch has done it before: what there is once is there
+  int64_t segment;     ///< of a cut tape; -1 for the whole
+  bool back = false;   ///< see `Instruction::back`
+  bool again = false;  ///< another micro-batch has done it before: what there is once is there
   bool operator==(const Step&) const = default;
 };
 

@@ -7,8 +7,8 @@
 #include "coupled/row_errors.hpp"
 #include "execute/buffer_values.hpp"
 #include "execute/copied_batch.hpp"
-#include "execute/row_checks.hpp"
 #include "execute/light_recording.hpp"
+#include "execute/row_checks.hpp"
 #include "tape/recorder.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -25,7 +25,7 @@ void RowChecks::recount(const std::function<Batch(Rows)>& load) {
   // Micro-batches of two lengths tell by themselves.
   if (forwards_.uneven() || !forwards_.buffers().written()) return;
   const int64_t here = forwards_.first().size();
-  Rows rows = other_rows(forwards_.first(), job_.batch_size());
+  Rows rows = other_rows(forwards_.first(), problem_.batch_size());
   const auto run = [&](bool light) {
     forwards_.aside(/*trial=*/false, [&] {
       forwards_.inputs = load(rows);
@@ -35,8 +35,8 @@ void RowChecks::recount(const std::function<Batch(Rows)>& load) {
         return Batch();
       };
       if (light) {
-        tape::Recorder recorder(forwards_.inputs, {}, devices_of(job_));
-        recorder.lighten(job_.device);
+        tape::Recorder recorder(forwards_.inputs, {}, devices_of(problem_));
+        recorder.lighten(problem_.device);
         run_lightly(recorder, call);
       } else {
         call();
@@ -80,12 +80,15 @@ void RowChecks::recount(const std::function<Batch(Rows)>& load) {
 void RowChecks::count_rows() {
   const std::optional<Rows> here = experiment_.may_count();
   // With cuts and a loss outside micro-batches of two lengths tell.
-  if (!here || forwards_.wrote_inputs() || (job_.cut && job_.outside != nullptr)) return;
-  const Rows rows = other_rows(*here, job_.batch_size());
+  if (!here || forwards_.wrote_inputs() ||
+      (strategy_.is_cut() && problem_.loss.external() != nullptr))
+    return;
+  const Rows rows = other_rows(*here, problem_.batch_size());
   try {
-    forwards_.record_elsewhere(rows, [&](const Batch& inputs, const tape::Tape& tape, const Batch& outputs) {
-      experiment_.meet_others(rows.size(), inputs, tape, outputs);
-    });
+    forwards_.record_elsewhere(
+        rows, [&](const Batch& inputs, const tape::Tape& tape, const Batch& outputs) {
+          experiment_.meet_others(rows.size(), inputs, tape, outputs);
+        });
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
     if (!is_out_of_memory(error) && !coupled::may_be_of_rows(error)) throw;

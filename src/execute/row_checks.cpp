@@ -7,15 +7,35 @@
 
 namespace infinitybatch {
 
-RowChecks::RowChecks(const Job& job, Forwards& forwards)
-    : job_(job),
+RowChecks::RowChecks(const Setup& setup, Forwards& forwards)
+    : problem_(setup.problem),
+      strategy_(setup.strategy),
+      resources_(setup.resources),
       forwards_(forwards),
-      experiment_(job.asks_for_mixing() ? &job.findings->examined : nullptr,
-                  job.asks_for_mixing() ? devices_of(job) : std::vector<at::Device>(),
-                  job.batch_size()) {
-  if (job.looks_at_rows() && job.findings->rows_seen.due(job.batch_size())) {
-    watch_peak(high_water_, job.device);
+      experiment_(asks_for_mixing(setup) ? &setup.resources.findings->examined : nullptr,
+                  asks_for_mixing(setup) ? devices_of(setup.problem) : std::vector<at::Device>(),
+                  setup.problem.batch_size()) {
+  if (setup.problem.looks_at_rows() &&
+      setup.resources.findings->rows_seen.due(setup.problem.batch_size())) {
+    watch_peak(high_water_, setup.problem.device);
   }
+}
+
+/// Whether recordings are asked whether ordinary ops mix samples, where that is not known.
+bool RowChecks::asks_for_mixing(const Setup& setup) {
+  return setup.problem.exact_coupling && setup.strategy.replays();
+}
+
+bool RowChecks::asks(Rows rows) const {
+  if (experiment_.wants(rows) || experiment_.awaits(rows) || learns_output_law(rows)) return true;
+  const bool known = !problem_.exact_coupling || resources_.findings->examined;
+  return !known && rows.begin == 0 && rows.size() > 1 && rows.size() < problem_.batch_size();
+}
+
+bool RowChecks::learns_output_law(Rows rows) const {
+  return problem_.loss.coupled() != nullptr && !problem_.rehearses &&
+         resources_.findings->output_law.leaves.empty() && rows.begin == 0 &&
+         rows.size() < problem_.batch_size();
 }
 
 void RowChecks::stream(Rows rows) {
@@ -23,7 +43,7 @@ void RowChecks::stream(Rows rows) {
     forwards_.run(rows);
     return forwards_.check_coupling(rows);
   }
-  forwards_.outputs = experiment_.record(rows, forwards_.inputs, forwards_.buffer_tensors(),
+  forwards_.outputs = experiment_.record(rows, forwards_.inputs, buffers_of(problem_),
                                          [&] { return forwards_.call(rows); });
 }
 
@@ -49,7 +69,7 @@ void RowChecks::examine() {
 
 void RowChecks::examine(bool last) {
   // A rehearsal without the loss does not know which outputs it reads.
-  const bool unknown = job_.coupled != nullptr && job_.outside == nullptr && !loss_known_;
+  const bool unknown = problem_.loss.coupled() != nullptr && !loss_known_;
   const auto load = [&](Rows rows) { return forwards_.rows_again(rows); };
   experiment_.run(load, last, /*sure=*/!unknown);
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/check.hpp"
 #include "execute/forwards.hpp"
 #include "execute/mixing_experiment.hpp"
 #include "execute/output_law.hpp"
@@ -15,15 +16,17 @@ namespace infinitybatch {
 
 /// Whether samples are coupled by what no rule knows: asks recordings, and forwards on other rows.
 /// And how outputs follow their samples.
-class RowChecks {
+class RowChecks final : public Check {
  public:
-  RowChecks(const Job& job, Forwards& forwards);
+  RowChecks(const Setup& setup, Forwards& forwards);
 
   /// Outputs of all, of a coupled loss; must outlive this.
   void know(WholeOutputs& outputs) noexcept { whole_ = &outputs; }
 
   /// Whether somebody reads the recording of these rows.
-  bool asks(Rows rows) const { return experiment_.wants(rows) || experiment_.awaits(rows); }
+  bool asks(Rows rows) const;
+  /// Whether that has to tell how outputs follow them.
+  bool learns_output_law(Rows rows) const;
   /// Runs forward, and takes it down where that was asked for.
   void stream(Rows rows);
   /// Of a recording, what tells whether ordinary ops mix samples or count them.
@@ -45,9 +48,9 @@ class RowChecks {
   /// Whether samples are coupled, now that all micro-batches have been there: whether ordinary ops
   /// mix them, and whether the same rows, split otherwise, give the same rows of outputs, in steps
   /// 1, 2, 4, 8, ... of a kind of batch and where it is smaller.
-  void look();
+  void look() override;
   /// What `look` has found. \throws CouplingError
-  void rethrow() const {
+  void rethrow() const override {
     if (differ_) std::rethrow_exception(differ_);
   }
   bool found() const noexcept { return differ_ != nullptr; }
@@ -64,10 +67,10 @@ class RowChecks {
   std::optional<TrialOutputs> try_forward(const Batch& inputs, int64_t rows);
   /// Whether a recording of another number of rows would tell more, until `examine`.
   bool wants_other_rows() const { return experiment_.may_count().has_value(); }
-  /// Nothing is measured any more.
-  void let_go() { high_water_.reset(); }
+  void let_go() override { high_water_.reset(); }
 
  private:
+  static bool asks_for_mixing(const Setup& setup);
   /// \param last no other micro-batch of this step comes
   void examine(bool last);
   OutputForm form_elsewhere(Rows rows, at::Device device);
@@ -81,7 +84,9 @@ class RowChecks {
                                                        const std::vector<int64_t>& dims,
                                                        const std::vector<bool>& compared);
 
-  const Job& job_;
+  const Problem& problem_;
+  const Strategy& strategy_;
+  const Resources& resources_;
   Forwards& forwards_;
   WholeOutputs* whole_ = nullptr;
   MixingExperiment experiment_;

@@ -29,178 +29,198 @@ const std::vector<Operation>& stream_operations() {
   return operations;
 }
 
-const std::vector<Operation>& two_pass_operations() {
-  static const std::vector<Operation> operations{
-      Operation::record, Operation::replay, Operation::seed, Operation::backward, Operation::free};
-  return operations;
-}
-
 namespace {
 
-/// `operations` on each micro-batch in turn.
-Plan repeat(const std::vector<Operation>& operations, std::vector<int64_t> micro_batch_sizes) {
-  Plan plan;
-  plan.batch_size = std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
-  for (size_t i = 0; i < micro_batch_sizes.size(); ++i) {
-    for (const Operation operation : operations) {
-      plan.instructions.push_back({operation, static_cast<int64_t>(i)});
+/// What a plan consists of, whatever the strategy: micro-batches are recorded, go from one op of
+/// the whole batch to the next together, have their loss, and go back.
+struct Shape {
+  std::vector<int64_t> sizes;
+  std::vector<Stretches> stretches = {};  ///< of each micro-batch's tape; empty: it is not cut
+  bool records = true;                    ///< false: forward runs with its graph, once
+  bool coupled = false;                   ///< the loss is that of all outputs
+  bool apart = false;                     ///< each micro-batch goes to its end before the next
+  bool waits_at_cuts = false;             ///< recordings end at the last cut: nobody advances there
+  bool rehearses = false;                 ///< without the loss of all and the hand-out
+  bool penalty = false;
+  int64_t retained = 0;
+};
+
+/// The only one who makes instructions, but for those of offload.
+class Schedule {
+ public:
+  explicit Schedule(Shape shape) : shape_(std::move(shape)), count_(std::ssize(shape_.sizes)) {}
+
+  Plan build(const char* strategy) {
+    Plan plan;
+    plan.strategy = strategy;
+    plan.retained = shape_.retained;
+    plan.batch_size = std::accumulate(shape_.sizes.begin(), shape_.sizes.end(), int64_t{0});
+    if (is_cut()) plan.segments = 0;
+    for (const Stretches& each : shape_.stretches) {
+      plan.segments = std::max(plan.segments, each.back());
+    }
+    for (int64_t i = 0; shape_.apart && i < count_; ++i) go(i, i + 1);
+    if (!shape_.apart) go(0, count_);
+    if (shape_.penalty) add(Operation::penalty);
+    if (!shape_.rehearses) add(Operation::hand_out);
+    plan.instructions = std::move(instructions_);
+    plan.micro_batch_sizes = std::move(shape_.sizes);
+    return plan;
+  }
+
+ private:
+  bool is_cut() const { return !shape_.stretches.empty(); }
+  bool retains(int64_t i) const { return i >= count_ - shape_.retained; }
+  int64_t last_stretch() const { return is_cut() ? std::ssize(shape_.stretches.front()) - 1 : 0; }
+  /// Behind the last segment of a stretch.
+  int64_t end_of(int64_t i, int64_t stretch) const {
+    if (stretch < 0) return 0;
+    return shape_.stretches[static_cast<size_t>(i)][static_cast<size_t>(stretch)];
+  }
+
+  void add(Operation operation, int64_t micro_batch = -1, int64_t segment = -1) {
+    instructions_.push_back({operation, micro_batch, segment});
+  }
+
+  /// These micro-batches, from their inputs to their gradients.
+  void go(int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end && shape_.records; ++i) {
+      add(!is_cut() && retains(i) ? Operation::retain : Operation::record, i);
+    }
+    const int64_t last = last_stretch();
+    for (int64_t stretch = 0; stretch < last; ++stretch) {
+      advance(begin, end, stretch);
+      add(Operation::combine, -1, stretch + 1);
+    }
+    if (shape_.coupled && is_cut() && !shape_.waits_at_cuts) advance(begin, end, last);
+    if (shape_.coupled && !shape_.rehearses) add(Operation::whole_loss);
+    for (int64_t stretch = last; stretch >= 0; --stretch) {
+      // A separable loss needs nothing of the whole batch after the last op: forward and backward.
+      const bool streams = stretch == last && !shape_.coupled;
+      for (int64_t k = begin; k < end; ++k) {
+        const int64_t i = streams ? k : end - 1 - (k - begin);
+        is_cut() ? go_back(i, stretch, streams) : visit(i, -1, /*last=*/true, streams);
+      }
+      if (stretch > 0) add(Operation::combine_gradients, -1, stretch);
     }
   }
-  plan.micro_batch_sizes = std::move(micro_batch_sizes);
-  return plan;
-}
+
+  void advance(int64_t begin, int64_t end, int64_t stretch) {
+    for (int64_t i = begin; i < end; ++i) {
+      for (int64_t s = end_of(i, stretch - 1); s < end_of(i, stretch); ++s) {
+        add(retains(i) ? Operation::advance_retained : Operation::advance, i, s);
+      }
+    }
+  }
+
+  void go_back(int64_t i, int64_t stretch, bool streams) {
+    const int64_t end = end_of(i, stretch);
+    const bool of_loss = stretch == last_stretch();
+    for (int64_t s = end; s-- > end_of(i, stretch - 1);) {
+      visit(i, s, of_loss && s + 1 == end, streams);
+    }
+  }
+
+  /// A segment, or the whole, with its graph.
+  /// \param last the loss comes next
+  void visit(int64_t i, int64_t segment, bool last, bool streams) {
+    if (!shape_.records) {
+      add(Operation::load, i);
+      add(Operation::forward, i);
+    } else {
+      add(is_cut() ? Operation::resume : Operation::replay, i, segment);
+    }
+    if (last && streams) add(Operation::loss, i);
+    if (last && shape_.coupled && shape_.rehearses) add(Operation::seed, i, segment);
+    add(Operation::backward, i, segment);
+    add(Operation::free, i, segment);
+  }
+
+  Shape shape_;
+  int64_t count_;
+  std::vector<Instruction> instructions_;
+};
 
 }  // namespace
 
-Plan rehearsal_plan(std::vector<int64_t> micro_batch_sizes, bool offloads_graphs) {
-  Plan plan = repeat(two_pass_operations(), std::move(micro_batch_sizes));
-  plan.strategy = "rehearsal";
-  if (!offloads_graphs) return plan;
-  plan.offloads_graphs = true;
-  plan.retained = static_cast<int64_t>(plan.micro_batch_sizes.size());
-  for (Instruction& instruction : plan.instructions) {
-    if (instruction.operation == Operation::record) instruction.operation = Operation::retain;
-  }
-  return plan;
-}
-
 Plan stream_plan(std::vector<int64_t> micro_batch_sizes, bool penalty) {
-  Plan plan = repeat(stream_operations(), std::move(micro_batch_sizes));
-  plan.strategy = "stream";
-  if (penalty) plan.instructions.push_back({Operation::penalty, -1});
-  plan.instructions.push_back({Operation::hand_out, -1});
-  return plan;
+  return Schedule({.sizes = std::move(micro_batch_sizes),
+                   .records = false,
+                   .apart = true,
+                   .penalty = penalty})
+      .build("stream");
 }
 
 Plan two_pass_plan(std::vector<int64_t> micro_batch_sizes, int64_t retained, bool offloads_graphs) {
-  Plan plan;
-  plan.strategy = "replay";
-  plan.retained = retained;
+  Plan plan =
+      Schedule({.sizes = std::move(micro_batch_sizes), .coupled = true, .retained = retained})
+          .build("replay");
   plan.offloads_graphs = offloads_graphs && retained > 0;
-  plan.batch_size = std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
-  const auto count = static_cast<int64_t>(micro_batch_sizes.size());
-  for (int64_t i = 0; i < count; ++i) {
-    plan.instructions.push_back({i < count - retained ? Operation::record : Operation::retain, i});
-  }
-  plan.instructions.push_back({Operation::whole_loss, -1});
-  for (int64_t i = count; i-- > 0;) {
-    for (const Operation operation : {Operation::replay, Operation::backward, Operation::free}) {
-      plan.instructions.push_back({operation, i});
-    }
-  }
-  plan.instructions.push_back({Operation::hand_out, -1});
-  plan.micro_batch_sizes = std::move(micro_batch_sizes);
   return plan;
 }
 
-Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t retained,
-              bool coupled, bool penalty) {
-  Stretches stretches(static_cast<size_t>(segments));
-  std::iota(stretches.begin(), stretches.end(), int64_t{1});
-  const std::vector<Stretches> all(micro_batch_sizes.size(), stretches);
-  return cut_plan(std::move(micro_batch_sizes), all, retained, coupled, penalty);
+Plan rehearsal_plan(std::vector<int64_t> micro_batch_sizes, bool offloads_graphs) {
+  const int64_t retained = offloads_graphs ? std::ssize(micro_batch_sizes) : 0;
+  Plan plan = Schedule({.sizes = std::move(micro_batch_sizes),
+                        .coupled = true,
+                        .apart = true,
+                        .rehearses = true,
+                        .retained = retained})
+                  .build("rehearsal");
+  plan.offloads_graphs = offloads_graphs;
+  return plan;
 }
 
 Plan cut_plan(std::vector<int64_t> micro_batch_sizes, const std::vector<Stretches>& stretches,
               int64_t retained, bool coupled, bool penalty) {
-  Plan plan;
-  plan.retained = retained;
-  plan.batch_size = std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
-  const auto count = static_cast<int64_t>(micro_batch_sizes.size());
-  const int64_t last = static_cast<int64_t>(stretches.front().size()) - 1;
-  for (const Stretches& each : stretches) plan.segments = std::max(plan.segments, each.back());
-  plan.strategy = plan.segments > last + 1 ? "checkpoint" : "cut";
-  const auto end_of = [&](int64_t i, int64_t stretch) {
-    return stretch < 0 ? 0 : stretches[static_cast<size_t>(i)][static_cast<size_t>(stretch)];
-  };
-  auto& instructions = plan.instructions;
-  for (int64_t i = 0; i < count; ++i) instructions.push_back({Operation::record, i});
-  const auto advance = [&](int64_t stretch) {
-    for (int64_t i = 0; i < count; ++i) {
-      const auto operation =
-          i >= count - retained ? Operation::advance_retained : Operation::advance;
-      for (int64_t s = end_of(i, stretch - 1); s < end_of(i, stretch); ++s) {
-        instructions.push_back({operation, i, s});
-      }
-    }
-  };
-  for (int64_t stretch = 0; stretch < last; ++stretch) {
-    advance(stretch);
-    instructions.push_back({Operation::combine, -1, stretch + 1});
-  }
-  if (coupled) {
-    advance(last);
-    instructions.push_back({Operation::whole_loss, -1});
-  }
-  for (int64_t stretch = last; stretch >= 0; --stretch) {
-    // A separable loss needs nothing of the whole batch after the last op: forward and backward.
-    const bool streams = stretch == last && !coupled;
-    for (int64_t k = 0; k < count; ++k) {
-      const int64_t i = streams ? k : count - 1 - k;
-      const int64_t end = end_of(i, stretch);
-      for (int64_t s = end; s-- > end_of(i, stretch - 1);) {
-        instructions.push_back({Operation::resume, i, s});
-        if (streams && s + 1 == end) instructions.push_back({Operation::loss, i});
-        instructions.push_back({Operation::backward, i, s});
-        instructions.push_back({Operation::free, i, s});
-      }
-    }
-    if (stretch > 0) instructions.push_back({Operation::combine_gradients, -1, stretch});
-  }
-  if (penalty) instructions.push_back({Operation::penalty, -1});
-  instructions.push_back({Operation::hand_out, -1});
-  plan.micro_batch_sizes = std::move(micro_batch_sizes);
+  const auto without_memory = std::ssize(stretches.front());
+  Plan plan = Schedule({.sizes = std::move(micro_batch_sizes),
+                        .stretches = stretches,
+                        .coupled = coupled,
+                        .penalty = penalty,
+                        .retained = retained})
+                  .build("cut");
+  if (plan.segments > without_memory) plan.strategy = "checkpoint";
   return plan;
+}
+
+namespace {
+
+/// Without cuts for memory.
+std::vector<Stretches> stretches_of(size_t micro_batches, int64_t segments) {
+  Stretches stretches(static_cast<size_t>(segments));
+  std::iota(stretches.begin(), stretches.end(), int64_t{1});
+  return std::vector<Stretches>(micro_batches, stretches);
+}
+
+}  // namespace
+
+Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t retained,
+              bool coupled, bool penalty) {
+  const auto stretches = stretches_of(micro_batch_sizes.size(), segments);
+  return cut_plan(std::move(micro_batch_sizes), stretches, retained, coupled, penalty);
+}
+
+Plan cut_rehearsal_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, bool coupled) {
+  const auto stretches = stretches_of(micro_batch_sizes.size(), segments);
+  return Schedule({.sizes = std::move(micro_batch_sizes),
+                   .stretches = stretches,
+                   .coupled = coupled,
+                   .rehearses = true})
+      .build("rehearsal");
 }
 
 Plan checkpoint_plan(std::vector<int64_t> micro_batch_sizes, const std::vector<int64_t>& segments,
                      bool coupled, bool penalty) {
-  Plan plan;
-  plan.strategy = "checkpoint";
-  plan.batch_size = std::accumulate(micro_batch_sizes.begin(), micro_batch_sizes.end(), int64_t{0});
-  plan.segments = *std::max_element(segments.begin(), segments.end());
-  auto& instructions = plan.instructions;
-  const auto count = static_cast<int64_t>(micro_batch_sizes.size());
-  const auto play = [&](int64_t i) {
-    const int64_t last = segments[static_cast<size_t>(i)] - 1;
-    for (int64_t segment = last; segment >= 0; --segment) {
-      instructions.push_back({Operation::resume, i, segment});
-      if (segment == last && !coupled) instructions.push_back({Operation::loss, i});
-      instructions.push_back({Operation::backward, i, segment});
-      instructions.push_back({Operation::free, i, segment});
-    }
-  };
-  for (int64_t i = 0; i < count; ++i) {
-    instructions.push_back({Operation::record, i});
-    if (!coupled) play(i);
-  }
-  if (coupled) {
-    instructions.push_back({Operation::whole_loss, -1});
-    for (int64_t i = count; i-- > 0;) play(i);
-  }
-  if (penalty) instructions.push_back({Operation::penalty, -1});
-  instructions.push_back({Operation::hand_out, -1});
-  plan.micro_batch_sizes = std::move(micro_batch_sizes);
-  return plan;
-}
-
-Plan cut_rehearsal_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, bool coupled) {
-  Plan plan =
-      cut_plan(std::move(micro_batch_sizes), segments, /*retained=*/0, coupled, /*penalty=*/false);
-  plan.strategy = "rehearsal";
-  std::vector<Instruction> instructions;
-  for (const Instruction& instruction : plan.instructions) {
-    const bool whole = instruction.operation == Operation::whole_loss ||
-                       instruction.operation == Operation::hand_out;
-    if (whole) continue;
-    instructions.push_back(instruction);
-    if (coupled && instruction.operation == Operation::resume &&
-        instruction.segment + 1 == segments) {
-      instructions.push_back({Operation::seed, instruction.micro_batch, instruction.segment});
-    }
-  }
-  plan.instructions = std::move(instructions);
-  return plan;
+  std::vector<Stretches> stretches;
+  for (const int64_t each : segments) stretches.push_back({each});
+  return Schedule({.sizes = std::move(micro_batch_sizes),
+                   .stretches = std::move(stretches),
+                   .coupled = coupled,
+                   .apart = !coupled,
+                   .waits_at_cuts = true,
+                   .penalty = penalty})
+      .build("checkpoint");
 }
 
 }  // namespace infinitybatch

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-// Strategies as plans: each of these functions is one.
+// Strategies as plans: each of these functions is a shape of the one schedule.
 namespace infinitybatch {
 
 /// Sizes of micro-batches of `size` samples; the last one is smaller where `size` does not divide.
@@ -66,8 +66,7 @@ Plan checkpoint_plan(std::vector<int64_t> micro_batch_sizes, const std::vector<i
 /// \param offloads_graphs their graphs are kept, and offloaded, in place of a second forward
 Plan rehearsal_plan(std::vector<int64_t> micro_batch_sizes, bool offloads_graphs = false);
 
-/// What one micro-batch does while it is measured, in order: streaming, or the two passes.
+/// What a micro-batch does in a stream, in order.
 const std::vector<Operation>& stream_operations();
-const std::vector<Operation>& two_pass_operations();
 
 }  // namespace infinitybatch

@@ -1,9 +1,11 @@
 #include "execute/separable_share.hpp"
 
 #include "autograd/engine.hpp"
+#include "core/batch_form.hpp"
 #include "core/plain_leaves.hpp"
 #include "coupled/random_streams.hpp"
 #include "coupled/row_errors.hpp"
+#include "execute/output_law.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -15,11 +17,11 @@
 namespace infinitybatch {
 
 at::Tensor SeparableShare::sum(Rows rows, const Batch& outputs, const Batch& targets) const {
-  if (!job_.match_native_rng || rows.size() == job_.batch_size()) {
-    return job_.loss->sum(outputs, targets);
+  if (!problem_.match_native_rng || rows.size() == problem_.batch_size()) {
+    return problem_.loss.separable()->sum(outputs, targets);
   }
-  const coupled::RandomStreams here(devices_of(job_));
-  at::Tensor sum = job_.loss->sum(outputs, targets);
+  const coupled::RandomStreams here(devices_of(problem_));
+  at::Tensor sum = problem_.loss.separable()->sum(outputs, targets);
   if (!here.untouched()) {
     throw CouplingError("loss",
                         "the loss draws random numbers for each micro-batch, so match_native_rng "
@@ -31,23 +33,21 @@ at::Tensor SeparableShare::sum(Rows rows, const Batch& outputs, const Batch& tar
 
 const at::Tensor& SeparableShare::compute(Rows rows, const Batch& outputs, const Batch& targets) {
   try {
-    few_.watch(rows.size(),
-               [&] { share_ = denominator_.divide(sum(rows, outputs, targets)); });
+    few_.watch(rows.size(), [&] { share_ = denominator_.divide(sum(rows, outputs, targets)); });
   } catch (...) {
-    if (rows.size() < job_.batch_size() && coupled::may_be_of_rows(std::current_exception())) {
-      explain_compared(outputs, targets, rows.size(), job_.batch_size());
+    if (rows.size() < problem_.batch_size() && coupled::may_be_of_rows(std::current_exception())) {
+      explain_compared(outputs, targets, rows.size(), problem_.batch_size());
     }
     throw;
   }
-  if (job_.keep_outputs) {
+  if (problem_.keep_outputs) {
     kept_.push_back(without_graph(outputs));
     kept_rows_.push_back(rows.size());
   }
   return share_;
 }
 
-void SeparableShare::differentiate(const at::Tensor& share,
-                                   const std::vector<at::Tensor>& except) {
+void SeparableShare::differentiate(const at::Tensor& share, const std::vector<at::Tensor>& except) {
   if (!share.requires_grad()) {
     throw InvalidArgument(
         "the loss does not depend on anything that requires grad; check that the model's "
@@ -55,15 +55,16 @@ void SeparableShare::differentiate(const at::Tensor& share,
         "require grad and that its outputs are not detached");
   }
   sinks_.redirect_other_leaves({share}, except);
-  at::Tensor gradient = job_.loss_scale.defined()
-                            ? job_.loss_scale.to(share.device(), share.scalar_type()).reshape({})
-                            : at::ones_like(share);
+  at::Tensor gradient =
+      problem_.loss_scale.defined()
+          ? problem_.loss_scale.to(share.device(), share.scalar_type()).reshape({})
+          : at::ones_like(share);
   autograd::run_backward_of_part({share}, {gradient});
 }
 
 at::Tensor SeparableShare::penalty() {
-  if (!job_.loss->has_penalty()) return {};
-  at::Tensor term = job_.loss->penalty().reshape({});
+  if (!problem_.loss.separable()->has_penalty()) return {};
+  at::Tensor term = problem_.loss.separable()->penalty().reshape({});
   differentiate(term, {});
   return term;
 }

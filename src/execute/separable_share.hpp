@@ -3,7 +3,7 @@
 #include "autograd/gradient_sinks.hpp"
 #include "execute/denominator.hpp"
 #include "execute/fewest_rows.hpp"
-#include "execute/job.hpp"
+#include "execute/problem.hpp"
 
 #include <optional>
 #include <vector>
@@ -14,24 +14,22 @@ namespace infinitybatch {
 /// of all.
 class SeparableShare {
  public:
-  SeparableShare(const Job& job, autograd::GradientSinks& sinks)
-      : job_(job), sinks_(sinks), denominator_(job) {}
+  SeparableShare(const Problem& problem, autograd::GradientSinks& sinks)
+      : problem_(problem), sinks_(sinks), denominator_(problem) {}
 
-  /// With `Job::keep_outputs` the outputs are kept, detached.
+  /// With `Problem::keep_outputs` the outputs are kept, detached.
   /// \return the share at work
   /// \throws CouplingError where the loss draws random numbers for these rows alone, with
-  /// `Job::match_native_rng`
+  /// `Problem::match_native_rng`
   const at::Tensor& compute(Rows rows, const Batch& outputs, const Batch& targets);
   /// Runs the share at work backward. \param except leaves whose gradients do not belong to the
   /// sinks
-  void differentiate(const std::vector<at::Tensor>& except = {}) {
-    differentiate(share_, except);
-  }
+  void differentiate(const std::vector<at::Tensor>& except = {}) { differentiate(share_, except); }
   /// The loss's penalty, run backward; undefined where it has none.
   at::Tensor penalty();
   /// Lets go of the share at work.
   void free() { share_.reset(); }
-  /// All outputs in order, with `Job::keep_outputs`.
+  /// All outputs in order, with `Problem::keep_outputs`.
   Batch take_outputs();
 
   /// Whether a loss of micro-batches fails on a few samples.
@@ -42,7 +40,7 @@ class SeparableShare {
   at::Tensor sum(Rows rows, const Batch& outputs, const Batch& targets) const;
   void differentiate(const at::Tensor& share, const std::vector<at::Tensor>& except);
 
-  const Job& job_;
+  const Problem& problem_;
   autograd::GradientSinks& sinks_;
   Denominator denominator_;
   FewestRows few_;

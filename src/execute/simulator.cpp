@@ -55,13 +55,11 @@ class Effects {
         if (plan_.strategy == "stream" || outputs_offload_) return effect;
         return {effect.rise, effect.net + tell({Operation::seed, instruction.segment}, size).net};
       }
-      case Operation::prefetch:
-        return tell({Operation::restore, instruction.segment}, size);
-      case Operation::restore_back:
-      case Operation::prefetch_back: {
+      case Operation::restore:
+      case Operation::prefetch: {
         // The outputs' gradient comes with what waits; while measuring, its stand-in came later.
-        const Effect effect = tell({Operation::restore_back, instruction.segment}, size);
-        if (!outputs_offload_) return effect;
+        const Effect effect = tell(restoring(instruction), size);
+        if (!outputs_offload_ || !instruction.back) return effect;
         const int64_t gradient = tell({Operation::seed, instruction.segment}, size).net;
         return {std::max(effect.rise, effect.net + gradient), effect.net + gradient};
       }
@@ -71,7 +69,7 @@ class Effects {
         return effect;
       }
       default:
-        return tell({instruction.operation, instruction.segment}, size);
+        return tell(Step(instruction), size);
     }
   }
 
@@ -93,19 +91,25 @@ class Effects {
   /// A separable loss goes through the last segment once, forward and backward.
   bool advances(int64_t segment) const { return segment + 1 < plan_.segments || whole_loss_; }
 
+  /// Copies beside compute take what copies in turn do.
+  static Step restoring(const Instruction& instruction) {
+    Step step(instruction);
+    if (step.operation == Operation::prefetch) step.operation = Operation::restore;
+    return step;
+  }
+
   /// Whether another micro-batch of the plan has done the same.
   void note(const Instruction& instruction) {
-    Operation operation = instruction.operation;
+    Step step = restoring(instruction);
+    Operation& operation = step.operation;
     if (operation == Operation::retain && !plan_.offloads_graphs) operation = Operation::record;
     if (operation == Operation::advance_retained) operation = Operation::advance;
-    if (operation == Operation::prefetch) operation = Operation::restore;
-    if (operation == Operation::prefetch_back) operation = Operation::restore_back;
-    again_ = !done_.insert({operation, instruction.segment}).second;
+    again_ = !done_.insert({operation, step.segment, step.back}).second;
   }
 
   Effect tell(Step step, double size) {
     step.again = again_;
-    const auto key = std::make_tuple(step.operation, step.segment, again_, size, first_);
+    const auto key = std::make_tuple(step.operation, step.segment, step.back, again_, size, first_);
     auto found = known_.find(key);
     if (found == known_.end()) {
       found = known_.emplace(key, profile_.effect(step, size, first_)).first;
@@ -119,8 +123,8 @@ class Effects {
   bool outputs_offload_;
   bool first_;
   bool again_ = false;
-  std::set<std::pair<Operation, int64_t>> done_;
-  std::map<std::tuple<Operation, int64_t, bool, double, bool>, Effect> known_;
+  std::set<std::tuple<Operation, int64_t, bool>> done_;
+  std::map<std::tuple<Operation, int64_t, bool, bool, double, bool>, Effect> known_;
 };
 
 }  // namespace

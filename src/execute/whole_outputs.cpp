@@ -34,7 +34,9 @@ std::vector<at::Tensor> stand_in_gradients(const Batch& outputs) {
 }
 
 at::Device WholeOutputs::device() const {
-  return job_.coupled->device().value_or(job_.device);
+  return problem_.loss.coupled() != nullptr
+             ? problem_.loss.coupled()->device().value_or(problem_.device)
+             : problem_.device;
 }
 
 const Batch& WholeOutputs::add(Rows rows, const Batch& outputs) {
@@ -42,13 +44,13 @@ const Batch& WholeOutputs::add(Rows rows, const Batch& outputs) {
   Part& part = parts_[rows.begin];
   part.rows = rows;
   part.wants_gradient.clear();
-  shared_.meet(outputs, /*sure=*/rows.size() > 1 || rows.size() == job_.batch_size());
+  shared_.meet(outputs, /*sure=*/rows.size() > 1 || rows.size() == problem_.batch_size());
   std::vector<Leaf> leaves = outputs.leaves();
   for (Leaf& leaf : leaves) {
     part.wants_gradient.push_back(leaf.tensor.defined() && leaf.tensor.requires_grad());
     if (!leaf.tensor.defined()) continue;
     leaf.tensor = leaf.tensor.detach();
-    if (device() != job_.device) leaf.tensor = leaf.tensor.to(device());
+    if (device() != problem_.device) leaf.tensor = leaf.tensor.to(device());
   }
   part.outputs = Batch(std::move(leaves), outputs.structure());
   return part.outputs;
@@ -58,7 +60,7 @@ void WholeOutputs::expect(const Batch& outputs) {
   expected_.clear();
   for (size_t i = 0; i < outputs.leaves().size(); ++i) {
     const at::Tensor& tensor = outputs.leaves()[i].tensor;
-    const bool once = tensor.defined() && job_.findings->output_law.leaves[i].once();
+    const bool once = tensor.defined() && resources_.findings->output_law.leaves[i].once();
     expected_.push_back(once ? tensor.to(device()) : at::Tensor());
   }
 }
@@ -76,7 +78,7 @@ void WholeOutputs::find_law(const std::vector<Batch>& outputs,
   if (row_counts[other] == row_counts[0]) return;
   if (outputs[other].leaves().size() != from_samples_.size()) return;
   const OutputForm second{outputs[other], row_counts[other], from_samples_, why_};
-  job_.findings->output_law =
+  resources_.findings->output_law =
       find_output_law({outputs[0], row_counts[0], from_samples_, why_}, &second);
 }
 
@@ -98,14 +100,14 @@ void WholeOutputs::assemble() {
     }
   }
   find_law(outputs, row_counts);
-  const bool known = outputs.size() > 1 && job_.findings->output_law.fits(outputs.front());
+  const bool known = outputs.size() > 1 && resources_.findings->output_law.fits(outputs.front());
   check_plain_leaves(outputs, row_counts, /*other_sizes=*/known);
-  whole_ = known ? join(std::move(outputs), row_counts, job_.findings->output_law, expected_)
+  whole_ = known ? join(std::move(outputs), row_counts, resources_.findings->output_law, expected_)
                  : concatenate(std::move(outputs), row_counts, "outputs");
   for (size_t i = 0; i < whole_.leaves().size(); ++i) {
     whole_.leaves()[i].tensor = whole_.leaves()[shared_.first_of(i)].tensor;
   }
-  if (job_.keep_outputs) left_ = whole_;
+  if (problem_.keep_outputs) left_ = whole_;
 }
 
 /// What the loss is given: no leaf itself, as natively, so that it may be changed in place. The
@@ -136,16 +138,16 @@ void WholeOutputs::disperse() {
         return whole.narrow(leaf.batch_dim, first, part.rows.size()).clone();
       };
       // Somebody holds the whole all the while.
-      if (!job_.keep_outputs && part.compared) part.waiting[output(i)] = share(leaf.tensor);
+      if (!problem_.keep_outputs && part.compared) part.waiting[output(i)] = share(leaf.tensor);
       if (gradients_[i].defined()) part.waiting[gradient(i)] = share(gradients_[i]);
     }
-    part.waiting.offload(*job_.store);
+    part.waiting.offload(*resources_.store);
   }
   for (size_t i = 0; i < whole_.leaves().size(); ++i) {
     Leaf& leaf = whole_.leaves()[i];
     if (leaf.batch_dim == Leaf::kShared) continue;
     gradients_[i].reset();
-    if (!job_.keep_outputs) leaf.tensor.reset();
+    if (!problem_.keep_outputs) leaf.tensor.reset();
   }
   dispersed_ = true;
 }
@@ -162,11 +164,11 @@ WaitingRoom& WholeOutputs::settled(Part& part) {
 }
 
 int64_t WholeOutputs::leave(Rows rows) {
-  return offloads() ? settled(parts_.at(rows.begin)).start_leaving(*job_.store) : 0;
+  return offloads() ? settled(parts_.at(rows.begin)).start_leaving(*resources_.store) : 0;
 }
 
 int64_t WholeOutputs::offload(Rows rows) {
-  return offloads() ? settled(parts_.at(rows.begin)).offload(*job_.store) : 0;
+  return offloads() ? settled(parts_.at(rows.begin)).offload(*resources_.store) : 0;
 }
 
 int64_t WholeOutputs::fetch(Rows rows, bool ahead) {
@@ -248,7 +250,7 @@ at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
   const auto write = [this](size_t leaf) { copy_before_write(leaf); };
   LossWatch watch(watched, write, read);
   watched.clear();
-  const Batch targets = job_.targets->rows(0, job_.batch_size());
+  const Batch targets = problem_.targets->rows(0, problem_.batch_size());
   const at::Tensor loss =
       computed({std::move(leaves), whole_.structure()}, to_device(targets, device()), watch);
   read(loss);
@@ -259,12 +261,13 @@ at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
   }
   sinks.redirect_other_leaves({loss}, wanted);
   const at::Tensor gradient =
-      job_.loss_scale.defined() ? job_.loss_scale.to(loss.device(), loss.scalar_type()).reshape({})
-                                : at::ones_like(loss);
+      problem_.loss_scale.defined()
+          ? problem_.loss_scale.to(loss.device(), loss.scalar_type()).reshape({})
+          : at::ones_like(loss);
   // A graph that is kept for the outputs is gone through once more.
   autograd::run_backward({loss}, {gradient}, /*keep=*/reads_forward);
   auto leaf = wanted.begin();
-  const OutputLaw& law = job_.findings->output_law;
+  const OutputLaw& law = resources_.findings->output_law;
   for (size_t i = 0; i < wants_gradient_.size(); ++i) {
     const size_t first = shared_.first_of(i);  // has the gradient of all
     gradients_.push_back(wants_gradient_[i] && first == i ? (leaf++)->grad() : at::Tensor());
@@ -278,7 +281,7 @@ at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
 /// Whatever becomes of it, what it said to other ranks is known afterwards.
 at::Tensor WholeOutputs::computed(const Batch& outputs, const Batch& targets, LossWatch& watch) {
   try {
-    at::Tensor loss = job_.coupled->value(outputs, targets);
+    at::Tensor loss = problem_.loss.coupled()->value(outputs, targets);
     collective_ = watch.collective();
     watch.rethrow();
     return loss;
@@ -292,7 +295,7 @@ at::Tensor WholeOutputs::computed(const Batch& outputs, const Batch& targets, Lo
 /// Called with an error of the loss at work, which outputs may have caused that were joined along
 /// one dimension and follow the samples along another one, too.
 void WholeOutputs::explain_compared() const {
-  const OutputLaw& law = job_.findings->output_law;
+  const OutputLaw& law = resources_.findings->output_law;
   if (parts_.size() < 2 || !law.fits(whole_)) return;
   for (size_t i = 0; i < law.leaves.size(); ++i) {
     if (law.leaves[i].compares) std::throw_with_nested(compared(whole_, i));
@@ -314,7 +317,7 @@ at::Tensor WholeOutputs::gradient(Rows rows, size_t leaf, at::Device device) {
 
 Batch WholeOutputs::seen(Part& part) {
   const bool joined = whole_.structure() != nullptr;
-  if (joined && (!dispersed_ || job_.keep_outputs)) {
+  if (joined && (!dispersed_ || problem_.keep_outputs)) {
     return infinitybatch::rows(whole_, part.rows.begin, part.rows.end);
   }
   Batch seen = joined ? whole_ : part.outputs;

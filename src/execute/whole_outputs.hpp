@@ -2,7 +2,7 @@
 
 #include "autograd/gradient_sinks.hpp"
 #include "core/row_range.hpp"
-#include "execute/job.hpp"
+#include "execute/setup.hpp"
 #include "execute/shared_outputs.hpp"
 #include "execute/waiting_room.hpp"
 
@@ -31,12 +31,13 @@ std::vector<at::Tensor> stand_in_gradients(const Batch& outputs);
 /// and that the loss reads past the outputs (an auxiliary loss on the module, features that a hook
 /// captured) is one micro-batch's alone: it is refused where there are several.
 ///
-/// With `Job::store`, and a loss that is computed on the model's device, they wait there: outputs
-/// until the loss, and then, micro-batch by micro-batch, what its second forward is compared with
-/// and the gradient. While the loss is at work all of them are on the device.
+/// With `Strategy::offloads`, and a loss that is computed on the model's device, they wait there:
+/// outputs until the loss, and then, micro-batch by micro-batch, what its second forward is
+/// compared with and the gradient. While the loss is at work all of them are on the device.
 class WholeOutputs {
  public:
-  explicit WholeOutputs(const Job& job) : job_(job) {}
+  explicit WholeOutputs(const Setup& setup)
+      : problem_(setup.problem), strategy_(setup.strategy), resources_(setup.resources) {}
 
   /// Keeps what the model gave for these rows, detached, on the loss's device; returns that.
   const Batch& add(Rows rows, const Batch& outputs);
@@ -58,9 +59,9 @@ class WholeOutputs {
   ///         writes an output whose memory another one shares
   at::Tensor loss(autograd::GradientSinks& sinks);
 
-  /// With `Job::store`: what waits of these rows begins to leave the device, has left, is there
-  /// again (with `ahead` it begins to come), and is needed no more. Return the bytes whose copies
-  /// begin.
+  /// With `Strategy::offloads`: what waits of these rows begins to leave the device, has left, is
+  /// there again (with `ahead` it begins to come), and is needed no more. Return the bytes whose
+  /// copies begin.
   int64_t leave(Rows rows);
   int64_t offload(Rows rows);
   int64_t fetch(Rows rows, bool ahead);
@@ -79,7 +80,7 @@ class WholeOutputs {
   /// Whether any did. Waits for the device.
   bool differ() const;
 
-  /// All outputs in order, detached, as the loss left them; with `Job::keep_outputs`.
+  /// All outputs in order, detached, as the loss left them; with `Problem::keep_outputs`.
   const Batch& all() const noexcept { return left_; }
   /// For each leaf, whether the loss depends on it, once it is known.
   const std::vector<bool>& read() const noexcept { return read_; }
@@ -107,14 +108,16 @@ class WholeOutputs {
   at::Device device() const;
   /// Those of a wrapped model, whose tapes stay, are its caller's.
   bool offloads() const {
-    return job_.store != nullptr && !job_.tapes_stay && device() == job_.device;
+    return strategy_.offloads() && !problem_.goes_back_again && device() == problem_.device;
   }
   /// Where a leaf of a micro-batch waits.
   static tape::Crossing output(size_t leaf) { return {static_cast<tape::ValueId>(leaf), 0}; }
   static tape::Crossing gradient(size_t leaf) { return {static_cast<tape::ValueId>(leaf), 1}; }
   WaitingRoom& settled(Part& part);
 
-  const Job& job_;
+  const Problem& problem_;
+  const Strategy& strategy_;
+  const Resources& resources_;
   const uint64_t first_node_ = at::sequence_number::peek();  // of graphs that forwards make
   const CarriedState* state_ = nullptr;
   std::map<int64_t, Part> parts_;     // by first row

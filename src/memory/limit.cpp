@@ -1,5 +1,6 @@
 #include <infinitybatch/memory/limit.hpp>
 
+#include "core/thread_context.hpp"
 #include "memory/cpu_accounting.hpp"
 #include "memory/cpu_allocator.hpp"
 #include "memory/high_water.hpp"
@@ -14,15 +15,6 @@
 
 namespace infinitybatch::memory {
 
-namespace {
-
-Limit*& innermost_measured() {
-  static thread_local Limit* limit = nullptr;
-  return limit;
-}
-
-}  // namespace
-
 Limit::Limit(int64_t bytes, c10::Device device) : bytes_(bytes) {
   if (bytes < 1) {
     throw InvalidArgument("a memory limit of " + std::to_string(bytes) +
@@ -30,7 +22,7 @@ Limit::Limit(int64_t bytes, c10::Device device) : bytes_(bytes) {
   }
   if (!device.is_cpu()) {
     seen_ = std::make_unique<HighWater>(device);
-    outer_measured_ = std::exchange(innermost_measured(), this);
+    outer_measured_ = std::exchange(ThreadContext::get().measured_limit, this);
     return;
   }
   require_cpu_allocator();
@@ -41,7 +33,8 @@ Limit::Limit(int64_t bytes, c10::Device device) : bytes_(bytes) {
 }
 
 void Limit::check() {
-  for (Limit* limit = innermost_measured(); limit != nullptr; limit = limit->outer_measured_) {
+  for (Limit* limit = ThreadContext::get().measured_limit; limit != nullptr;
+       limit = limit->outer_measured_) {
     const int64_t peak = limit->seen_->peak();
     if (peak <= limit->bytes_) continue;
     limit->passed_ = peak;
@@ -65,7 +58,7 @@ int64_t failed_allocations() noexcept {
 
 Limit::~Limit() {
   if (seen_) {
-    innermost_measured() = outer_measured_;
+    ThreadContext::get().measured_limit = outer_measured_;
   } else {
     CpuAccounting::set_limit(outer_);
   }

@@ -3,22 +3,17 @@
 #include "execute/schedule.hpp"
 #include "execute/simulator.hpp"
 
-#include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
 
 #include <algorithm>
 #include <climits>
 #include <cmath>
-#include <cstdio>
 #include <numeric>
 #include <utility>
 
 namespace infinitybatch {
 namespace {
 
-// Two sizes whose stories are compared; never 1, which takes other kernels.
-constexpr int64_t kSmallProbe = 2;
-constexpr int64_t kLargeProbe = 4;
 // A whole batch that fits is split where that takes this much less. Sizes whose times differ by
 // less change places from one timing to the next, and the whole batch is the step that native
 // takes.
@@ -28,35 +23,8 @@ constexpr double kWorthSplitting = 0.97;
 constexpr int64_t kMostProbed = 64;
 // Blocks of the caching allocators of CUDA, HIP and XPU.
 constexpr int64_t kRounding = 512;
-// Below this there are not enough samples for both probes: sizes are tried as they are.
-constexpr int64_t kSmallestProfiled = kSmallProbe + kLargeProbe;
-// Added to the largest measured peak per sample where memory depends on the data's values.
-constexpr double kIrregularMargin = 0.25;
-// Larger sizes behind two that are this much slower than the fastest are not timed.
-constexpr double kSlower = 1.05;
-
-/// When a size has been timed enough: after `least` micro-batches, and either `seconds` of work or
-/// `most` micro-batches, whichever comes first. Long ones need not be more than `kFewLong`.
-struct Enough {
-  int least;
-  int most;
-  double seconds;
-};
-constexpr int kFewLong = 4;
-constexpr double kLongSeconds = 0.5;
-// One micro-batch of a few milliseconds says nothing on a machine that does other work as well.
-constexpr Enough kEnough{6, 8, 0.020};
-// More for sizes that may yet turn out to be the fastest: a few disturbed timings make one look
-// twice as slow as it is.
-constexpr double kClose = 2.5;
-constexpr Enough kEnoughClose{8, 16, 0.080};
-// What stands for all timings of a size: the best of up to 8, the second best of up to 16.
-constexpr int kLowPart = 8;
-// Work in one piece, about. Many pieces are better than a long one: a disturbance lasts.
-constexpr double kPieceSeconds = 0.010;
-// A first micro-batch of a size pays for kernels that are prepared and memory that is new. Where a
-// step has rows for one only, this many are dropped; then they count.
-constexpr int kColdSingles = 2;
+// Below this there are not enough samples for both probes (2 and 4): sizes are tried as they are.
+constexpr int64_t kSmallestProfiled = 6;
 
 int64_t even_size(int64_t batch_size, int64_t at_most) {
   const int64_t count = (batch_size + at_most - 1) / at_most;
@@ -88,40 +56,6 @@ void Planner::begin(const Request& request) {
   if (borrowed_ && candidates().empty()) stop_borrowing();
   if (request.fails_on > 0 && candidates().empty()) refuse_larger(0);
   if (known_->profile && candidates().empty() && !find_last_resort()) refuse_smallest(0);
-}
-
-bool Planner::find_last_resort() {
-  // What passes the budget of a device that refuses nothing has passed it; and a second pass, or
-  // sizes of which forward fails, are no streaming step, which begins again wherever memory ends.
-  if (request_.measured || request_.two_pass || request_.fails_on > 0) return false;
-  for (const int64_t cap : {kSmallProbe, int64_t{1}}) {
-    const int64_t size = size_under(cap);
-    if (known_->failed.contains(size)) continue;
-    known_->last_resort = size;
-    known_->largest = std::max(known_->largest, size);
-    return true;
-  }
-  return false;
-}
-
-void Planner::refuse_smallest(int64_t needed_bytes) {
-  known_->failed.clear();
-  known_->last_resort = 0;
-  // One sample has failed as well: that two did says nothing of their size.
-  known_->largest = std::max(known_->largest, kSmallProbe);
-  smallest_failed_ = true;
-  const int64_t budget = request_.budget_bytes;
-  int64_t smallest = INT64_MAX;
-  for (int64_t cap = 1; known_->profile && cap < 2 * request_.batch_size; cap *= 2) {
-    smallest = std::min(smallest, predicted_peak(size_under(cap)));
-    if (!request_.two_pass) break;  // no size is predicted to need less than one sample does
-  }
-  const bool foreseen = known_->profile && (smallest > budget || needed_bytes == 0);
-  if (foreseen) {
-    const int64_t needed = std::max(smallest, budget + 1);
-    throw BudgetExceeded(needed, budget, needed, smallest_plan());
-  }
-  throw BudgetExceeded(std::max(needed_bytes, budget + 1), budget, std::nullopt, smallest_plan());
 }
 
 std::vector<int64_t> Planner::candidates() const {
@@ -164,13 +98,6 @@ std::vector<int64_t> Planner::largest_candidate() const {
     cap = size - 1;
   }
   return {};
-}
-
-void Planner::refuse_larger(int64_t needed_bytes) const {
-  throw BudgetExceeded(std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes,
-                       std::nullopt,
-                       "A micro-batch of more than the " + std::to_string(request_.fails_on) +
-                           " samples on which forward fails");
 }
 
 int64_t Planner::size_under(int64_t cap) const {
@@ -292,69 +219,19 @@ int64_t Planner::small_probe() const {
   return size;
 }
 
-double Planner::Timing::estimate(double kept) const {
-  const auto typical = [this](std::vector<double> values) {
-    if (average) {
-      const double all = std::accumulate(values.begin(), values.end(), 0.0);
-      return all / static_cast<double>(values.size());
-    }
-    const auto low = values.begin() + (static_cast<std::ptrdiff_t>(values.size()) - 1) / kLowPart;
-    std::nth_element(values.begin(), low, values.end());
-    return *low;
-  };
-  const double all = typical(seconds_per_sample);
-  if (kept <= 0 || again_per_sample.empty()) return all;
-  return all - kept * std::min(typical(again_per_sample), all);
-}
-
-/// Null where no micro-batch of it counts yet.
-const Planner::Timing* Planner::timing_of(int64_t cap) const {
-  const auto found = known_->timings.find(cap);
-  if (found == known_->timings.end() || found->second.seconds_per_sample.empty()) return nullptr;
-  return &found->second;
-}
-
-bool Planner::wants_timing(int64_t cap) const {
-  const auto enough = [](const Timing& timing, const Enough& rule) {
-    const auto count = static_cast<int>(timing.seconds_per_sample.size());
-    if (count >= kFewLong && timing.seconds >= kLongSeconds) return true;
-    return count >= rule.least && (timing.seconds >= rule.seconds || count >= rule.most);
-  };
-  double best = INFINITY;
-  int64_t best_cap = 0;
-  for (const auto& [timed, timing] : known_->timings) {
-    if (timing.seconds_per_sample.empty()) continue;
-    if (const double estimate = timing.estimate(); estimate < best) {
-      best = estimate;
-      best_cap = timed;
-    }
-  }
-  if (const Timing* timing = timing_of(cap)) {
-    const bool close = timing->estimate() <= best * kClose;
-    return !enough(*timing, close ? kEnoughClose : kEnough);
-  }
-  int slower = 0;
-  for (const auto& [timed, timing] : known_->timings) {
-    const bool between = timed > best_cap && timed < cap;
-    if (between && enough(timing, kEnough) && timing.estimate() > best * kSlower) ++slower;
-  }
-  return slower < 2;
-}
-
 std::optional<int64_t> Planner::cap_to_time() const {
   const int64_t remaining = request_.batch_size - row_;
   // Where one micro-batch is the whole step the next step is the only way to time a warm one.
   if (row_ == 0 && last_cap_ > 0 && size_under(last_cap_) == remaining && fits(remaining) &&
-      wants_timing(last_cap_)) {
+      known_->timings.wants(last_cap_)) {
     return last_cap_;
   }
   std::optional<int64_t> found;
   int fewest = INT_MAX;
   for (const int64_t cap : candidates()) {
-    const auto timing = known_->timings.find(cap);
-    const int pieces = timing == known_->timings.end() ? 0 : timing->second.pieces;
+    const int pieces = known_->timings.pieces(cap);
     if (pieces >= fewest || size_under(cap) > remaining) continue;
-    if (!wants_timing(cap) || !fits_here(size_under(cap))) continue;
+    if (!known_->timings.wants(cap) || !fits_here(size_under(cap))) continue;
     found = cap;
     fewest = pieces;
   }
@@ -364,18 +241,7 @@ std::optional<int64_t> Planner::cap_to_time() const {
 int64_t Planner::timed_count(int64_t cap) const {
   const int64_t size = size_under(cap);
   if (request_.segments > 0) return 1;  // all micro-batches of a piece go together
-  // A size that was not timed yet is taken to be as fast as the next smaller one.
-  const Timing* like = nullptr;
-  for (const auto& [timed, timing] : known_->timings) {
-    if (timed <= cap && !timing.seconds_per_sample.empty()) like = &timing;
-  }
-  int64_t count = kEnough.least;
-  if (like != nullptr) {
-    const double each = like->estimate() * static_cast<double>(size);
-    const double wanted = std::ceil(kPieceSeconds / std::max(each, 1e-9));
-    count = static_cast<int64_t>(std::min(wanted, static_cast<double>(kEnoughClose.most)));
-  }
-  if (cap != last_cap_) ++count;  // the first is not counted
+  const int64_t count = known_->timings.count(cap, size, /*first=*/cap != last_cap_);
   return std::min(count, (request_.batch_size - row_) / size);
 }
 
@@ -390,7 +256,7 @@ int64_t Planner::fastest() const {
   double best = INFINITY;
   // From the largest on: how many graphs fit is soon said of few micro-batches.
   for (auto cap = caps.rbegin(); cap != caps.rend(); ++cap) {
-    const Timing* timing = timing_of(*cap);
+    const Timings::Timing* timing = known_->timings.of(*cap);
     if (timing == nullptr) continue;
     if (request_.two_pass && timing->estimate(/*kept=*/1) > best) continue;  // whatever it keeps
     const int64_t size = size_under(*cap);
@@ -413,8 +279,8 @@ bool Planner::settled() const {
   if (settled_plan_) return true;  // asked in each step: without a simulation for each size
   if (known_ == nullptr || probe_size()) return false;
   const std::vector<int64_t> caps = candidates();
-  return caps.size() == 1 ||
-         std::none_of(caps.begin(), caps.end(), [&](int64_t cap) { return wants_timing(cap); });
+  return caps.size() == 1 || std::none_of(caps.begin(), caps.end(),
+                                          [&](int64_t cap) { return known_->timings.wants(cap); });
 }
 
 bool Planner::settled_for(const Request& request) const {
@@ -513,26 +379,9 @@ void Planner::observe(const Piece& piece, const Measurement& measured) {
 }
 
 void Planner::learn_times(const Piece& piece, const Measurement& measured) {
-  const std::vector<double>& seconds = measured.seconds;
-  const std::vector<double>& again = measured.again;
-  Timing& timing = known_->timings[piece.timed_cap];
-  ++timing.pieces;
-  timing.average = known_->ragged;
-  size_t first = 0;
-  if (piece.timed_cap != last_cap_) {
-    if (seconds.size() > 1) {
-      first = 1;
-    } else if (timing.cold < kColdSingles) {
-      ++timing.cold;
-      return;
-    }
-  }
-  const auto size = static_cast<double>(piece.plan.micro_batch_size());
-  for (size_t i = first; i < seconds.size(); ++i) {
-    timing.seconds_per_sample.push_back(seconds[i] / size * work_ratio_);
-    timing.seconds += seconds[i];
-    if (i < again.size()) timing.again_per_sample.push_back(again[i] / size * work_ratio_);
-  }
+  known_->timings.learn(piece.timed_cap,
+                        {piece.plan.micro_batch_size(), measured.seconds, measured.again,
+                         /*first=*/piece.timed_cap != last_cap_, known_->ragged, work_ratio_});
 }
 
 void Planner::learn(MicroBatchTrace trace) {
@@ -554,149 +403,8 @@ void Planner::forget_settled_plan() {
   full_plan_.reset();
 }
 
-void Planner::run_short(int64_t& ceiling, int64_t to) {
-  ceiling = std::min(ceiling, to);
-  ++known_->shortages;
-  known_->calm = 0;
-}
-
-/// What ran out of memory may have lacked what somebody else held for a while: sizes that failed
-/// are tried again after 16 attempts at a step without a shortage, then after twice as many each
-/// time.
-bool Planner::may_try_again() {
-  constexpr int64_t kFirst = 16;
-  constexpr int kMostDoublings = 20;
-  Knowledge& known = *known_;
-  if (std::min(known.largest, known.most_retained) == INT64_MAX) return false;
-  if (++known.calm <= kFirst << std::clamp(known.shortages - 1, 0, kMostDoublings)) return false;
-  known.largest = known.most_retained = INT64_MAX;
-  return true;
-}
-
-void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
-  forget_settled_plan();
-  if (borrowed_ && attempted_ > 0) return stop_borrowing();
-  if (attempted_overlap_) {
-    known_->in_turn = true;
-    attempted_overlap_ = false;
-    return;
-  }
-  if (attempted_retained_ > 0) {
-    run_short(known_->most_retained, attempted_retained_ / 2);
-    attempted_retained_ = 0;
-    return;
-  }
-  smallest_failed_ = in_loss;
-  if (in_loss) {
-    throw BudgetExceeded(
-        std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes, std::nullopt,
-        "the loss on the outputs of all " + std::to_string(request_.batch_size) + " samples");
-  }
-  if (attempted_ == 0) {
-    throw BudgetExceeded(std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes,
-                         std::nullopt, "The step, before its first micro-batch,");
-  }
-  if (request_.fails_on > 0) {
-    run_short(known_->largest, attempted_ - 1);
-    attempted_ = 0;
-    if (candidates().empty()) refuse_larger(needed_bytes);
-    return;
-  }
-  if (request_.whole_batch_only) {
-    throw BudgetExceeded(std::max(needed_bytes, request_.budget_bytes + 1), request_.budget_bytes,
-                         std::nullopt,
-                         "one micro-batch of all " + std::to_string(request_.batch_size) +
-                             " samples (they are coupled)");
-  }
-  if (attempted_ <= kSmallProbe) known_->failed.insert(attempted_);
-  if (attempted_ <= 1 || std::exchange(known_->last_resort, 0) > 0) {
-    attempted_ = 0;
-    if (!find_last_resort()) refuse_smallest(needed_bytes);
-    return;
-  }
-  run_short(known_->largest, attempted_ - 1);
-  attempted_ = 0;
-  if (!known_->profile) known_->traces.clear();
-}
-
 bool Planner::whole_batch_may_fit() const {
   return !request_.measured || fits(request_.batch_size);
-}
-
-Plan Planner::plan() const {
-  if (!settled_plan_) return make_plan();
-  // The same in every step from now on.
-  if (!full_plan_) full_plan_ = make_plan();
-  return *full_plan_;
-}
-
-Plan Planner::make_plan() const {
-  const int64_t cap = fastest();
-  Plan plan = settled_plan_ ? *settled_plan_
-              : request_.two_pass
-                  ? whole_plan(cap, /*retained=*/0, overlaps(cap))
-                  : stream_plan(split_evenly(request_.batch_size, cap), request_.penalty);
-  plan.budget_bytes = request_.budget_bytes;
-  plan.baseline_bytes = request_.baseline_bytes;
-  if (!plan.predicted_peak_bytes) {
-    plan.predicted_peak_bytes = predicted_peak(plan.micro_batch_size());
-  }
-  for (int64_t power = 1;; power *= 2) {
-    // The chosen size stands in its place, whether a power of two or not.
-    const bool chosen_next = cap > power / 2 && cap < power;
-    if (chosen_next) plan.candidates.push_back(candidate(cap));
-    if (plan.candidates.empty() || plan.candidates.back().micro_batch_size < size_under(power)) {
-      plan.candidates.push_back(candidate(power));
-    }
-    if (power >= request_.batch_size) break;
-  }
-  if (const Timing* timing = timing_of(cap)) {
-    plan.predicted_seconds = timing->estimate(kept_share(plan.micro_batch_size(), plan.retained)) /
-                             work_ratio_ * static_cast<double>(request_.batch_size);
-  }
-  plan.reason = reason(cap);
-  return plan;
-}
-
-Candidate Planner::candidate(int64_t cap) const {
-  Candidate candidate;
-  candidate.micro_batch_size = size_under(cap);
-  candidate.peak_bytes = predicted_peak(candidate.micro_batch_size);
-  candidate.feasible = fits(candidate.micro_batch_size);
-  if (const Timing* timing = timing_of(cap)) {
-    const double kept = candidate.feasible ? kept_share(candidate.micro_batch_size) : 0;
-    candidate.seconds_per_sample = timing->estimate(kept) / work_ratio_;
-  }
-  return candidate;
-}
-
-std::string Planner::reason(int64_t cap) const {
-  std::string text;
-  if (request_.whole_batch_only) {
-    text = "the samples are coupled: only one micro-batch of all of them is exact";
-  } else if (request_.fails_on > 0) {
-    text = "the largest that fits, as forward fails on " + std::to_string(request_.fails_on) +
-           (request_.fails_on == 1 ? " sample" : " samples");
-  } else if (const std::vector<int64_t> caps = candidates(); caps.size() < 2) {
-    text = "no larger micro-batch fits";
-  } else {
-    text = cap == caps.back() && cap < request_.batch_size
-               ? "the fastest size that fits, bounded by the budget"
-           : stays_whole(size_under(cap))
-               ? "the whole batch fits, and splitting it saves less than 3 %"
-               : "the fastest of the sizes that fit";
-  }
-  if (borrowed_) text += "; planned as longer samples are, so that the peak is a bound";
-  if (known_->irregular) {
-    char margin[96];
-    std::snprintf(
-        margin, sizeof margin, "; %s, so peaks carry a margin of %.0f %%",
-        known_->ragged ? "samples are of unequal length" : "memory depends on the data's values",
-        100 * kIrregularMargin);
-    text += margin;
-  }
-  if (!settled()) text += "; not settled yet, more sizes will be timed";
-  return text;
 }
 
 }  // namespace infinitybatch

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "execute/profile.hpp"
+#include "plan/timings.hpp"
 
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/execute/plan.hpp>
@@ -124,26 +125,21 @@ class Planner {
   Plan plan() const;
 
  private:
-  struct Timing {
-    std::vector<double> seconds_per_sample;  // of each micro-batch
-    std::vector<double> again_per_sample;    // of these: forward once more
-    double seconds = 0;                      // of all of them
-    int pieces = 0;
-    // Where samples are of unequal length the best is that of the shortest: the mean counts.
-    bool average = false;
-    int cold = 0;  // single micro-batches that were not counted, being the first of their size
-    /// Per sample. \param kept of the samples, those whose graph is kept
-    double estimate(double kept = 0) const;
-  };
+  // Two sizes whose timelines are compared; never 1, which takes other kernels.
+  static constexpr int64_t kSmallProbe = 2;
+  static constexpr int64_t kLargeProbe = 4;
+  // Added to the largest measured peak per sample where memory depends on the data's values.
+  static constexpr double kIrregularMargin = 0.25;
+
   struct Knowledge {
     std::vector<MicroBatchTrace> traces;
     std::optional<MicroBatchProfile> profile;
-    bool irregular = false;             // traces of different sizes tell different stories
-    std::map<int64_t, int64_t> peaks;   // measured, above the baseline, by size
-    std::map<int64_t, Timing> timings;  // by cap
-    int64_t largest = INT64_MAX;        // sizes above have run out of memory
-    double correction = 1.0;            // measured peak / predicted peak, where that was more
-    std::map<int64_t, double> ratios;   // `Request::measured`: the last, by size
+    bool irregular = false;            // traces of different sizes tell different stories
+    std::map<int64_t, int64_t> peaks;  // measured, above the baseline, by size
+    Timings timings;
+    int64_t largest = INT64_MAX;       // sizes above have run out of memory
+    double correction = 1.0;           // measured peak / predicted peak, where that was more
+    std::map<int64_t, double> ratios;  // `Request::measured`: the last, by size
     // Of whole steps, the last, above the baseline, by batch size and size. What has fit is not
     // refused by a prediction, which takes memory to grow with the size.
     std::map<std::pair<int64_t, int64_t>, int64_t> steps;
@@ -213,8 +209,6 @@ class Planner {
   double kept_share(int64_t size) const;
   double kept_share(int64_t size, int64_t retained) const;
   void observe_two_pass(const Piece& piece, const Measurement& measured);
-  const Timing* timing_of(int64_t cap) const;
-  bool wants_timing(int64_t cap) const;
   /// The wanted cap that was timed in the fewest pieces, of those that fit into the step's rest.
   std::optional<int64_t> cap_to_time() const;
   /// How many micro-batches of `cap` the next timed piece runs.

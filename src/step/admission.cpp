@@ -13,12 +13,10 @@ namespace {
 
 void check_grad_mode() {
   if (c10::InferenceMode::is_enabled()) {
-    throw StateError(
-        "backward() needs gradients: call it outside torch.inference_mode()");
+    throw StateError("backward() needs gradients: call it outside torch.inference_mode()");
   }
   if (!at::GradMode::is_enabled()) {
-    throw StateError(
-        "backward() needs gradients: call it outside torch.no_grad()");
+    throw StateError("backward() needs gradients: call it outside torch.no_grad()");
   }
 }
 
@@ -41,38 +39,38 @@ void check_tensor(const std::string& what, const at::Tensor& tensor) {
   refuse_tangent(what, tensor);
 }
 
-at::Device device_of(const Job& job) {
-  for (const NamedParameter& parameter : job.parameters) return parameter.tensor.device();
-  for (const BufferSlot& buffer : job.buffers) return buffer.get().device();
+at::Device device_of(const Problem& problem) {
+  for (const NamedParameter& parameter : problem.parameters) return parameter.tensor.device();
+  for (const BufferSlot& buffer : problem.buffers) return buffer.get().device();
   return at::kCPU;
 }
 
 }  // namespace
 
-void admit(Job& job) {
+void admit(Problem& problem) {
   check_grad_mode();
-  if (job.inputs->size != job.targets->size) {
-    throw BatchError("inputs have " + std::to_string(job.inputs->size) + " samples, targets " +
-                     std::to_string(job.targets->size) + "; both need the same number");
+  if (problem.inputs->size != problem.targets->size) {
+    throw BatchError("inputs have " + std::to_string(problem.inputs->size) + " samples, targets " +
+                     std::to_string(problem.targets->size) + "; both need the same number");
   }
-  if (job.batch_size() < 1) throw BatchError("the batch is empty: it has 0 samples");
-  admit_model(job);
+  if (problem.batch_size() < 1) throw BatchError("the batch is empty: it has 0 samples");
+  admit_model(problem);
 }
 
-void admit_model(Job& job) {
+void admit_model(Problem& problem) {
   refuse_transforms();
-  job.parameters = job.model->parameters();
-  job.buffers = job.model->buffers();
-  for (const NamedParameter& parameter : job.parameters) {
+  problem.parameters = problem.model->parameters();
+  problem.buffers = problem.model->buffers();
+  for (const NamedParameter& parameter : problem.parameters) {
     check_tensor("parameter '" + parameter.name + "'", parameter.tensor);
   }
-  for (const BufferSlot& buffer : job.buffers) {
+  for (const BufferSlot& buffer : problem.buffers) {
     if (const at::Tensor tensor = buffer.get(); tensor.defined()) {
       check_tensor("buffer '" + buffer.name + "'", tensor);
     }
   }
-  job.device = device_of(job);
-  job.training = job.model->is_training();
+  problem.device = device_of(problem);
+  problem.training = problem.model->is_training();
 }
 
 BatchSource targets_source(const Batch& targets, int64_t size) {
@@ -83,24 +81,24 @@ BatchSource targets_source(const Batch& targets, int64_t size) {
   return BatchSource::from(targets, "targets");
 }
 
-std::vector<at::Tensor> reachable_tensors(const Job& job) {
+std::vector<at::Tensor> reachable_tensors(const Problem& problem) {
   std::vector<at::Tensor> tensors;
-  for (const NamedParameter& parameter : job.parameters) {
+  for (const NamedParameter& parameter : problem.parameters) {
     tensors.push_back(parameter.tensor);
     if (parameter.tensor.grad().defined()) tensors.push_back(parameter.tensor.grad());
   }
-  for (const BufferSlot& buffer : job.buffers) {
+  for (const BufferSlot& buffer : problem.buffers) {
     if (const at::Tensor tensor = buffer.get(); tensor.defined()) tensors.push_back(tensor);
   }
   return tensors;
 }
 
-std::vector<const void*> owned_by(const Job& job) {
+std::vector<const void*> owned_by(const Problem& problem) {
   std::vector<const void*> owned;
-  for (const NamedParameter& each : job.parameters) {
+  for (const NamedParameter& each : problem.parameters) {
     owned.push_back(each.tensor.unsafeGetTensorImpl());
   }
-  for (const BufferSlot& slot : job.buffers) owned.push_back(slot.get().unsafeGetTensorImpl());
+  for (const BufferSlot& slot : problem.buffers) owned.push_back(slot.get().unsafeGetTensorImpl());
   return owned;
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "execute/job.hpp"
+#include "execute/problem.hpp"
 
 #include <string>
 #include <vector>
@@ -9,20 +9,20 @@ namespace infinitybatch {
 
 /// Reads from `model` what one step needs and refuses what no step can be exact on, before anything
 /// runs: `no_grad`, batches of different sizes, tensor subclasses, inference tensors.
-/// `job.model`, `job.loss`, `job.inputs` and `job.targets` are set already.
-void admit(Job& job);
+/// `problem.model`, `problem.loss`, `problem.inputs` and `problem.targets` are set already.
+void admit(Problem& problem);
 
 /// Targets as a source of `size` rows. A loss that needs none is called with what the user passed:
 /// an empty tuple, say.
 BatchSource targets_source(const Batch& targets, int64_t size);
 
 /// The part of `admit` that looks at the model alone: parameters, buffers, device.
-void admit_model(Job& job);
+void admit_model(Problem& problem);
 
 /// Every tensor that the step reaches from the start: parameters, their gradients and buffers.
-std::vector<at::Tensor> reachable_tensors(const Job& job);
+std::vector<at::Tensor> reachable_tensors(const Problem& problem);
 
 /// Parameters and buffers, which recordings that are used again belong to (`StaticTapes::owned`).
-std::vector<const void*> owned_by(const Job& job);
+std::vector<const void*> owned_by(const Problem& problem);
 
 }  // namespace infinitybatch

@@ -26,32 +26,33 @@ bool refuses_one_sample(const std::exception_ptr& exception) {
   }
 }
 
-/// The user's own error says nothing of our sizes. A fixed size cannot be answered by a smaller one:
-/// there even what the system refused comes back as it is.
+/// The user's own error says nothing of our sizes. A fixed size cannot be answered by a smaller
+/// one: there even what the system refused comes back as it is.
 bool is_of_our_sizes(const memory::Limit& limit, const Options& options) {
   return limit.allocation_failed() && !(options.micro_batch_size && limit.refused() == 0);
 }
 
 }  // namespace
 
-bool VirtualBatch::State::answer(Job& job, const std::optional<int64_t>& budget,
+bool VirtualBatch::State::answer(Setup& setup, const std::optional<int64_t>& budget,
                                  const memory::Limit* limit) {
   const std::exception_ptr& error = failed_.error;
   Failure& failure = failed_.failure;
   if (failure == Failure::out_of_memory && (!limit || !is_of_our_sizes(*limit, options_))) {
     failure = Failure::other;
   }
-  if (failure == Failure::other) raise_explained(job, budget);
+  if (failure == Failure::other) raise_explained(setup, budget);
   needed_ = limit != nullptr ? limit->refused() : 0;
-  if (failure == Failure::out_of_memory && job.checkpoints != nullptr) {
+  if (failure == Failure::out_of_memory && setup.strategy.checkpoints()) {
     failure = failed_in_loss_ ? Failure::loss_out_of_memory : Failure::segment_out_of_memory;
   }
   // Cuts of a fixed size are no answer to coupled samples a second time.
-  const bool settled = failure == Failure::coupling && options_.micro_batch_size && job.cut;
+  const bool settled =
+      failure == Failure::coupling && options_.micro_batch_size && setup.strategy.is_cut();
   const bool runs_again = failure != Failure::no_plan && failure != Failure::no_room_to_look &&
                           failure != Failure::no_room_to_offload && failure != Failure::other;
   if (runs_again && !settled) check_inputs();
-  const auto found = recover(failure, [&](Answer each) { return apply(each, job, budget); });
+  const auto found = recover(failure, [&](Answer each) { return apply(each, setup, budget); });
   if (found) return is_restart(*found);
   switch (failure) {
     case Failure::other_segments:
@@ -63,13 +64,14 @@ bool VirtualBatch::State::answer(Job& job, const std::optional<int64_t>& budget,
       std::rethrow_exception(knowledge_->why_coupled ? knowledge_->why_coupled : error);
     case Failure::no_plan:
     case Failure::out_of_memory:
-      refuse_budget(job);
+      refuse_budget(setup);
     case Failure::segment_out_of_memory:
     case Failure::loss_out_of_memory:
       give_up_checkpoints(
           std::max(needed_, *budget + 1), *budget,
           failed_in_loss_
-              ? "the loss on the outputs of all " + std::to_string(job.batch_size()) + " samples"
+              ? "the loss on the outputs of all " + std::to_string(setup.problem.batch_size()) +
+                    " samples"
               : "the smallest segment of a single sample, beside what waits for it and the "
                 "gradients of the parameters");
     default:
@@ -77,12 +79,12 @@ bool VirtualBatch::State::answer(Job& job, const std::optional<int64_t>& budget,
   }
 }
 
-bool VirtualBatch::State::apply(Answer answer, Job& job, const std::optional<int64_t>& budget) {
+bool VirtualBatch::State::apply(Answer answer, Setup& setup, const std::optional<int64_t>& budget) {
   CheckpointPlanner* const segments = memory_->checkpoints ? &*memory_->checkpoints : nullptr;
   switch (answer) {
     case Answer::rerun_forwards:
-      use_tapes_ = job.use_tapes = false;
-      job.tapes_failed = true;
+      use_tapes_ = false;
+      setup.strategy.second_forward = Strategy::SecondForward::rerun_after_mismatch;
       return true;
     case Answer::record_anew:
       return true;
@@ -90,29 +92,29 @@ bool VirtualBatch::State::apply(Answer answer, Job& job, const std::optional<int
       segments_ = failed_.segments;
       return ++segments_changed_ <= 3;
     case Answer::cut:
-      return begin_cuts(job);
+      return begin_cuts(setup);
     case Answer::stop_cutting:
-      return end_cuts(job);
+      return end_cuts(setup);
     case Answer::whole_batch:
-      return begin_whole_batch(job);
+      return begin_whole_batch(setup);
     case Answer::larger_micro_batches:
-      return begin_larger(job);
+      return begin_larger(setup);
     case Answer::drop_graphs:
       return false;  // nobody else keeps any
     case Answer::copy_in_turn:
-      return begin_turns(job);
+      return begin_turns(setup);
     case Answer::smaller_micro_batches:
       return plan_smaller(*budget);
     case Answer::second_forwards:
       return give_up_graphs();
     case Answer::offload:
-      return begin_offload(job);
+      return begin_offload(setup);
     case Answer::checkpoint:
-      return begin_checkpoints(job);
+      return begin_checkpoints(setup);
     case Answer::smaller_segments:
       return segments->ran_out_of_memory();
     case Answer::forward_again:
-      return begin_again(job, *segments);
+      return begin_again(setup, *segments);
     case Answer::forget_frontiers:
       return begin_forgetting(*segments);
   }
@@ -120,9 +122,10 @@ bool VirtualBatch::State::apply(Answer answer, Job& job, const std::optional<int
 }
 
 /// What other errors mean, where a step knows it.
-void VirtualBatch::State::raise_explained(const Job& job, const std::optional<int64_t>& budget) {
+void VirtualBatch::State::raise_explained(const Setup& setup,
+                                          const std::optional<int64_t>& budget) {
   const std::exception_ptr& error = failed_.error;
-  if (job.checkpoints != nullptr && streamed_) {
+  if (setup.strategy.checkpoints() && streamed_) {
     try {
       std::rethrow_exception(error);
     } catch (const Unsupported& unsupported) {
@@ -153,7 +156,8 @@ bool VirtualBatch::State::plan_smaller(int64_t budget) {
   }
 }
 
-/// Makes the planner plan smaller. \throws BudgetExceeded, what the user should see, where it cannot
+/// Makes the planner plan smaller. \throws BudgetExceeded, what the user should see, where it
+/// cannot
 void VirtualBatch::State::refuse_smaller(int64_t budget) {
   const int64_t needed = needed_;
   if (options_.micro_batch_size) {
@@ -172,29 +176,26 @@ void VirtualBatch::State::refuse_smaller(int64_t budget) {
   }
 }
 
-bool VirtualBatch::State::begin_checkpoints(Job& job) {
+bool VirtualBatch::State::begin_checkpoints(Setup& setup) {
   const bool possible = !options_.micro_batch_size && !options_.static_graph &&
-                        options_.use_tapes && job.exact_coupling && !knowledge_->why_coupled &&
-                        planner_.smallest_failed() && !failed_in_loss_;
-  if (!possible || job.checkpoints != nullptr) return false;
+                        options_.use_tapes && setup.problem.exact_coupling &&
+                        !knowledge_->why_coupled && planner_.smallest_failed() && !failed_in_loss_;
+  if (!possible || setup.strategy.checkpoints()) return false;
   streamed_ = failed_.refusal ? std::make_exception_ptr(*failed_.refusal) : failed_.error;
-  job.alone = !job.cut;
-  job.cut = true;
-  job.checkpoints = &memory_->checkpoints.emplace();
+  setup.strategy.cut(setup.strategy.is_cut(), /*for_memory=*/true);
+  memory_->checkpoints.reset();
   // With less in each segment what waits may fit.
   memory_->offloads = false;
   const bool offloads = options_.offload.when == Offload::When::always;
-  job.store = offloads ? store(job.device) : nullptr;
+  setup.strategy.offload = offloads ? Strategy::Offloads::boundaries : Strategy::Offloads::nothing;
   return true;
 }
 
-void VirtualBatch::State::end_checkpoints(Job& job) {
+void VirtualBatch::State::end_checkpoints(Setup& setup) {
   memory_->checkpoints.reset();
   memory_->offloads = false;
-  job.checkpoints = nullptr;
-  job.store = nullptr;
-  if (job.alone) job.cut = false;
-  job.alone = false;
+  setup.strategy.cut(!setup.strategy.per_micro_batch(), /*for_memory=*/false);
+  setup.strategy.offload = Strategy::Offloads::nothing;
 }
 
 void VirtualBatch::State::give_up_checkpoints(int64_t needed, int64_t budget,
@@ -211,28 +212,30 @@ void VirtualBatch::State::give_up_checkpoints(int64_t needed, int64_t budget,
   throw BudgetExceeded(needed, budget, smallest, what);
 }
 
-bool VirtualBatch::State::begin_again(const Job& job, CheckpointPlanner& planner) const {
+bool VirtualBatch::State::begin_again(const Setup& setup, CheckpointPlanner& planner) const {
   const bool offloads = options_.offload.when != Offload::When::never;
-  if (job.coupled == nullptr || !job.alone || planner.again || planner.forget || offloads)
+  if (setup.problem.loss.coupled() == nullptr || !setup.strategy.per_micro_batch() ||
+      planner.again || planner.forget || offloads)
     return false;
   planner.begin_again();
   return true;
 }
 
-bool VirtualBatch::State::begin_offload(Job& job) {
-  const bool fixed = options_.micro_batch_size || job.checkpoints != nullptr;
-  const bool possible = (job.cut || keeps_graphs(job)) &&
+bool VirtualBatch::State::begin_offload(Setup& setup) {
+  const bool fixed = options_.micro_batch_size || setup.strategy.checkpoints();
+  const bool possible = (setup.strategy.is_cut() || keeps_graphs(setup.problem, setup.strategy)) &&
                         options_.offload.when != Offload::When::never &&
                         (fixed || planner_.smallest_failed());
-  if (!possible || job.store != nullptr) return false;
+  if (!possible || setup.strategy.offloads()) return false;
   memory_->offloads = true;
-  job.store = store(job.device);
-  job.offloads_graphs = keeps_graphs(job);
+  setup.strategy.offload = keeps_graphs(setup.problem, setup.strategy)
+                               ? Strategy::Offloads::graphs
+                               : Strategy::Offloads::boundaries;
   return true;
 }
 
-bool VirtualBatch::State::begin_turns(const Job& job) {
-  return options_.micro_batch_size && job.store != nullptr && plan_.overlaps &&
+bool VirtualBatch::State::begin_turns(const Setup& setup) {
+  return options_.micro_batch_size && setup.strategy.offloads() && plan_.overlaps &&
          !std::exchange(memory_->in_turn, true);
 }
 
@@ -243,49 +246,50 @@ bool VirtualBatch::State::begin_forgetting(CheckpointPlanner& planner) const {
   return true;
 }
 
-bool VirtualBatch::State::begin_cuts(Job& job) {
-  if (job.checkpoints != nullptr) {
-    if (options_.checkpoint_segments && !job.alone) return false;
+bool VirtualBatch::State::begin_cuts(Setup& setup) {
+  if (setup.strategy.checkpoints()) {
+    if (options_.checkpoint_segments && !setup.strategy.per_micro_batch()) return false;
     // The layer was not met before memory ran out, or is met for the first time.
-    end_checkpoints(job);
+    end_checkpoints(setup);
   }
-  const bool possible =
-      !job.cut && job.exact_coupling && !knowledge_->uncut && !coupled_beyond_cuts_;
+  const bool possible = !setup.strategy.is_cut() && setup.problem.exact_coupling &&
+                        !knowledge_->uncut && !coupled_beyond_cuts_;
   if (!possible) return false;
-  job.cut = cut_[job.training] = true;
-  job.offloads_graphs = false;
-  if (options_.offload.when == Offload::When::always) job.store = store(job.device);
-  if (options_.checkpoint_segments) job.checkpoints = &memory_->checkpoints.emplace();
+  cut_[setup.problem.training] = true;
+  setup.strategy.cut(/*at_whole_batch_ops=*/true, options_.checkpoint_segments.has_value());
+  const bool offloads = setup.strategy.offloads() || options_.offload.when == Offload::When::always;
+  setup.strategy.offload = offloads ? Strategy::Offloads::boundaries : Strategy::Offloads::nothing;
   return true;
 }
 
-bool VirtualBatch::State::end_cuts(Job& job) {
+bool VirtualBatch::State::end_cuts(Setup& setup) {
   const bool fixed = options_.micro_batch_size || options_.static_graph;
-  if (!job.cut || fixed || job.checkpoints != nullptr) return false;
+  if (!setup.strategy.is_cut() || fixed || setup.strategy.checkpoints()) return false;
   // What forward does between the ops of the whole batch cannot be cut. As one micro-batch it needs
   // not be.
   knowledge_->why_coupled = failed_.error;
   knowledge_->uncut = true;
-  job.cut = cut_[job.training] = false;
+  cut_[setup.problem.training] = false;
+  setup.strategy.cuts = Strategy::Cuts::none;
   return true;
 }
 
-bool VirtualBatch::State::begin_whole_batch(const Job& job) {
-  if (job.checkpoints != nullptr) return false;
+bool VirtualBatch::State::begin_whole_batch(const Setup& setup) {
+  if (setup.strategy.checkpoints()) return false;
   if (!knowledge_->why_coupled) knowledge_->why_coupled = failed_.error;
   // The whole batch as one micro-batch couples nothing.
   const bool possible = !options_.micro_batch_size && planner_.whole_batch_may_fit();
   return possible && !std::exchange(knowledge_->whole, true);
 }
 
-bool VirtualBatch::State::begin_larger(const Job& job) {
-  if (!planning_ || inputs_written_ || job.checkpoints != nullptr) return false;
-  return knowledge_->few_rows.meet(failed_rows_, job.batch_size(), failed_.error);
+bool VirtualBatch::State::begin_larger(const Setup& setup) {
+  if (!planning_ || inputs_written_ || setup.strategy.checkpoints()) return false;
+  return knowledge_->few_rows.meet(failed_rows_, setup.problem.batch_size(), failed_.error);
 }
 
-void VirtualBatch::State::refuse_budget(const Job& job) {
+void VirtualBatch::State::refuse_budget(const Setup& setup) {
   if (knowledge_->few_rows.failing() != 0) {
-    knowledge_->few_rows.refuse(job.batch_size(), *failed_.refusal);
+    knowledge_->few_rows.refuse(setup.problem.batch_size(), *failed_.refusal);
   }
   if (failed_.failure == Failure::no_plan) std::rethrow_exception(failed_.error);
   throw *failed_.refusal;

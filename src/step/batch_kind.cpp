@@ -13,16 +13,17 @@ Dims lengths_of(const BatchSource& inputs, const BatchSource& targets) {
   return dims;
 }
 
-BatchKind batch_kind(const Job& job, const BatchSource& inputs, const BatchSource& targets) {
+BatchKind batch_kind(const Problem& problem, const BatchSource& inputs,
+                     const BatchSource& targets) {
   BatchKind kind;
   kind.layout = inputs.signature + "|" + targets.signature;
-  kind.layout += job.training ? "|train" : "|eval";
+  kind.layout += problem.training ? "|train" : "|eval";
   kind.layout += "|" + std::to_string(at::get_num_threads());
-  if (at::autocast::is_autocast_enabled(job.device.type())) {
+  if (at::autocast::is_autocast_enabled(problem.device.type())) {
     kind.layout += "|autocast";
-    kind.layout += c10::toString(at::autocast::get_autocast_dtype(job.device.type()));
+    kind.layout += c10::toString(at::autocast::get_autocast_dtype(problem.device.type()));
   }
-  kind.program = kind.layout + "|program " + std::to_string(job.program) + "|ones";
+  kind.program = kind.layout + "|program " + std::to_string(problem.program) + "|ones";
   for (const std::vector<int64_t>& leaf : lengths_of(inputs, targets)) {
     kind.lengths += '|';
     for (const int64_t size : leaf) {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "execute/job.hpp"
+#include "execute/problem.hpp"
 
 #include <infinitybatch/core/batch_source.hpp>
 
@@ -23,8 +23,8 @@ struct BatchKind {
   std::string shapes() const { return layout + lengths; }
 };
 
-/// \param job with its device, mode and program
-BatchKind batch_kind(const Job& job, const BatchSource& inputs, const BatchSource& targets);
+/// \param problem with its device, mode and program
+BatchKind batch_kind(const Problem& problem, const BatchSource& inputs, const BatchSource& targets);
 
 /// Shapes of samples: of inputs, then of targets.
 Dims lengths_of(const BatchSource& inputs, const BatchSource& targets);

@@ -87,24 +87,26 @@ struct Contestant {
 /// One logical batch and one model, computed in several ways.
 class Race {
  public:
-  Race(const Job& job, const Loss& loss, const std::optional<CoupledLoss>& native,
+  Race(const Problem& problem, const Loss& loss, const std::optional<CoupledLoss>& native,
        const Options& options, const BenchOptions& how)
-      : job_(job),
+      : problem_(problem),
         loss_(loss),
         native_(native),
         options_(options),
         how_(how),
         whole_loss_(losses::coupled([this](const Batch& outputs, const Batch& targets) {
-          return native_loss(loss_, native_, job_.device, job_.batch_size(), outputs, targets);
+          return native_loss(loss_, native_, problem_.device, problem_.batch_size(), outputs,
+                             targets);
         })),
-        model_(job) {}
+        model_(problem) {}
 
   BenchReport run() {
     model_.reset();
     BenchReport report;
-    report.batch_size = job_.batch_size();
-    report.live_bytes = memory::stats(job_.device).live;
-    if (options_.memory_budget) report.memory_budget = options_.memory_budget->resolve(job_.device);
+    report.batch_size = problem_.batch_size();
+    report.live_bytes = memory::stats(problem_.device).live;
+    if (options_.memory_budget)
+      report.memory_budget = options_.memory_budget->resolve(problem_.device);
     line_up();
     measure(report);
     for (Contestant& contestant : contestants_) {
@@ -119,7 +121,7 @@ class Race {
   void line_up() {
     Contestant native;
     native.times.name = native.times.strategy = "native";
-    native.times.micro_batch_sizes = {job_.batch_size()};
+    native.times.micro_batch_sizes = {problem_.batch_size()};
     native.run = [this] { run_native(); };
     contestants_.push_back(std::move(native));
     int64_t size = 0;
@@ -128,7 +130,7 @@ class Race {
     } else if (!options_.micro_batch_size) {
       size = add("planned", loss_, options_);
     } else {
-      size = std::min(*options_.micro_batch_size, job_.batch_size());
+      size = std::min(*options_.micro_batch_size, problem_.batch_size());
     }
     add_two_passes(size);
     if (std::none_of(contestants_.begin() + 1, contestants_.end(),
@@ -139,7 +141,7 @@ class Race {
     Contestant& whole = contestants_.front();
     try {
       model_.reset();
-      const memory::PeakScope peak(job_.device);
+      const memory::PeakScope peak(problem_.device);
       run_native();
       whole.times.peak_bytes = peak.peak();
     } catch (...) {
@@ -153,7 +155,7 @@ class Race {
     options.micro_batch_size = size;
     // On a system that promises more memory than it has, trying would end the process.
     if (!options.memory_budget) options.memory_budget = "auto";
-    const int64_t count = (job_.batch_size() + size - 1) / size;
+    const int64_t count = (problem_.batch_size() + size - 1) / size;
     const Loss loss = whole_loss_;
     add("retain-none", loss, options);
     if (contestants_.back().times.strategy != "rerun") {
@@ -174,16 +176,16 @@ class Race {
 
   /// Runs it until its plan does not change any more. Returns its micro-batch size.
   int64_t add(const std::string& name, const Loss& loss, const Options& options) {
-    const auto batch = std::make_shared<VirtualBatch>(*job_.model, loss, options);
+    const auto batch = std::make_shared<VirtualBatch>(*problem_.model, loss, options);
     Contestant contestant;
     contestant.times.name = name;
-    contestant.run = [this, batch] { batch->backward(*job_.inputs, *job_.targets); };
+    contestant.run = [this, batch] { batch->backward(*problem_.inputs, *problem_.targets); };
     StepReport report;
     try {
       std::vector<int64_t> before;
       for (int step = 0; step < kMostRehearsals; ++step) {
         model_.reset();
-        report = batch->backward(*job_.inputs, *job_.targets);
+        report = batch->backward(*problem_.inputs, *problem_.targets);
         const bool settled =
             (step & (step + 1)) != 0 &&  // else it looks at other rows
             (options.micro_batch_size || (report.predicted_peak_bytes && report.restarts == 0 &&
@@ -208,9 +210,11 @@ class Race {
 
   void run_native() {
     std::optional<memory::Limit> limit;  // as above
-    if (job_.device.is_cpu()) limit.emplace(memory::Budget("auto").resolve(job_.device));
-    const Batch inputs = to_device(job_.inputs->rows(0, job_.batch_size()), job_.device);
-    const Batch targets = to_device(job_.targets->rows(0, job_.batch_size()), job_.device);
+    if (problem_.device.is_cpu()) limit.emplace(memory::Budget("auto").resolve(problem_.device));
+    const Batch inputs =
+        to_device(problem_.inputs->rows(0, problem_.batch_size()), problem_.device);
+    const Batch targets =
+        to_device(problem_.targets->rows(0, problem_.batch_size()), problem_.device);
     whole_loss_.value(model_.forward(inputs), targets).backward();
   }
 
@@ -220,19 +224,19 @@ class Race {
       if (contestant.times.timed()) order.push_back(&contestant);
     }
     std::mt19937 random(0);
-    const double start = Instant(job_.device).wall;
+    const double start = Instant(problem_.device).wall;
     const auto in_time = [&] {
       return report.rounds < static_cast<int64_t>(kLeastRounds) ||
-             Instant(job_.device).wall - start < how_.seconds;
+             Instant(problem_.device).wall - start < how_.seconds;
     };
     for (; report.rounds < how_.rounds && in_time(); ++report.rounds) {
       std::shuffle(order.begin(), order.end(), random);
       for (Contestant* contestant : order) {
         model_.reset();
         if (options_.interrupt) options_.interrupt();
-        const Instant begin(job_.device);
+        const Instant begin(problem_.device);
         contestant->run();
-        const Instant end(job_.device);
+        const Instant end(problem_.device);
         contestant->times.cpu_seconds.push_back(end.cpu - begin.cpu);
         contestant->times.wall_seconds.push_back(end.wall - begin.wall);
       }
@@ -241,7 +245,7 @@ class Race {
 
   /// Where torch computes on the CPU its time is what a strategy costs; elsewhere the host waits.
   const std::vector<double>& cost(const StrategyTimes& times) const {
-    return job_.device.is_cpu() ? times.cpu_seconds : times.wall_seconds;
+    return problem_.device.is_cpu() ? times.cpu_seconds : times.wall_seconds;
   }
 
   void compare(BenchReport& report) const {
@@ -260,7 +264,7 @@ class Race {
     }
   }
 
-  const Job& job_;
+  const Problem& problem_;
   const Loss& loss_;
   const std::optional<CoupledLoss>& native_;
   const Options& options_;
@@ -296,14 +300,13 @@ BenchReport bench(const Model& model, const Loss& loss, const BatchSource& input
   options.loss_scale = nullptr;
   options.keep_outputs = false;
   VirtualBatch(model, loss, options);  // throws what it does not take
-  Job job;
-  job.model = &model;
-  job.loss = std::get_if<SeparableLoss>(&loss);
-  job.coupled = std::get_if<CoupledLoss>(&loss);
-  job.inputs = &inputs;
-  job.targets = &targets;
-  admit(job);
-  return Race(job, loss, native, options, how).run();
+  Problem problem;
+  problem.model = &model;
+  problem.loss = loss;
+  problem.inputs = &inputs;
+  problem.targets = &targets;
+  admit(problem);
+  return Race(problem, loss, native, options, how).run();
 }
 
 BenchReport bench(const Model& model, const Loss& loss, const Batch& inputs, const Batch& targets,

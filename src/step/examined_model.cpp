@@ -7,10 +7,10 @@
 
 namespace infinitybatch {
 
-ExaminedModel::ExaminedModel(const Job& job)
-    : job_(job), random_(RngSnapshot::capture(devices_of(job))) {
+ExaminedModel::ExaminedModel(const Problem& problem)
+    : problem_(problem), random_(RngSnapshot::capture(devices_of(problem))) {
   const at::NoGradGuard no_grad;
-  for (const NamedParameter& parameter : job.parameters) {
+  for (const NamedParameter& parameter : problem.parameters) {
     const at::Tensor& tensor = parameter.tensor;
     parameters_.push_back({nullptr,
                            tensor,
@@ -19,7 +19,7 @@ ExaminedModel::ExaminedModel(const Job& job)
                            tensor.grad(),
                            compat::accumulator_of(tensor)});
   }
-  for (const BufferSlot& slot : job.buffers) {
+  for (const BufferSlot& slot : problem.buffers) {
     const at::Tensor tensor = slot.get();
     if (!tensor.defined()) continue;
     buffers_.push_back({&slot, tensor, tensor.variable_data(), tensor.detach().clone(), {}, {}});
@@ -29,13 +29,13 @@ ExaminedModel::ExaminedModel(const Job& job)
 
 void ExaminedModel::begin_watch() {
   watch_.emplace();
-  watch_->know_parameters(job_.parameters);
+  watch_->know_parameters(problem_.parameters);
 }
 
 Batch ExaminedModel::forward(const Batch& inputs) {
   const coupled::CouplingWatch::Scope watching(*watch_);
-  const CarriedState::Scope stateful(&state_, /*part=*/false, job_.batch_size());
-  Batch outputs = job_.model->forward(inputs);
+  const CarriedState::Scope stateful(&state_, /*part=*/false, problem_.batch_size());
+  Batch outputs = problem_.model->forward(inputs);
   watch_->rethrow();
   return outputs;
 }

@@ -5,7 +5,7 @@
 #include "coupled/coupling_watch.hpp"
 #include "coupled/original_weights.hpp"
 #include "execute/carried_state.hpp"
-#include "execute/job.hpp"
+#include "execute/problem.hpp"
 
 #include <optional>
 #include <string>
@@ -17,8 +17,8 @@ namespace infinitybatch {
 /// empty `.grad`, in fp64 on demand, and in the end everything is as it was.
 class ExaminedModel {
  public:
-  /// \param job admitted already
-  explicit ExaminedModel(const Job& job);
+  /// \param problem admitted already
+  explicit ExaminedModel(const Problem& problem);
   ~ExaminedModel();
   ExaminedModel(const ExaminedModel&) = delete;
   ExaminedModel& operator=(const ExaminedModel&) = delete;
@@ -51,7 +51,7 @@ class ExaminedModel {
 
   void begin_watch();
 
-  const Job& job_;
+  const Problem& problem_;
   coupled::OriginalWeights weights_;
   std::optional<coupled::CouplingWatch> watch_;
   coupled::WatchedMemory memory_;

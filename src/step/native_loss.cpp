@@ -15,8 +15,8 @@ at::Tensor native_loss(const Loss& loss, const std::optional<CoupledLoss>& given
     return coupled->value(outputs, targets);
   const SeparableLoss& separable = std::get<SeparableLoss>(loss);
   const BatchSource source = targets_source(targets, rows);
-  Job whole;
-  whole.loss = &separable;
+  Problem whole;
+  whole.loss = separable;
   whole.inputs = &source;
   whole.targets = &source;
   whole.device = device;

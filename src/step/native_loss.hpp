@@ -1,6 +1,6 @@
 #pragma once
 
-#include "execute/job.hpp"
+#include "execute/problem.hpp"
 
 #include <infinitybatch/step/virtual_batch.hpp>
 

@@ -1,7 +1,7 @@
 #include "step/recovery.hpp"
 
 #include "core/out_of_memory.hpp"
-#include "execute/outside_loss.hpp"
+#include "execute/external_loss.hpp"
 #include "execute/row_look.hpp"
 #include "step/meter.hpp"
 #include "tape/mismatch.hpp"

@@ -91,13 +91,13 @@ at::ScalarType own_type_of(const std::vector<NamedParameter>& parameters) {
 /// One logical batch and one model, looked at in several ways.
 class Examination {
  public:
-  Examination(const Job& job, const Loss& loss, const std::optional<CoupledLoss>& native,
+  Examination(const Problem& problem, const Loss& loss, const std::optional<CoupledLoss>& native,
               const Options& options)
-      : job_(job), loss_(loss), native_(native), options_(options), model_(job) {}
+      : problem_(problem), loss_(loss), native_(native), options_(options), model_(problem) {}
 
   VerifyReport run() {
     VerifyReport report;
-    report.batch_size = job_.batch_size();
+    report.batch_size = problem_.batch_size();
     report.rows = report.batch_size;
     read(report.rows);
     const Found own_native = native_that_fits(report.rows);
@@ -129,16 +129,16 @@ class Examination {
 
  private:
   void read(int64_t rows) {
-    inputs_ = to_device(job_.inputs->rows(0, rows), job_.device);
-    targets_ = to_device(job_.targets->rows(0, rows), job_.device);
+    inputs_ = to_device(problem_.inputs->rows(0, rows), problem_.device);
+    targets_ = to_device(problem_.targets->rows(0, rows), problem_.device);
   }
 
   Found native(const Batch& inputs, const Batch& targets) {
     model_.reset();
-    const at::Tensor before = at::globalContext().defaultGenerator(job_.device).get_state();
+    const at::Tensor before = at::globalContext().defaultGenerator(problem_.device).get_state();
     const auto told = tell_foreign_sources();
     const Batch outputs = model_.forward(inputs);
-    const at::Tensor after = at::globalContext().defaultGenerator(job_.device).get_state();
+    const at::Tensor after = at::globalContext().defaultGenerator(problem_.device).get_state();
     const bool drawn = !options_.match_native_rng && !at::equal(before, after);
     if (drawn || tell_foreign_sources() != told) {
       throw Unsupported(
@@ -146,7 +146,7 @@ class Examination {
           "that their gradients cannot be compared; call eval(), set dropout to 0, or (for torch's "
           "own numbers) use match_native_rng=True, to verify");
     }
-    native_loss(loss_, native_, job_.device, rows_, outputs, targets).backward();
+    native_loss(loss_, native_, problem_.device, rows_, outputs, targets).backward();
     return {model_.take_gradients(), model_.read_buffers()};
   }
 
@@ -167,7 +167,7 @@ class Examination {
 
   Found ours(const Options& options, StepReport& report) {
     model_.reset();
-    VirtualBatch batch(*job_.model, loss_, options);
+    VirtualBatch batch(*problem_.model, loss_, options);
     report = batch.backward(inputs_, targets_);
     return {model_.take_gradients(), model_.read_buffers()};
   }
@@ -193,7 +193,7 @@ class Examination {
     Comparison comparison;
     comparison.type = at::kDouble;
     std::vector<std::string> names;
-    for (const NamedParameter& parameter : job_.parameters) names.push_back(parameter.name);
+    for (const NamedParameter& parameter : problem_.parameters) names.push_back(parameter.name);
     std::optional<Found> reversed;
     const auto compare = [&](std::vector<at::Tensor> Found::* what,
                              const std::vector<std::string>& named) {
@@ -229,7 +229,7 @@ class Examination {
       throw Unsupported(
           std::string("native is not repeatable: on the same batch, from the same parameters, "
                       "buffers and default random state, the gradient of ") +
-          job_.parameters[i].name + " moved by " + text +
+          problem_.parameters[i].name + " moved by " + text +
           " of its norm, so that there is nothing to compare with; forward or the loss draws from "
           "a "
           "generator of its own (a torch.Generator, numpy.random.default_rng()) or keeps state "
@@ -245,7 +245,8 @@ class Examination {
       if (!native[i].defined() && !ours[i].defined()) continue;
       const double allowed =
           std::max(kTwice * error(native, oracle, i), kRoundings * rounding_of(own_type_));
-      report.own.parameters.push_back({job_.parameters[i].name, error(ours, oracle, i), allowed});
+      report.own.parameters.push_back(
+          {problem_.parameters[i].name, error(ours, oracle, i), allowed});
     }
   }
 
@@ -281,11 +282,11 @@ class Examination {
     return std::nullopt;
   }
 
-  const Job& job_;
+  const Problem& problem_;
   const Loss& loss_;
   const std::optional<CoupledLoss>& native_;
   const Options& options_;
-  const at::ScalarType own_type_ = own_type_of(job_.parameters);
+  const at::ScalarType own_type_ = own_type_of(problem_.parameters);
   ExaminedModel model_;
   Batch inputs_;
   Batch targets_;
@@ -300,14 +301,13 @@ VerifyReport verify(const Model& model, const Loss& loss, const BatchSource& inp
   options.on_micro_batch = nullptr;
   options.loss_scale = nullptr;
   options.keep_outputs = false;
-  Job job;
-  job.model = &model;
-  job.loss = std::get_if<SeparableLoss>(&loss);
-  job.coupled = std::get_if<CoupledLoss>(&loss);
-  job.inputs = &inputs;
-  job.targets = &targets;
-  admit(job);
-  return Examination(job, loss, native, options).run();
+  Problem problem;
+  problem.model = &model;
+  problem.loss = loss;
+  problem.inputs = &inputs;
+  problem.targets = &targets;
+  admit(problem);
+  return Examination(problem, loss, native, options).run();
 }
 
 VerifyReport verify(const Model& model, const Loss& loss, const Batch& inputs, const Batch& targets,

@@ -31,78 +31,91 @@ using Clock = std::chrono::steady_clock;
 
 }  // namespace
 
-StaticTapes* VirtualBatch::State::static_tapes(const Job& job) {
+StaticTapes* VirtualBatch::State::static_tapes(const Problem& problem) {
   StaticTapes& tapes = knowledge_->static_tapes[kind_.lengths];
-  std::vector<const void*> owned = owned_by(job);
+  std::vector<const void*> owned = owned_by(problem);
   if (tapes.owned != owned) tapes = StaticTapes{{}, std::move(owned)};
   return &tapes;
 }
 
-std::string VirtualBatch::State::program_of(const Job& job) const {
-  return Programs::identity(model_, job.inputs->arguments);
+std::string VirtualBatch::State::program_of(const Problem& problem) const {
+  return Programs::identity(model_, problem.inputs->arguments);
 }
 
-Job VirtualBatch::State::job(const BatchSource& inputs, const BatchSource& targets) {
-  Job job;
-  job.model = &model_;
-  job.loss = std::get_if<SeparableLoss>(&loss_);
-  job.coupled = std::get_if<CoupledLoss>(&loss_);
-  job.use_tapes = use_tapes_;
-  job.tapes_failed = options_.use_tapes && !use_tapes_;
-  job.inputs = &inputs;
-  job.targets = &targets;
-  job.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
-  job.keep_outputs = options_.keep_outputs;
-  job.on_micro_batch = options_.on_micro_batch;
-  job.interrupt = options_.interrupt;
-  if (options_.loss_scale) job.loss_scale = options_.loss_scale();
-  admit(job);
-  job.cut = cut_[job.training];
+Problem VirtualBatch::State::problem(const BatchSource& inputs, const BatchSource& targets) {
+  Problem problem;
+  problem.model = &model_;
+  problem.loss = loss_;
+  problem.inputs = &inputs;
+  problem.targets = &targets;
+  problem.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
+  problem.match_native_rng = options_.match_native_rng;
+  problem.keep_outputs = options_.keep_outputs;
+  problem.on_micro_batch = options_.on_micro_batch;
+  problem.interrupt = options_.interrupt;
+  if (options_.loss_scale) problem.loss_scale = options_.loss_scale();
+  admit(problem);
   if (programs_.full()) {
     programs_.clear();
     known_.forget_programs();
   }
-  job.program = programs_.number(program_of(job));
-  kind_ = batch_kind(job, inputs, targets);
-  knowledge_ = &known_.of(kind_);
-  memory_ = &known_.memory_of(kind_);
-  if (options_.static_graph) {
-    job.cut = true;
-    job.static_tapes = static_tapes(job);
-  } else if (options_.checkpoint_segments || memory_->checkpoints) {
-    job.alone = !job.cut;
-    job.cut = true;
-    if (!memory_->checkpoints) memory_->checkpoints.emplace();
-    job.checkpoints = &*memory_->checkpoints;
-  }
-  const bool waits = job.cut || job.coupled != nullptr;
+  problem.program = programs_.number(program_of(problem));
+  return problem;
+}
+
+/// What earlier steps have found to work for this kind of batch.
+Strategy VirtualBatch::State::first_strategy(const Problem& problem) const {
+  Strategy strategy;
+  strategy.use_tapes(options_.use_tapes, /*work=*/use_tapes_);
+  strategy.reuses_tapes = options_.static_graph;
+  const bool whole_batch_ops = cut_[problem.training] || options_.static_graph;
+  const bool checkpoints =
+      !options_.static_graph && (options_.checkpoint_segments || memory_->checkpoints);
+  strategy.cut(whole_batch_ops, checkpoints);
+  const bool keeps = keeps_graphs(problem, strategy);
+  const bool has_boundaries = strategy.is_cut() || problem.loss.coupled() != nullptr;
   const bool offloads = options_.offload.when == Offload::When::always ||
-                        ((job.cut || keeps_graphs(job)) && memory_->offloads);
-  if (waits && offloads) job.store = store(job.device);
-  job.offloads_graphs = job.store != nullptr && keeps_graphs(job);
-  job.renormed = &renormed_;
-  job.match_native_rng = options_.match_native_rng;
-  return job;
+                        ((strategy.is_cut() || keeps) && memory_->offloads);
+  if (has_boundaries && offloads) {
+    strategy.offload = keeps ? Strategy::Offloads::graphs : Strategy::Offloads::boundaries;
+  }
+  return strategy;
+}
+
+/// What the strategy works with.
+void VirtualBatch::State::provide(Setup& setup) {
+  const Strategy& strategy = setup.strategy;
+  if (strategy.checkpoints() && !memory_->checkpoints) memory_->checkpoints.emplace();
+  setup.resources.checkpoints = strategy.checkpoints() ? &*memory_->checkpoints : nullptr;
+  setup.resources.static_tapes = strategy.reuses_tapes ? static_tapes(setup.problem) : nullptr;
+  setup.resources.store = strategy.offloads() ? store(setup.problem.device) : nullptr;
+  setup.resources.renormed = &renormed_;
 }
 
 StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSource& targets,
                                      bool hand_out) {
   const Clock::time_point start = Clock::now();
   const PinnedCopies copies;
-  const PlainNumbers::Scope remembering(numbers_);
-  Job job = this->job(inputs, targets);
-  const memory::ForeignStorages counted(reachable_tensors(job));
-  const memory::PeakScope peak(job.device);
+  const PlainNumbers::Scope remembering(&numbers_);
+  Setup setup;
+  setup.problem = problem(inputs, targets);
+  kind_ = batch_kind(setup.problem, inputs, targets);
+  knowledge_ = &known_.of(kind_);
+  memory_ = &known_.memory_of(kind_);
+  setup.strategy = first_strategy(setup.problem);
+  provide(setup);
+  const memory::ForeignStorages counted(reachable_tensors(setup.problem));
+  const memory::PeakScope peak(setup.problem.device);
   std::optional<int64_t> budget;
-  if (options_.memory_budget) budget = options_.memory_budget->resolve(job.device);
-  if (const int64_t live = memory::stats(job.device).live; budget && live > *budget) {
+  if (options_.memory_budget) budget = options_.memory_budget->resolve(setup.problem.device);
+  if (const int64_t live = memory::stats(setup.problem.device).live; budget && live > *budget) {
     throw BudgetExceeded(
         live, *budget, std::nullopt,
         "What is allocated before the step (parameters, gradients, optimizer state, inputs)");
   }
 
   Findings findings = knowledge_->findings;  // kept where the step succeeds
-  job.findings = &findings;
+  setup.resources.findings = &findings;
   segments_changed_ = 0;
   beside_plan_ = false;
   collective_.reset();
@@ -119,10 +132,10 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
     // The CPU's limit is enforced; an accelerator's is kept by the plan, and looked at after each
     // instruction. One for each attempt, so that it tells what failed in this one.
     std::optional<memory::Limit> limit;
-    if (budget) limit.emplace(*budget, job.device);
+    if (budget) limit.emplace(*budget, setup.problem.device);
     try {
-      StepReport report = attempt(job, budget, hand_out);
-      programs_.left(program_of(job));
+      StepReport report = attempt(setup, budget, hand_out);
+      programs_.left(program_of(setup.problem));
       knowledge_->findings = std::move(findings);
       report.peak_bytes = peak.peak();
       // Of the plan alone, which says nothing of a rehearsal, a look at rows or an attempt that
@@ -132,50 +145,52 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
       if (beside && report.peak_bytes > predicted && own_peak_ <= predicted) {
         report.predicted_peak_bytes.reset();
       }
-      if (job.store != nullptr) tell_offload(job, report);
+      if (setup.strategy.offloads()) tell_offload(setup, report);
       report.memory_budget = budget;
       report.seconds = std::chrono::duration<double>(Clock::now() - start).count();
       report.restarts = restarts;
       return report;
     } catch (...) {
       const Failed::Scope failed(failed_, std::current_exception());
-      if (!answer(job, budget, limit ? &*limit : nullptr)) --restarts;
+      if (!answer(setup, budget, limit ? &*limit : nullptr)) --restarts;
+      provide(setup);
     }
   }
 }
 
-StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int64_t>& budget,
+StepReport VirtualBatch::State::attempt(const Setup& setup, const std::optional<int64_t>& budget,
                                         bool hand_out) {
   planning_ = false;
   coupled_beyond_cuts_ = false;
   failed_rows_ = 0;
-  const RngSnapshot random = RngSnapshot::capture(devices_of(job));
-  Job checked;
+  const RngSnapshot random = RngSnapshot::capture(devices_of(setup.problem));
+  Setup checked;
   std::optional<Executor> executor;
   try {
     StepReport report;
     inputs_written_ = false;
-    checked = job;
-    const bool rehearsed = (job.coupled != nullptr || job.cut) && job.checkpoints == nullptr;
+    checked = setup;
+    const bool rehearsed = (setup.problem.loss.coupled() != nullptr || setup.strategy.is_cut()) &&
+                           !setup.strategy.checkpoints();
     if (rehearsed && !options_.micro_batch_size) {
-      checked.offloads_graphs = offloads_graphs();
+      choose_offload(checked.strategy);
       rehearse(checked, *budget);
-      choose_graphs(job, *budget);
-      checked.offloads_graphs = offloads_graphs();
+      choose_graphs(setup, *budget);
+      choose_offload(checked.strategy);
       random.restore();
     }
-    if (job.store != nullptr) offloaded_before_ = job.store->statistics();
-    const memory::PeakScope own(job.device);
+    if (setup.strategy.offloads()) offloaded_before_ = setup.resources.store->statistics();
+    const memory::PeakScope own(setup.problem.device);
     executor.emplace(checked);
     if (!options_.micro_batch_size) executor->look_for_few_rows();
-    if (job.checkpoints != nullptr) {
-      follow_checkpoints(*executor, job, budget, hand_out, report);
+    if (setup.strategy.checkpoints()) {
+      follow_checkpoints(*executor, setup, budget, hand_out, report);
     } else if (options_.micro_batch_size) {
-      follow_fixed_size(*executor, job, hand_out, report);
+      follow_fixed_size(*executor, setup, hand_out, report);
     } else {
       follow_planner(*executor, checked, *budget, hand_out, report);
     }
-    if (job.store != nullptr) {
+    if (setup.strategy.offloads()) {
       times_ = executor->times();
       graph_bytes_ = executor->graph_bytes();
     }
@@ -208,15 +223,15 @@ StepReport VirtualBatch::State::attempt(const Job& job, const std::optional<int6
     }
     // Nobody has looked at recordings of a step that failed: what mixes samples is looked for in
     // recordings alone, and would not be met again.
-    if (job.static_tapes != nullptr) job.static_tapes->by_rows.clear();
+    if (setup.strategy.reuses_tapes) setup.resources.static_tapes->by_rows.clear();
     random.restore();
     throw;
   }
 }
 
-void VirtualBatch::State::tell_offload(const Job& job, StepReport& report) {
+void VirtualBatch::State::tell_offload(const Setup& setup, StepReport& report) {
   const offload::StoreStatistics& before = offloaded_before_;
-  const offload::StoreStatistics now = job.store->statistics();
+  const offload::StoreStatistics now = setup.resources.store->statistics();
   const OffloadedMeanwhile offloaded(before, now);
   report.offloaded_bytes = offloaded.bytes;
   report.offload_seconds = offloaded.seconds;
@@ -224,7 +239,7 @@ void VirtualBatch::State::tell_offload(const Job& job, StepReport& report) {
   plan_.offloaded_bytes = report.offloaded_bytes;
   plan_.offload_seconds = report.offload_seconds;
   plan_.graph_bytes = graph_bytes_;
-  if (!job.device.is_cpu()) return;
+  if (!setup.problem.device.is_cpu()) return;
   times_.set_link(report.offloaded_bytes, now.seconds_out - before.seconds_out,
                   now.moved_back - before.moved_back, now.seconds_back - before.seconds_back);
   plan_.predicted_offload_seconds = simulate_copies(plan_, times_);

@@ -35,66 +35,70 @@ class VirtualBatch::State {
   Plan plan() const { return plan_; }
 
  private:
-  Job job(const BatchSource& inputs, const BatchSource& targets);
+  Problem problem(const BatchSource& inputs, const BatchSource& targets);
+  Strategy first_strategy(const Problem& problem) const;
+  void provide(Setup& setup);
   /// Those of this kind of batch; empty where parameters or buffers are other tensors now.
-  StaticTapes* static_tapes(const Job& job);
-  std::string program_of(const Job& job) const;
-  StepReport attempt(const Job& job, const std::optional<int64_t>& budget, bool hand_out);
+  StaticTapes* static_tapes(const Problem& problem);
+  std::string program_of(const Problem& problem) const;
+  StepReport attempt(const Setup& setup, const std::optional<int64_t>& budget, bool hand_out);
   /// Records, and then follows the plan that the recordings ask for.
-  void follow_cuts(Executor& executor, const Job& job, std::vector<int64_t> sizes, bool hand_out);
-  void follow_fixed_size(Executor& executor, const Job& job, bool hand_out, StepReport& report);
+  void follow_cuts(Executor& executor, const Setup& setup, std::vector<int64_t> sizes,
+                   bool hand_out);
+  void follow_fixed_size(Executor& executor, const Setup& setup, bool hand_out, StepReport& report);
   /// Measures what the planner still wants to know of a coupled loss's micro-batches, and undoes
   /// it.
-  void rehearse(const Job& job, int64_t budget);
+  void rehearse(const Setup& setup, int64_t budget);
   /// Whether graphs are offloaded by choice.
   bool offloads_graphs() const;
+  void choose_offload(Strategy& strategy) const;
   /// Of a coupled loss that offloads, once it is rehearsed: finds out whether offloading all graphs
   /// takes less time than second forwards.
-  void choose_graphs(const Job& job, int64_t budget);
+  void choose_graphs(const Setup& setup, int64_t budget);
   /// From now on second forwards instead; false where no graph was offloaded by choice.
   bool give_up_graphs();
   /// With a fixed size: whether micro-batches keep their graph for a coupled loss.
-  bool keeps_graphs(const Job& job) const;
-  Request request(const Job& job, int64_t budget) const;
-  void follow_planner(Executor& executor, const Job& job, int64_t budget, bool hand_out,
+  bool keeps_graphs(const Problem& problem, const Strategy& strategy) const;
+  Request request(const Setup& setup, int64_t budget) const;
+  void follow_planner(Executor& executor, const Setup& setup, int64_t budget, bool hand_out,
                       StepReport& report);
   /// Micro-batch by micro-batch, each of them segment by segment; or, where ops see the whole
   /// batch, so from one of them to the next.
-  void follow_checkpoints(Executor& executor, const Job& job, const std::optional<int64_t>& budget,
-                          bool hand_out, StepReport& report);
+  void follow_checkpoints(Executor& executor, const Setup& setup,
+                          const std::optional<int64_t>& budget, bool hand_out, StepReport& report);
   /// An attempt has thrown `failed_`. Returns whether the next one is a restart.
   /// \throws what the user should see, where there is no answer
-  bool answer(Job& job, const std::optional<int64_t>& budget, const memory::Limit* limit);
-  bool apply(Answer answer, Job& job, const std::optional<int64_t>& budget);
-  void raise_explained(const Job& job, const std::optional<int64_t>& budget);
+  bool answer(Setup& setup, const std::optional<int64_t>& budget, const memory::Limit* limit);
+  bool apply(Answer answer, Setup& setup, const std::optional<int64_t>& budget);
+  void raise_explained(const Setup& setup, const std::optional<int64_t>& budget);
   void refuse_smaller(int64_t budget);
   bool plan_smaller(int64_t budget);
-  bool begin_cuts(Job& job);
-  bool end_cuts(Job& job);
-  bool begin_whole_batch(const Job& job);
+  bool begin_cuts(Setup& setup);
+  bool end_cuts(Setup& setup);
+  bool begin_whole_batch(const Setup& setup);
   /// Larger micro-batches, where a few samples were what forward failed on; false where not.
-  bool begin_larger(const Job& job);
+  bool begin_larger(const Setup& setup);
   /// \throws BudgetExceeded
-  [[noreturn]] void refuse_budget(const Job& job);
+  [[noreturn]] void refuse_budget(const Setup& setup);
   /// From now on batches of this kind are computed so; false where they cannot be.
-  bool begin_checkpoints(Job& job);
+  bool begin_checkpoints(Setup& setup);
   /// No more: samples are coupled.
-  void end_checkpoints(Job& job);
+  void end_checkpoints(Setup& setup);
   /// They did not help: as if they had never begun. \throws BudgetExceeded
   /// \param what it is that does not fit
   [[noreturn]] void give_up_checkpoints(int64_t needed, int64_t budget, const std::string& what);
   /// From now on what waits of batches of this kind leaves the device; false where it cannot.
-  bool begin_offload(Job& job);
+  bool begin_offload(Setup& setup);
   /// What waits until a coupled loss is known does not, but is made again after it.
-  bool begin_again(const Job& job, CheckpointPlanner& planner) const;
+  bool begin_again(const Setup& setup, CheckpointPlanner& planner) const;
   /// The last rung, where nothing may be offloaded: frontiers are computed again instead.
   bool begin_forgetting(CheckpointPlanner& planner) const;
   /// What the step offloaded, and how much of its copies was hidden, for plan and report.
-  void tell_offload(const Job& job, StepReport& report);
+  void tell_offload(const Setup& setup, StepReport& report);
   /// With a fixed size: whether offloaded values may be copied while other micro-batches compute.
-  bool may_overlap(const Job& job) const;
+  bool may_overlap(const Setup& setup) const;
   /// From now on they are copied in turn; false where they were.
-  bool begin_turns(const Job& job);
+  bool begin_turns(const Setup& setup);
   offload::Store* store(at::Device device);
   /// \throws Unsupported where forward has to run again on inputs that it has changed
   void check_inputs() const;

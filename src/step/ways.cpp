@@ -1,10 +1,9 @@
 // The ways that a step can go: a fixed size, a plan, from cut to cut, segment by segment.
-#include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
-#include "core/rng.hpp"
 #include "execute/schedule.hpp"
 #include "step/admission.hpp"
 #include "step/meter.hpp"
+#include "step/rehearsal.hpp"
 #include "step/virtual_batch_state.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -30,70 +29,72 @@ Piece prepare(Piece piece, bool hand_out) {
 
 }  // namespace
 
-void VirtualBatch::State::follow_fixed_size(Executor& executor, const Job& job, bool hand_out,
+void VirtualBatch::State::follow_fixed_size(Executor& executor, const Setup& setup, bool hand_out,
                                             StepReport& report) {
-  std::vector<int64_t> sizes = split_by(job.batch_size(), *options_.micro_batch_size);
-  if (job.cut) {
-    sizes = split_for_cuts(job.batch_size(), *options_.micro_batch_size);
-    follow_cuts(executor, job, std::move(sizes), hand_out);
+  std::vector<int64_t> sizes = split_by(setup.problem.batch_size(), *options_.micro_batch_size);
+  if (setup.strategy.is_cut()) {
+    sizes = split_for_cuts(setup.problem.batch_size(), *options_.micro_batch_size);
+    follow_cuts(executor, setup, std::move(sizes), hand_out);
     report.micro_batch_sizes = plan_.micro_batch_sizes;
     return;
   }
-  if (job.coupled != nullptr) {
+  if (setup.problem.loss.coupled() != nullptr) {
     const int64_t count = static_cast<int64_t>(sizes.size());
     plan_ = two_pass_plan(std::move(sizes), std::min(options_.retained_micro_batches, count),
-                          job.offloads_graphs);
-    if (job.store != nullptr) plan_ = with_offload(std::move(plan_), may_overlap(job));
+                          setup.strategy.offloads_graphs());
+    if (setup.strategy.offloads()) plan_ = with_offload(std::move(plan_), may_overlap(setup));
   } else {
     plan_ = stream_plan(std::move(sizes), has_penalty());
   }
-  plan_.baseline_bytes = memory::stats(job.device).live;
+  plan_.baseline_bytes = memory::stats(setup.problem.device).live;
   plan_.reason = "micro_batch_size=" + std::to_string(*options_.micro_batch_size) + " was given";
   Piece piece;
   piece.plan = plan_;
   piece.settled = true;
-  run(executor, prepare(std::move(piece), hand_out), 0, job.device);
+  run(executor, prepare(std::move(piece), hand_out), 0, setup.problem.device);
   report.micro_batch_sizes = plan_.micro_batch_sizes;
 }
 
-void VirtualBatch::State::follow_cuts(Executor& executor, const Job& job,
+void VirtualBatch::State::follow_cuts(Executor& executor, const Setup& setup,
                                       std::vector<int64_t> sizes, bool hand_out) {
   const auto count = static_cast<int64_t>(sizes.size());
   const int64_t retained = std::min(options_.retained_micro_batches, count);
   const auto plan = [&](int64_t segments) {
-    Plan cut = cut_plan(sizes, segments, retained, job.coupled != nullptr, has_penalty());
-    return job.store != nullptr ? with_offload(std::move(cut), may_overlap(job)) : cut;
+    Plan cut =
+        cut_plan(sizes, segments, retained, setup.problem.loss.coupled() != nullptr, has_penalty());
+    return setup.strategy.offloads() ? with_offload(std::move(cut), may_overlap(setup)) : cut;
   };
   Piece piece;
   piece.settled = true;
   piece.plan = plan(/*segments=*/1);
   piece.plan.instructions.resize(sizes.size());  // the recordings
   plan_ = piece.plan;
-  run(executor, piece, 0, job.device);
+  run(executor, piece, 0, setup.problem.device);
   piece.plan = plan(executor.segments());
   plan_ = piece.plan;
-  plan_.baseline_bytes = memory::stats(job.device).live;
+  plan_.baseline_bytes = memory::stats(setup.problem.device).live;
   auto& instructions = piece.plan.instructions;
   instructions.erase(instructions.begin(), instructions.begin() + count);
-  run(executor, prepare(std::move(piece), hand_out), 0, job.device);
-  job.findings->recordings_checked = true;
+  run(executor, prepare(std::move(piece), hand_out), 0, setup.problem.device);
+  setup.resources.findings->recordings_checked = true;
 }
 
-void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
+void VirtualBatch::State::follow_checkpoints(Executor& executor, const Setup& setup,
                                              const std::optional<int64_t>& budget, bool hand_out,
                                              StepReport& report) {
   CheckpointPlanner& planner = *memory_->checkpoints;
-  const int64_t baseline = memory::stats(job.device).live;
+  const int64_t baseline = memory::stats(setup.problem.device).live;
   constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max() / 4;
   const int64_t rows = options_.micro_batch_size.value_or(1);
-  std::vector<int64_t> sizes =
-      job.alone ? split_by(job.batch_size(), rows) : split_for_cuts(job.batch_size(), rows);
+  std::vector<int64_t> sizes = setup.strategy.per_micro_batch()
+                                   ? split_by(setup.problem.batch_size(), rows)
+                                   : split_for_cuts(setup.problem.batch_size(), rows);
   CheckpointPlanner::Situation situation;
   situation.available = budget ? *budget - baseline : kUnlimited;
-  situation.offloaded = job.store != nullptr;
+  situation.offloaded = setup.strategy.offloads();
   situation.micro_batches = static_cast<int64_t>(sizes.size());
-  situation.coupled = job.coupled != nullptr;
-  situation.together = !job.alone;
+  situation.coupled = setup.problem.loss.coupled() != nullptr;
+  situation.together = !setup.strategy.per_micro_batch();
   situation.fixed = options_.checkpoint_segments;
   planner.begin(situation);
   int64_t row = 0;
@@ -104,15 +105,15 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
     const auto begin = plan.instructions.begin();
     plan.instructions = {begin + static_cast<int64_t>(from), begin + static_cast<int64_t>(to)};
     piece.plan = std::move(plan);
-    const memory::PeakScope peak(job.device);
-    run(executor, piece, row, job.device);
+    const memory::PeakScope peak(setup.problem.device);
+    run(executor, piece, row, setup.problem.device);
     if (counts) most = std::max(most, peak.peak());
   };
-  const bool coupled = job.coupled != nullptr;
+  const bool coupled = setup.problem.loss.coupled() != nullptr;
   // Nobody goes back before all have been forward.
-  const bool together = coupled || !job.alone;
+  const bool together = coupled || !setup.strategy.per_micro_batch();
   const auto offloaded = [&](Plan plan) {
-    return job.store != nullptr ? with_offload(std::move(plan), planner.overlaps()) : plan;
+    return setup.strategy.offloads() ? with_offload(std::move(plan), planner.overlaps()) : plan;
   };
   std::vector<int64_t> segments;
   std::vector<Stretches> stretches;
@@ -128,8 +129,9 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
     if (!together && last && hand_out) follow(rest, end, end + 1, /*counts=*/false);
     row += size;
   }
-  plan_ = offloaded(job.alone ? checkpoint_plan(sizes, segments, coupled, has_penalty())
-                              : cut_plan(sizes, stretches, /*retained=*/0, coupled, has_penalty()));
+  plan_ = offloaded(setup.strategy.per_micro_batch()
+                        ? checkpoint_plan(sizes, segments, coupled, has_penalty())
+                        : cut_plan(sizes, stretches, /*retained=*/0, coupled, has_penalty()));
   if (together) {
     row = 0;
     const auto& instructions = plan_.instructions;
@@ -145,7 +147,7 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
     // Looks at other rows are no part of what a plan needs.
     if (hand_out) follow(plan_, end, end + 1, /*counts=*/false);
   }
-  if (!job.alone) job.findings->recordings_checked = true;
+  if (!setup.strategy.per_micro_batch()) setup.resources.findings->recordings_checked = true;
   plan_.baseline_bytes = baseline;
   plan_.budget_bytes = budget;
   if (!coupled) plan_.predicted_peak_bytes = baseline + planner.estimate();
@@ -158,89 +160,64 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Job& job,
   report.micro_batch_sizes = std::move(sizes);
 }
 
-bool VirtualBatch::State::may_overlap(const Job& job) const {
+bool VirtualBatch::State::may_overlap(const Setup& setup) const {
   // Of a fixed size nothing is predicted: what was too much is known where the limit is enforced.
-  const bool known = !options_.memory_budget || job.device.is_cpu();
+  const bool known = !options_.memory_budget || setup.problem.device.is_cpu();
   return known && !memory_->in_turn;
 }
 
-Request VirtualBatch::State::request(const Job& job, int64_t budget) const {
+Request VirtualBatch::State::request(const Setup& setup, int64_t budget) const {
   Request request;
   request.signature = kind_.layout;
-  if (job.cut) request.signature += "|cut into " + std::to_string(segments_);
-  request.offloaded = job.store != nullptr;
+  if (setup.strategy.is_cut()) request.signature += "|cut into " + std::to_string(segments_);
+  request.offloaded = setup.strategy.offloads();
   if (request.offloaded) request.signature += "|offloaded";
-  request.offloads_graphs = job.offloads_graphs;
+  request.offloads_graphs = setup.strategy.offloads_graphs();
   if (request.offloads_graphs) request.signature += "|graphs, too";
-  request.outputs_offload = request.offloaded && job.coupled != nullptr &&
-                            job.coupled->device().value_or(job.device) == job.device;
-  request.dims = lengths_of(*job.inputs, *job.targets);
-  request.batch_size = job.batch_size();
-  request.baseline_bytes = memory::stats(job.device).live;
+  request.outputs_offload =
+      request.offloaded && setup.problem.loss.coupled() != nullptr &&
+      setup.problem.loss.coupled()->device().value_or(setup.problem.device) == setup.problem.device;
+  request.dims = lengths_of(*setup.problem.inputs, *setup.problem.targets);
+  request.batch_size = setup.problem.batch_size();
+  request.baseline_bytes = memory::stats(setup.problem.device).live;
   request.budget_bytes = budget;
   request.penalty = has_penalty();
-  request.two_pass = job.coupled != nullptr || job.cut;
-  request.measured = !job.device.is_cpu();
-  request.whole_loss = job.coupled != nullptr;
-  request.segments = job.cut ? segments_ : 0;
+  request.two_pass = setup.problem.loss.coupled() != nullptr || setup.strategy.is_cut();
+  request.measured = !setup.problem.device.is_cpu();
+  request.whole_loss = setup.problem.loss.coupled() != nullptr;
+  request.segments = setup.strategy.is_cut() ? segments_ : 0;
   request.whole_batch_only = knowledge_->whole;
   request.fails_on = knowledge_->few_rows.failing();
   return request;
 }
 
-void VirtualBatch::State::rehearse(const Job& job, int64_t budget) {
-  Job quiet = job;
-  quiet.on_micro_batch = nullptr;
-  quiet.rehearses = true;
-  quiet.keep_outputs = false;
-  quiet.waits = job.store != nullptr && !job.cut;
-  // A small batch has too few rows to time every size in one pass over them.
-  constexpr int kPasses = 8;
-  if (planner_.settled_for(request(quiet, budget))) return;
-  const RngSnapshot random = RngSnapshot::capture(devices_of(job));
-  std::optional<Executor> executor;
+void VirtualBatch::State::rehearse(const Setup& setup, int64_t budget) {
+  if (planner_.settled_for(request(setup, budget))) return;
+  const auto check = [this](const Executor& executor) {
+    inputs_written_ = executor.forwards().wrote_inputs();
+    check_inputs();
+  };
+  Rehearsal rehearsal{planner_, graph_choices_, setup, [&] { return request(setup, budget); },
+                      check};
+  rehearsal.setup.problem.on_micro_batch = nullptr;
+  rehearsal.setup.problem.keep_outputs = false;
+  const auto note = [&] {
+    planning_ = planning_ || rehearsal.began;
+    beside_plan_ = beside_plan_ || rehearsal.began;
+  };
   try {
-    for (int pass = 0; pass < kPasses; ++pass) {
-      executor.emplace(quiet);
-      executor->look_for_few_rows();
-      planner_.begin(request(quiet, budget));
-      planning_ = true;
-      int64_t row = 0;
-      while (const std::optional<Piece> piece = planner_.next()) {
-        beside_plan_ = true;
-        planner_.observe(*piece, run_planned(*executor, *piece, row, job.device));
-        if (quiet.waits) {
-          graph_choices_.add(request(job, budget), piece->plan, executor->take_times());
-        }
-        executor->checks().examine();
-        row += piece->plan.batch_size;
-        inputs_written_ = executor->forwards().wrote_inputs();
-        check_inputs();
-        if (!job.cut) continue;
-        // Each piece stands for a whole batch.
-        quiet.findings->recordings_checked = true;
-        executor->roll_back();
-        if (job.match_native_rng) random.restore();
-        executor.emplace(quiet);
-        executor->look_for_few_rows();
-      }
-      executor->roll_back();
-      executor.reset();
-      if (planner_.settled()) break;
-    }
+    rehearsal.run();
+    note();
   } catch (...) {
-    keep_foreign_exception(std::current_exception());
-    if (executor) {
-      coupled_beyond_cuts_ = executor->coupled_beyond_cuts();
-      failed_rows_ = executor->failed_rows();
-      executor->roll_back();
-    }
+    note();
+    coupled_beyond_cuts_ = rehearsal.coupled_beyond_cuts;
+    failed_rows_ = rehearsal.failed_rows;
     throw;
   }
 }
 
-bool VirtualBatch::State::keeps_graphs(const Job& job) const {
-  return job.coupled != nullptr && !job.cut && options_.micro_batch_size &&
+bool VirtualBatch::State::keeps_graphs(const Problem& problem, const Strategy& strategy) const {
+  return problem.loss.coupled() != nullptr && !strategy.is_cut() && options_.micro_batch_size &&
          options_.retained_micro_batches > 0;
 }
 
@@ -248,15 +225,22 @@ bool VirtualBatch::State::offloads_graphs() const {
   return !graph_choices_.empty() && graph_choices_.offloads(kind_.shapes());
 }
 
-void VirtualBatch::State::choose_graphs(const Job& job, int64_t budget) {
-  const bool possible = job.coupled != nullptr && !job.cut && job.store != nullptr;
+void VirtualBatch::State::choose_offload(Strategy& strategy) const {
+  if (!strategy.offloads()) return;
+  strategy.offload =
+      offloads_graphs() ? Strategy::Offloads::graphs : Strategy::Offloads::boundaries;
+}
+
+void VirtualBatch::State::choose_graphs(const Setup& setup, int64_t budget) {
+  const bool possible = setup.problem.loss.coupled() != nullptr && !setup.strategy.is_cut() &&
+                        setup.strategy.offloads();
   if (!possible || !planner_.settled()) return;
   const std::string kind = kind_.shapes();
   if (graph_choices_.find(kind) != nullptr) return;
-  Job offload = job;
-  offload.offloads_graphs = true;
+  Setup offload = setup;
+  offload.strategy.offload = Strategy::Offloads::graphs;
   graph_choices_.choose(
-      kind, planner_, *job.store, planner_.plan(), request(job, budget),
+      kind, planner_, *setup.resources.store, planner_.plan(), request(setup, budget),
       {[&] { return request(offload, budget); }, [&] { rehearse(offload, budget); }});
 }
 
@@ -264,17 +248,17 @@ bool VirtualBatch::State::give_up_graphs() {
   return offloads_graphs() && graph_choices_.give_up(kind_.shapes());
 }
 
-void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int64_t budget,
+void VirtualBatch::State::follow_planner(Executor& executor, const Setup& setup, int64_t budget,
                                          bool hand_out, StepReport& report) {
-  planner_.begin(request(job, budget));
+  planner_.begin(request(setup, budget));
   planning_ = true;
-  if (job.coupled != nullptr || job.cut) {
+  if (setup.problem.loss.coupled() != nullptr || setup.strategy.is_cut()) {
     const Piece piece = prepare(planner_.two_pass(), hand_out);
     report.micro_batch_sizes = piece.plan.micro_batch_sizes;
     report.predicted_peak_bytes = piece.plan.predicted_peak_bytes;
     plan_ = piece.plan;
-    planner_.observe(piece, run_planned(executor, piece, 0, job.device));
-    if (job.cut) job.findings->recordings_checked = true;
+    planner_.observe(piece, run_planned(executor, piece, 0, setup.problem.device));
+    if (setup.strategy.is_cut()) setup.resources.findings->recordings_checked = true;
     plan_ = planner_.plan();
     if (!graph_choices_.empty()) {
       const GraphChoice* choice = graph_choices_.find(kind_.shapes());
@@ -289,7 +273,7 @@ void VirtualBatch::State::follow_planner(Executor& executor, const Job& job, int
     report.predicted_peak_bytes = piece->plan.predicted_peak_bytes;
     const int64_t rows = piece->plan.batch_size;
     *piece = prepare(std::move(*piece), hand_out);
-    planner_.observe(*piece, run(executor, *piece, row, job.device));
+    planner_.observe(*piece, run(executor, *piece, row, setup.problem.device));
     executor.checks().examine();
     row += rows;
   }

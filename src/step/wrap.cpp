@@ -5,7 +5,7 @@
 #include "core/pinned_copies.hpp"
 #include "core/plain_leaves.hpp"
 #include "core/transforms.hpp"
-#include "execute/outside_loss.hpp"
+#include "execute/external_loss.hpp"
 #include "execute/schedule.hpp"
 #include "step/admission.hpp"
 #include "step/options.hpp"
@@ -28,16 +28,16 @@ namespace infinitybatch {
 
 namespace {
 
-Batch run(const std::shared_ptr<Wrapped>& wrapped, const Job& job, const Batch& inputs,
+Batch run(const std::shared_ptr<Wrapped>& wrapped, const Setup& setup, const Batch& inputs,
           int64_t total) {
   const Options& options = wrapped->options;
   const bool native =
       !options.memory_budget && total <= *options.micro_batch_size && !wrapped->own.agree;
-  if (!native) return forward(wrapped, job, inputs);
+  if (!native) return forward(wrapped, setup, inputs);
   auto report = std::make_shared<WrapReport>();
   report->micro_batch_sizes = {total};
   report->strategy = "native";
-  Batch outputs = wrapped->model.forward(to_device(inputs, job.device));
+  Batch outputs = wrapped->model.forward(to_device(inputs, setup.problem.device));
   publish(*wrapped, std::move(report));
   if (options.on_micro_batch) options.on_micro_batch({0, total, detached(outputs), Batch()});
   return outputs;
@@ -87,14 +87,14 @@ bool ran_short(const std::exception_ptr& error) {
 
 /// What forward leaves beside its outputs is joined where that costs nobody an exact step: else it
 /// stays as the last micro-batch leaves it, and is told of.
-Batch run_joining(const std::shared_ptr<Wrapped>& wrapped, const Job& job, const Batch& inputs,
+Batch run_joining(const std::shared_ptr<Wrapped>& wrapped, const Setup& setup, const Batch& inputs,
                   int64_t total) {
   const Rerunnable rerunnable(inputs);
   wrapped->joining = false;
   try_joining_again(*wrapped);
   bool short_of_memory = false;
   try {
-    return run(wrapped, job, inputs, total);
+    return run(wrapped, setup, inputs, total);
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
     keep_foreign_exception(error);
@@ -106,7 +106,7 @@ Batch run_joining(const std::shared_ptr<Wrapped>& wrapped, const Job& job, const
   wrapped->calls_unjoined = 0;
   forget_plans(*wrapped);
   try {
-    return run(wrapped, job, inputs, total);
+    return run(wrapped, setup, inputs, total);
   } catch (...) {
     keep_foreign_exception(std::current_exception());
     wrapped->joins_left = true;  // it was not that
@@ -132,16 +132,15 @@ Batch Wrap::forward(const Batch& inputs) const {
   std::optional<OneThread> alone;
   if (at::GradMode::is_enabled()) alone.emplace(*wrapped_);
   const PinnedCopies copies;
-  Job job;
-  job.model = &wrapped_->model;
-  job.match_native_rng = wrapped_->options.match_native_rng;
-  job.exact_coupling = wrapped_->options.batch_coupling == BatchCoupling::exact;
-  job.use_tapes = wrapped_->use_tapes;
-  admit_model(job);
+  Setup setup;
+  setup.problem.model = &wrapped_->model;
+  setup.problem.match_native_rng = wrapped_->options.match_native_rng;
+  setup.problem.exact_coupling = wrapped_->options.batch_coupling == BatchCoupling::exact;
+  admit_model(setup.problem);
   const std::string arguments = identity_of_plain_leaves(inputs);
-  job.program = wrapped_->begin_program(arguments);
-  const PlainNumbers::Scope remembering(wrapped_->numbers);
-  Batch outputs = run_joining(wrapped_, job, inputs, total);
+  setup.problem.program = wrapped_->begin_program(arguments);
+  const PlainNumbers::Scope remembering(&wrapped_->numbers);
+  Batch outputs = run_joining(wrapped_, setup, inputs, total);
   wrapped_->end_program(arguments);
   return outputs;
 }

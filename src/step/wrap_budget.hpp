@@ -31,7 +31,7 @@ std::vector<std::shared_ptr<WrappedCall>> calls_of(Wrapped& wrapped);
 bool drop_graphs(Wrapped& wrapped);
 
 /// Forward of a wrapped model: attempts, until one succeeds.
-Batch forward(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs);
+Batch forward(const std::shared_ptr<Wrapped>& wrapped, Setup setup, const Batch& inputs);
 
 /// Runs a backward pass under the budget of its forward. Where memory runs out, graphs that are
 /// kept, of whichever call, are dropped and it runs again.

@@ -1,13 +1,11 @@
-#include "step/wrap_budget.hpp"
+#include "step/wrap_call.hpp"
 
 #include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
-#include "execute/outside_loss.hpp"
+#include "execute/external_loss.hpp"
 #include "execute/schedule.hpp"
 #include "step/admission.hpp"
 #include "step/meter.hpp"
-#include "step/recovery.hpp"
-#include "step/wrap_forward.hpp"
 #include "step/wrap_rehearsal.hpp"
 #include "step/wrap_report.hpp"
 #include "tape/witness.hpp"
@@ -37,121 +35,49 @@ const CoupledLoss& no_loss() {
   return loss;
 }
 
-/// One call of a wrapped model's forward, until an attempt succeeds.
-class ForwardCall {
- public:
-  ForwardCall(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs)
-      : wrapped_(wrapped),
-        options_(wrapped->options),
-        inputs_(inputs),
-        rows_(BatchSource::from(detached(inputs), "inputs")),
-        targets_(targets_source(Batch(), rows_.size)),
-        job_(std::move(job)),
-        with_gradients_(at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()),
-        rerunnable_(inputs) {
-    if (options_.memory_budget) {
-      planning_.emplace(*wrapped);
-      if (!planning_->allowed()) {
-        throw StateError(
-            "this wrapped model is running already, in another thread or around this call; with a "
-            "memory_budget one thread at a time may call it");
-      }
-      high_water_.emplace(job_.device);
-      counted_ = std::make_unique<memory::ForeignStorages>(reachable_tensors(job_));
-      budget_ = options_.memory_budget->resolve(job_.device);
+}  // namespace
+
+ForwardCall::ForwardCall(const std::shared_ptr<Wrapped>& wrapped, Setup setup, const Batch& inputs)
+    : wrapped_(wrapped),
+      options_(wrapped->options),
+      inputs_(inputs),
+      rows_(BatchSource::from(detached(inputs), "inputs")),
+      targets_(targets_source(Batch(), rows_.size)),
+      setup_(std::move(setup)),
+      with_gradients_(at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()),
+      rerunnable_(inputs) {
+  if (options_.memory_budget) {
+    planning_.emplace(*wrapped);
+    if (!planning_->allowed()) {
+      throw StateError(
+          "this wrapped model is running already, in another thread or around this call; with a "
+          "memory_budget one thread at a time may call it");
     }
-    job_.inputs = &rows_;
-    job_.targets = &targets_;
-    job_.coupled = &no_loss();
-    job_.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
-    job_.use_tapes = wrapped_->use_tapes;
-    job_.interrupt = options_.interrupt;
-    job_.nested = true;
-    job_.tapes_stay = true;  // the caller may run backward again
-    job_.cut = wrapped_->sees_whole_batch() || options_.static_graph;
-    kind_ = batch_kind(job_, rows_, targets_);
-    findings_ = wrapped_->findings_of(kind_);
-    job_.findings = &findings_;
-    job_.cut = job_.cut && options_.micro_batch_size.value_or(0) < rows_.size;
-    if (!budget_) return;
-    for (const auto& call : calls_of(*wrapped_)) {
-      if (!call->differentiated) ++planner_;
-    }
-    planner_ = std::min(planner_, Wrapped::kCalls - 1);
+    high_water_.emplace(setup_.problem.device);
+    counted_ = std::make_unique<memory::ForeignStorages>(reachable_tensors(setup_.problem));
+    budget_ = options_.memory_budget->resolve(setup_.problem.device);
   }
-
-  Batch run();
-
- private:
-  Planner& planner() {
-    return with_gradients_ ? wrapped_->planners[planner_] : wrapped_->without_gradients;
+  setup_.problem.inputs = &rows_;
+  setup_.problem.targets = &targets_;
+  setup_.problem.loss = no_loss();
+  setup_.problem.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
+  setup_.strategy.use_tapes(options_.use_tapes, /*work=*/wrapped_->use_tapes);
+  setup_.problem.interrupt = options_.interrupt;
+  setup_.problem.reentrant = true;
+  setup_.problem.goes_back_again = true;  // the caller may run backward again
+  kind_ = batch_kind(setup_.problem, rows_, targets_);
+  findings_ = wrapped_->findings_of(kind_);
+  setup_.resources.findings = &findings_;
+  const bool cut = wrapped_->sees_whole_batch() || options_.static_graph;
+  if (cut && options_.micro_batch_size.value_or(0) < rows_.size) {
+    setup_.strategy.cuts = Strategy::Cuts::whole_batch_ops;
   }
-  Request request() const;
-  Batch attempt();
-  void choose_store();
-  bool begin_offload();
-  /// Under a plan: whether graphs that wait away from the device are an alternative.
-  bool may_offload_graphs() const {
-    return job_.store != nullptr && !job_.cut && !options_.micro_batch_size;
+  if (!budget_) return;
+  for (const auto& call : calls_of(*wrapped_)) {
+    if (!call->differentiated) ++planner_;
   }
-  void choose_graphs();
-  bool give_up_graphs();
-  void forget_error_of_few_rows() {
-    const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-    wrapped_->known.of(kind_).few_rows.forget_error();
-  }
-  bool answer(const memory::Limit* limit);
-  bool apply(Answer answer);
-  bool begin_cuts();
-  bool end_cuts();
-  bool begin_whole_batch();
-  /// Larger micro-batches, where a few samples were what forward failed on; false where not.
-  bool begin_larger();
-  /// Memory ran out with a given size, and not at the budget: no plan is an answer.
-  bool is_given_to_the_system() const { return options_.micro_batch_size && !refused_; }
-  bool plan_smaller();
-  void refuse_smaller();
-  /// \throws BudgetExceeded
-  [[noreturn]] void refuse_budget();
-  void rehearse();
-  Split choose();
-  Split split() const {
-    Split split{piece_.plan.micro_batch_sizes, piece_.plan.retained, piece_.plan.overlaps};
-    if (job_.cut) split.segments = piece_.plan.segments;
-    return split;
-  }
-  Batch without_gradients(ForwardPass& pass);
-
-  const std::shared_ptr<Wrapped> wrapped_;
-  const Options& options_;
-  std::shared_ptr<offload::Store> store_;  // the job's
-  const Batch& inputs_;
-  const BatchSource rows_;
-  const BatchSource targets_;
-  Job job_;
-  BatchKind kind_;
-  Findings findings_;  // of rehearsals
-  const bool with_gradients_;
-  std::optional<int64_t> budget_;  // in bytes
-  // With a budget:
-  std::optional<Planning> planning_;
-  std::optional<memory::HighWater> high_water_;
-  std::unique_ptr<memory::ForeignStorages> counted_;
-  size_t planner_ = 0;
-  Piece piece_;
-  bool planned_ = false;    // the planner knows of the attempt at work
-  bool finishing_ = false;  // the last attempt failed while outputs were joined
-  int64_t restarts_ = 0;
-  int64_t failed_rows_ = 0;  // see `FewestRows`; of the last attempt
-  const Rerunnable rerunnable_;
-  bool saw_coupling_ = false;    // the last attempt, of ops or draws
-  bool uncut_ = false;           // tapes cannot be cut, or need not be
-  int changes_ = 0;              // of the number of segments
-  Failed failed_;                // the attempt that is answered
-  int64_t needed_ = 0;           // bytes, by it, where memory ran out
-  bool refused_ = false;         // then: by the limit, and not by the system
-  std::exception_ptr coupling_;  // why only the whole batch as one micro-batch is exact
-};
+  planner_ = std::min(planner_, Wrapped::kCalls - 1);
+}
 
 Request ForwardCall::request() const {
   Request request;
@@ -162,23 +88,24 @@ Request ForwardCall::request() const {
     request.signature += tensor.defined() && tensor.requires_grad() ? '1' : '0';
   };
   for (const Leaf& leaf : inputs_.leaves()) wants(leaf.tensor);
-  for (const NamedParameter& parameter : job_.parameters) wants(parameter.tensor);
-  request.batch_size = job_.batch_size();
-  request.baseline_bytes = live(job_.device);
+  for (const NamedParameter& parameter : setup_.problem.parameters) wants(parameter.tensor);
+  request.batch_size = setup_.problem.batch_size();
+  request.baseline_bytes = live(setup_.problem.device);
   request.budget_bytes = *budget_;
-  request.two_pass = with_gradients_ || job_.cut;
+  request.two_pass = with_gradients_ || setup_.strategy.is_cut();
   request.copies_one = true;
-  request.measured = !job_.device.is_cpu();
+  request.measured = !setup_.problem.device.is_cpu();
   {
     const std::lock_guard<std::mutex> lock(wrapped_->mutex);
     Knowledge& known = wrapped_->known.of(kind_);
     request.whole_batch_only = known.whole;
     request.fails_on = known.few_rows.failing();
   }
-  request.offloaded = job_.cut ? job_.store != nullptr : job_.offloads_graphs;
-  request.offloads_graphs = job_.offloads_graphs;
+  request.offloaded =
+      setup_.strategy.is_cut() ? setup_.strategy.offloads() : setup_.strategy.offloads_graphs();
+  request.offloads_graphs = setup_.strategy.offloads_graphs();
   if (request.offloads_graphs) request.signature += "|graphs are offloaded";
-  if (!job_.cut) return request;
+  if (!setup_.strategy.is_cut()) return request;
   request.signature += "|cut into " + std::to_string(wrapped_->segments);
   request.segments = wrapped_->segments;
   // Backward takes what waits apart as it goes, so that it could not begin again without graphs.
@@ -198,13 +125,13 @@ Batch ForwardCall::run() {
   } const forget(*this);
   for (;; ++restarts_) {
     rerunnable_.check();
-    if (budget_ && live(job_.device) > *budget_ && !drop_graphs(*wrapped_)) {
-      throw BudgetExceeded(live(job_.device), *budget_, std::nullopt,
+    if (budget_ && live(setup_.problem.device) > *budget_ && !drop_graphs(*wrapped_)) {
+      throw BudgetExceeded(live(setup_.problem.device), *budget_, std::nullopt,
                            "What is allocated before forward (parameters, gradients, optimizer "
                            "state, inputs, what other calls keep for their backward)");
     }
     std::optional<memory::Limit> limit;
-    if (budget_) limit.emplace(*budget_, job_.device);
+    if (budget_) limit.emplace(*budget_, setup_.problem.device);
     planned_ = false;
     finishing_ = false;
     failed_rows_ = 0;
@@ -217,85 +144,23 @@ Batch ForwardCall::run() {
   }
 }
 
-/// An attempt has thrown `failed_`. Returns whether the next one is a restart.
-/// \throws what the user should see, where there is no answer
-bool ForwardCall::answer(const memory::Limit* limit) {
-  Failure& failure = failed_.failure;
-  if (failure == Failure::out_of_memory) {
-    // The user's own error says nothing of our sizes.
-    if (limit == nullptr || !limit->allocation_failed()) {
-      failure = Failure::other;
-    } else {
-      needed_ = std::max(limit->refused(), *budget_ + 1);
-      refused_ = limit->refused() > 0;
-    }
-  }
-  if (const auto found = recover(failure, [&](Answer each) { return apply(each); })) {
-    return is_restart(*found);
-  }
-  switch (failure) {
-    case Failure::other_segments:
-      throw CouplingError("aten::batch_norm",
-                          "the model does not run its layers that see the whole batch equally "
-                          "often each time; give micro_batch_size alone, put them into eval mode, "
-                          "or accept another gradient with batch_coupling=\"per_micro_batch\"");
-    case Failure::coupling:
-      std::rethrow_exception(coupling_ ? coupling_ : failed_.error);
-    case Failure::no_plan:
-    case Failure::out_of_memory:
-      if (coupling_ && failure == Failure::no_plan) std::rethrow_exception(coupling_);
-      if (!failed_.refusal) std::rethrow_exception(failed_.error);
-      refuse_budget();
-    default:
-      std::rethrow_exception(failed_.error);
-  }
-}
-
-bool ForwardCall::apply(Answer answer) {
-  switch (answer) {
-    case Answer::record_anew:
-      return true;
-    case Answer::follow_segments:
-      rerunnable_.check();
-      wrapped_->segments = failed_.segments;
-      return ++changes_ <= 3;
-    case Answer::cut:
-      return begin_cuts();
-    case Answer::stop_cutting:
-      return end_cuts();
-    case Answer::whole_batch:
-      return begin_whole_batch();
-    case Answer::larger_micro_batches:
-      return begin_larger();
-    case Answer::drop_graphs:
-      return budget_ && drop_graphs(*wrapped_);
-    case Answer::smaller_micro_batches:
-      return plan_smaller();
-    case Answer::second_forwards:
-      return give_up_graphs();
-    case Answer::offload:
-      // What the system refused of a given size comes back as it is.
-      return budget_ && (failed_.failure == Failure::no_plan || !is_given_to_the_system()) &&
-             begin_offload();
-    default:
-      return false;  // VirtualBatch's alone
-  }
-}
-
 /// Where what waits at the cuts goes, or graphs that are kept; none where it stays on the device.
 void ForwardCall::choose_store() {
   const bool always = options_.offload.when == Offload::When::always;
   const bool fixed = options_.micro_batch_size.has_value();
   const bool keeps = with_gradients_ && (options_.retained_micro_batches > 0 || !fixed);
-  bool offloads = always && (job_.cut || keeps);
-  if (!offloads && (job_.cut || (keeps && fixed))) {
+  bool offloads = always && (setup_.strategy.is_cut() || keeps);
+  if (!offloads && (setup_.strategy.is_cut() || (keeps && fixed))) {
     const std::lock_guard<std::mutex> lock(wrapped_->mutex);
     offloads = wrapped_->known.memory_of(kind_).offloads;
   }
-  store_ = offloads ? wrapped_->store_on(job_.device) : nullptr;
-  job_.store = store_.get();
-  job_.offloads_graphs = offloads && !job_.cut &&
-                         (fixed || wrapped_->graph_choices[planner_].offloads(kind_.shapes()));
+  store_ = offloads ? wrapped_->store_on(setup_.problem.device) : nullptr;
+  setup_.resources.store = store_.get();
+  const bool graphs = !setup_.strategy.is_cut() &&
+                      (fixed || wrapped_->graph_choices[planner_].offloads(kind_.shapes()));
+  setup_.strategy.offload = !offloads ? Strategy::Offloads::nothing
+                            : graphs  ? Strategy::Offloads::graphs
+                                      : Strategy::Offloads::boundaries;
 }
 
 /// Under a plan, once it is known what the loss needs: whether graphs are offloaded, or run again
@@ -310,120 +175,24 @@ void ForwardCall::choose_graphs() {
   const Plan plan = planner().two_pass().plan;
   if (!planner().foresees_whole_loss(plan)) return;
   const auto offloaded = [&] {
-    job_.offloads_graphs = true;
+    setup_.strategy.offload = Strategy::Offloads::graphs;
     return request();
   };
   const auto rehearse_offloaded = [&] {
-    job_.offloads_graphs = true;
+    setup_.strategy.offload = Strategy::Offloads::graphs;
     rehearse();
   };
   choices.choose(kind, planner(), *store_, plan, again, {offloaded, rehearse_offloaded});
-  job_.offloads_graphs = choices.offloads(kind);
-}
-
-/// From now on what waits of batches of this kind leaves the device; false where it cannot.
-bool ForwardCall::begin_offload() {
-  const bool keeps = with_gradients_ && options_.retained_micro_batches > 0;
-  const bool possible =
-      options_.offload.when != Offload::When::never &&
-      (options_.micro_batch_size ? job_.cut || keeps : job_.cut && planner().smallest_failed());
-  if (!possible || job_.store != nullptr) return false;
-  const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-  // What was said before and has not helped would not help again.
-  return !std::exchange(wrapped_->known.memory_of(kind_).offloads, true);
-}
-
-/// Second forwards instead, where a plan found no room for graphs, on the device or beyond it.
-bool ForwardCall::give_up_graphs() {
-  return !options_.micro_batch_size && wrapped_->graph_choices[planner_].give_up(kind_.shapes());
-}
-
-bool ForwardCall::begin_cuts() {
-  // A buffer that depends on the samples does so cut or not, as a plan may find out.
-  if (options_.static_graph || (!budget_ && !saw_coupling_)) return false;
-  rerunnable_.check();
-  return !uncut_ && !std::exchange(job_.cut, true);
-}
-
-/// What forward does between the ops of the whole batch cannot be cut. As one micro-batch it needs
-/// not be.
-bool ForwardCall::end_cuts() {
-  const bool nothing = failed_.failure == Failure::nothing_to_cut;
-  if (!nothing && options_.static_graph) return false;
-  if (!nothing) coupling_ = failed_.error;
-  const bool fixed = options_.micro_batch_size.has_value();
-  if (!nothing && fixed && !budget_) return false;
-  const bool was_cut = std::exchange(job_.cut, false);
-  uncut_ = true;
-  wrapped_->sees_whole_batch() = false;
-  if (!nothing && fixed) return false;
-  // The planner has yet to meet the model as it is.
-  return nothing || was_cut;
-}
-
-bool ForwardCall::begin_whole_batch() {
-  const bool may_try = !options_.static_graph && !options_.micro_batch_size && planned_;
-  if (!may_try || !planner().whole_batch_may_fit()) return false;
-  const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-  return !std::exchange(wrapped_->known.of(kind_).whole, true);
-}
-
-bool ForwardCall::begin_larger() {
-  if (!planned_ || !rerunnable_.holds()) return false;
-  const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-  return wrapped_->known.of(kind_).few_rows.meet(failed_rows_, rows_.size, failed_.error);
-}
-
-void ForwardCall::refuse_budget() {
-  {
-    const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-    FewRows& few_rows = wrapped_->known.of(kind_).few_rows;
-    if (few_rows.failing() != 0) few_rows.refuse(rows_.size, *failed_.refusal);
-  }
-  if (failed_.failure == Failure::no_plan) std::rethrow_exception(failed_.error);
-  throw *failed_.refusal;
-}
-
-bool ForwardCall::plan_smaller() {
-  if (is_given_to_the_system()) return false;
-  try {
-    refuse_smaller();
-    return true;
-  } catch (const BudgetExceeded& refusal) {
-    failed_.refusal = refusal;
-    return false;
-  }
-}
-
-/// Makes the planner plan smaller. \throws BudgetExceeded, what the user should see, where it cannot
-void ForwardCall::refuse_smaller() {
-  if (finishing_) {
-    throw BudgetExceeded(needed_, *budget_, std::nullopt,
-                         "the outputs of all " + std::to_string(job_.batch_size()) +
-                             " samples while they are joined");
-  }
-  if (options_.micro_batch_size) {
-    throw BudgetExceeded(needed_, *budget_, std::nullopt,
-                         "micro_batch_size=" + std::to_string(*options_.micro_batch_size));
-  }
-  if (!planned_) {
-    throw BudgetExceeded(needed_, *budget_, std::nullopt, "The call, before its first micro-batch,");
-  }
-  try {
-    planner().ran_out_of_memory(needed_);
-  } catch (const BudgetExceeded&) {
-    if (coupling_) std::rethrow_exception(coupling_);
-    throw;
-  }
+  setup_.strategy.offload =
+      choices.offloads(kind) ? Strategy::Offloads::graphs : Strategy::Offloads::boundaries;
 }
 
 void ForwardCall::rehearse() {
-  WrapRehearsal rehearsal{*wrapped_, job_, inputs_, rows_, kind_, planner(),
-                          wrapped_->graph_choices[planner_], with_gradients_};
+  WrapRehearsal rehearsal{
+      *wrapped_,      setup_, inputs_, rows_, kind_, planner(), wrapped_->graph_choices[planner_],
+      with_gradients_};
   rehearsal.request = [this] { return request(); };
   rehearsal.check_inputs = [this] { rerunnable_.check(); };
-  // Ways with and without offloading are compared.
-  rehearsal.times = may_offload_graphs();
   try {
     rehearsal.run();
     planned_ = planned_ || rehearsal.began;
@@ -464,7 +233,7 @@ Batch ForwardCall::attempt() {
   rerunnable_.check();  // since an earlier attempt
   choose_store();
   const StoreUse alone(*wrapped_, store_.get());
-  const bool rehearsed = with_gradients_ || job_.cut;
+  const bool rehearsed = with_gradients_ || setup_.strategy.is_cut();
   if (rehearsed && !options_.micro_batch_size) {
     rehearse();
     choose_graphs();
@@ -472,8 +241,8 @@ Batch ForwardCall::attempt() {
   }
   // From here on: what a rehearsal needs is no part of the plan.
   std::unique_ptr<memory::HighWater> high_water;
-  if (budget_) high_water = std::make_unique<memory::HighWater>(job_.device);
-  ForwardPass pass(wrapped_, job_, inputs_, kind_);
+  if (budget_) high_water = std::make_unique<memory::HighWater>(setup_.problem.device);
+  ForwardPass pass(wrapped_, setup_, inputs_, kind_);
   if (high_water) pass.measured_by(*high_water);
   const std::shared_ptr<WrappedCall> call = pass.call();
   call->budget = budget_;
@@ -486,15 +255,15 @@ Batch ForwardCall::attempt() {
       const bool overlap = !budget_;
       const bool one = size >= rows_.size;
       const int64_t retained = one && !budget_ ? 1 : options_.retained_micro_batches;
-      const auto split = job_.cut ? &split_for_cuts : &split_by;
+      const auto split = setup_.strategy.is_cut() ? &split_for_cuts : &split_by;
       outputs = pass.run({split(rows_.size, size), retained, overlap});
-    } else if (job_.cut || with_gradients_) {
+    } else if (setup_.strategy.is_cut() || with_gradients_) {
       outputs = pass.run(choose());
     } else {
       outputs = without_gradients(pass);
     }
     memory::Limit::check();
-    if (job_.cut) wrapped_->sees_whole_batch() = true;
+    if (setup_.strategy.is_cut()) wrapped_->sees_whole_batch() = true;
     call->report = report_of(*call, pass.sizes());
     if (budget_) {
       call->report->memory_budget = budget_;
@@ -550,16 +319,15 @@ Batch ForwardCall::without_gradients(ForwardPass& pass) {
       }
       pass.run(rows);
     };
-    planner().observe(*piece, infinitybatch::run(perform, nullptr, *piece, row, job_.device));
+    planner().observe(*piece,
+                      infinitybatch::run(perform, nullptr, *piece, row, setup_.problem.device));
     row += piece->plan.batch_size;
   }
   return pass.finish();
 }
 
-}  // namespace
-
-Batch forward(const std::shared_ptr<Wrapped>& wrapped, Job job, const Batch& inputs) {
-  return ForwardCall(wrapped, std::move(job), inputs).run();
+Batch forward(const std::shared_ptr<Wrapped>& wrapped, Setup setup, const Batch& inputs) {
+  return ForwardCall(wrapped, std::move(setup), inputs).run();
 }
 
 }  // namespace infinitybatch

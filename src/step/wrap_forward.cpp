@@ -55,33 +55,34 @@ void Rerunnable::check() const {
       "x = x - mean. The rows that it ran on are changed");
 }
 
-ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const Batch& inputs,
+ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Setup& setup, const Batch& inputs,
                          BatchKind kind)
     : options_(wrapped->options),
       own_(wrapped->own),
       exact_(options_.batch_coupling == BatchCoupling::exact),
       recording_(at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()),
       call_(std::make_shared<WrappedCall>()),
-      job_(job) {
+      setup_(setup) {
   call_->wrapped = std::move(wrapped);
   call_->nodes = NodeRange::from_here();
-  call_->device = job.device;
-  call_->devices = devices_of(job);
-  call_->buffers = job.buffers;
+  call_->device = setup.problem.device;
+  call_->devices = devices_of(setup.problem);
+  call_->buffers = setup.problem.buffers;
   call_->modes = tape::Modes::current();
-  if (job.offloads_graphs) call_->store = call_->wrapped->store_on(job.device);
+  if (setup.strategy.offloads_graphs())
+    call_->store = call_->wrapped->store_on(setup.problem.device);
   read(inputs);
-  for (const NamedParameter& parameter : job.parameters) read(parameter);
+  for (const NamedParameter& parameter : setup.problem.parameters) read(parameter);
   parameters_ = call_->leaves.size();
   const int64_t total = batch_size(inputs, "inputs");
   if (exact_ && own_.left_places) {
-    left_.emplace(own_.left_places, total, room_for_left(*call_->wrapped, job.device),
+    left_.emplace(own_.left_places, total, room_for_left(*call_->wrapped, setup.problem.device),
                   !options_.static_graph);
   }
   before_ = RngSnapshot::capture(call_->devices);
   call_->kind = std::move(kind);
   call_->findings = call_->wrapped->findings_of(call_->kind);
-  if (recording_) values_ = std::make_shared<BufferValues>(job.buffers);
+  if (recording_) values_ = std::make_shared<BufferValues>(setup.problem.buffers);
   const auto forward = [this](const Batch& micro) {
     const uint64_t first_node = at::sequence_number::peek();
     Batch outputs = run_model(micro);
@@ -91,7 +92,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const
   const auto taken = [this](Rows /*rows*/, const Batch& micro, Batch outputs) {
     return meet(micro, std::move(outputs));
   };
-  call_->run = std::make_unique<WrapRun>(*call_, job, values_, recording_, forward, taken);
+  call_->run = std::make_unique<WrapRun>(*call_, setup, values_, recording_, forward, taken);
   const StaticForward& known = call_->run->known();
   wants_gradient_ = known.wants_gradient;
   ambiguous_ = known.ambiguous;
@@ -152,8 +153,8 @@ Batch ForwardPass::run(Split split) {
   if (cut() && split.segments && segments != *split.segments) throw SegmentsChanged(segments);
   const size_t done = cut() ? sizes.size() : 1;
   Plan plan = cut() ? cut_plan(sizes, segments, /*retained=*/0, /*coupled=*/true, /*penalty=*/false)
-                    : two_pass_plan(sizes, retained, job_.offloads_graphs);
-  const bool offloads = job_.store != nullptr && (cut() || job_.offloads_graphs);
+                    : two_pass_plan(sizes, retained, setup_.strategy.offloads_graphs());
+  const bool offloads = setup_.strategy.offloads() && (cut() || setup_.strategy.offloads_graphs());
   if (offloads) plan = with_offload(std::move(plan), split.overlaps);
   run.begin(std::move(plan));
   for (size_t i = done; i < run.loss_at(); ++i) {
@@ -208,7 +209,8 @@ Batch ForwardPass::run_model(const Batch& micro) {
 
 Batch ForwardPass::without_left(Batch outputs, bool keep) {
   if (!left_) return outputs;
-  return left_->without_left(std::move(outputs), keep, /*copies=*/job_.offloads_graphs);
+  return left_->without_left(std::move(outputs), keep,
+                             /*copies=*/setup_.strategy.offloads_graphs());
 }
 
 Batch ForwardPass::meet(const Batch& inputs, Batch outputs) {
@@ -301,7 +303,8 @@ void ForwardPass::show(Rows rows, const Batch& outputs) const {
 
 bool ForwardPass::wants_another_size() const {
   if (row_counts_.empty() || row_counts_.front() < 2) return false;
-  if (cut()) return ambiguous_ || may_stand_once() || call_->run->engine().checks().wants_other_rows();
+  if (cut())
+    return ambiguous_ || may_stand_once() || call_->run->engine().checks().wants_other_rows();
   const int64_t first = row_counts_.front();
   const bool one_size = std::all_of(row_counts_.begin(), row_counts_.end(),
                                     [&](int64_t rows) { return rows == first; });
@@ -350,8 +353,8 @@ Batch ForwardPass::finish() {
     run.keep_numbers({row, row + row_counts_[i]}, numbers_of(outputs_[i]));
     row += row_counts_[i];
   }
-  JoinedOutputs joined = join(std::move(outputs_), row_counts_, from_samples_,
-                              call_->findings.rows_seen.dims, own_);
+  JoinedOutputs joined =
+      join(std::move(outputs_), row_counts_, from_samples_, call_->findings.rows_seen.dims, own_);
   if (!run.engine().checks().found()) check_reduce(joined);
   run.finish_forward();
   if (cut() && options_.static_graph) {

@@ -36,7 +36,7 @@ class Rerunnable {
 /// of it, and the outputs of all.
 class ForwardPass {
  public:
-  ForwardPass(std::shared_ptr<Wrapped> wrapped, const Job& job, const Batch& inputs,
+  ForwardPass(std::shared_ptr<Wrapped> wrapped, const Setup& setup, const Batch& inputs,
               BatchKind kind);
   ForwardPass(const ForwardPass&) = delete;
   ForwardPass& operator=(const ForwardPass&) = delete;
@@ -104,17 +104,17 @@ class ForwardPass {
   const bool exact_;
   const bool recording_;
   std::shared_ptr<WrappedCall> call_;
-  const Job& job_;
+  const Setup& setup_;
   std::shared_ptr<const BufferValues> values_;
   RngSnapshot before_;
   std::unordered_set<c10::TensorImpl*> known_leaves_;
   size_t parameters_ = 0;  // among the call's leaves, the first ones
   const memory::HighWater* planners_mark_ = nullptr;
   Rows rows_at_work_;
-  bool part_ = false;        // they are not all of the samples
-  bool keeping_ = false;     // its graph
-  bool may_keep_ = true;     // that
-  uint64_t first_node_ = 0;  // of its graph, or before it
+  bool part_ = false;           // they are not all of the samples
+  bool keeping_ = false;        // its graph
+  bool may_keep_ = true;        // that
+  uint64_t first_node_ = 0;     // of its graph, or before it
   std::vector<Batch> outputs_;  // of a model that is cut
   std::vector<int64_t> row_counts_;
   std::vector<bool> wants_gradient_;  // of each leaf of the outputs

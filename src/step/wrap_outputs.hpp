@@ -1,6 +1,6 @@
 #pragma once
 
-#include "execute/two_pass.hpp"
+#include "execute/pass.hpp"
 
 #include <infinitybatch/core/batch.hpp>
 #include <infinitybatch/step/wrap.hpp>

@@ -28,7 +28,8 @@ void ForwardPass::check_reduce(const JoinedOutputs& joined) {
     }
   }
   if (reduced.empty()) return;
-  const int64_t all = std::min(batch_size(inputs_, "inputs"), std::max<int64_t>(2, row_counts_.front()));
+  const int64_t all =
+      std::min(batch_size(inputs_, "inputs"), std::max<int64_t>(2, row_counts_.front()));
   const int64_t half = all / 2;
   std::optional<TrialOutputs> whole, first, second;
   try {

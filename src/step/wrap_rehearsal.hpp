@@ -13,24 +13,23 @@ namespace infinitybatch {
 /// of the caller's loss is known: gradients of the outputs are stood in for.
 struct WrapRehearsal {
   Wrapped& wrapped;
-  const Job& call;  ///< with its findings, which are kept
+  const Setup& call;  ///< with its findings, which are kept
   const Batch& inputs;
   const BatchSource& rows;  ///< of these, detached
   const BatchKind& kind;
   Planner& planner;
   GraphChoices& choices;
   bool with_gradients;
-  bool times = false;                    ///< instructions, for `choices`
-  std::function<Request()> request = {};  ///< for what is live now
+  std::function<Request()> request = {};    ///< for what is live now
   std::function<void()> check_inputs = {};  ///< \throws Unsupported where forward has changed them
-  bool began = false;                    ///< the planner knows of it
-  int64_t failed_rows = 0;               ///< where `run` throws: see `FewestRows`
+  bool began = false;                       ///< the planner knows of it
+  int64_t failed_rows = 0;                  ///< where `run` throws: see `FewestRows`
 
   void run();
 
  private:
   Batch wanting(int64_t begin, int64_t end) const;
-  StaticTapes static_tapes(const Job& job) const;
+  StaticTapes static_tapes(const Problem& problem) const;
 };
 
 }  // namespace infinitybatch

@@ -13,7 +13,7 @@
 
 namespace infinitybatch {
 
-WrapRun::WrapRun(WrappedCall& call, const Job& job, std::shared_ptr<const BufferValues> buffers,
+WrapRun::WrapRun(WrappedCall& call, const Setup& setup, std::shared_ptr<const BufferValues> buffers,
                  bool recording, std::function<Batch(const Batch&)> forward, Taken taken)
     : call_(call),
       buffers_(std::move(buffers)),
@@ -21,33 +21,38 @@ WrapRun::WrapRun(WrappedCall& call, const Job& job, std::shared_ptr<const Buffer
       taken_(std::move(taken)),
       inputs_(BatchSource::from(call.inputs, "inputs")),
       targets_(targets_source(Batch(), inputs_.size)),
-      model_(*job.model),
-      job_(job) {
+      model_(*setup.problem.model),
+      setup_(setup) {
   // Each time new leaves: their gradients are this micro-batch's.
   inputs_.rows = [&call](int64_t begin, int64_t end) { return call.micro_batch({begin, end}); };
   model_.forward = std::move(forward);
-  job_.model = &model_;
-  job_.inputs = &inputs_;
-  job_.targets = &targets_;
-  job_.findings = &call.findings;
-  job_.outside = this;
-  job_.nested = true;
-  job_.interrupt = call.wrapped->options.interrupt;
-  job_.further_devices = call.devices;
-  if (!job_.cut) job_.on_micro_batch = call.wrapped->options.on_micro_batch;
-  if (!job_.cut && !job_.offloads_graphs) job_.store = nullptr;
-  if (job_.cut && call.wrapped->options.static_graph) {
-    kind_ = kind_of_forward(call.kind, job_, call.wanted_inputs, recording);
-    known_ = call.wrapped->static_forward_of(job_, kind_);
-    job_.static_tapes = &known_.tapes;
+  setup_.problem.model = &model_;
+  setup_.problem.inputs = &inputs_;
+  setup_.problem.targets = &targets_;
+  setup_.resources.findings = &call.findings;
+  setup_.problem.loss = static_cast<ExternalLoss&>(*this);
+  setup_.problem.reentrant = true;
+  setup_.problem.interrupt = call.wrapped->options.interrupt;
+  setup_.problem.further_devices = call.devices;
+  if (!setup_.strategy.is_cut())
+    setup_.problem.on_micro_batch = call.wrapped->options.on_micro_batch;
+  if (!setup_.strategy.is_cut() && !setup_.strategy.offloads_graphs()) {
+    setup_.strategy.offload = Strategy::Offloads::nothing;
+    setup_.resources.store = nullptr;
   }
-  if (job_.store != nullptr) {
+  if (setup_.strategy.is_cut() && call.wrapped->options.static_graph) {
+    kind_ = kind_of_forward(call.kind, setup_.problem, call.wanted_inputs, recording);
+    known_ = call.wrapped->static_forward_of(setup_.problem, kind_);
+    setup_.strategy.reuses_tapes = true;
+    setup_.resources.static_tapes = &known_.tapes;
+  }
+  if (setup_.strategy.offloads()) {
     const std::lock_guard<std::mutex> lock(call.wrapped->mutex);
     store_ = call.wrapped->store;
   }
   if (store_) told_ = store_->statistics();
-  executor_.emplace(job_);
-  if (!job_.cut) executor_->forwards().state().collect_left();
+  executor_.emplace(setup_);
+  if (!setup_.strategy.is_cut()) executor_->forwards().state().collect_left();
   if (!call.wrapped->options.micro_batch_size) executor_->look_for_few_rows();
 }
 
@@ -63,9 +68,8 @@ void WrapRun::begin(Plan plan) {
   for (const int64_t size : plan_.micro_batch_sizes) begins_.push_back(begins_.back() + size);
   const auto& instructions = plan_.instructions;
   const auto loss =
-      std::find_if(instructions.begin(), instructions.end(), [](const Instruction& each) {
-        return each.operation == Operation::whole_loss;
-      });
+      std::find_if(instructions.begin(), instructions.end(),
+                   [](const Instruction& each) { return each.operation == Operation::whole_loss; });
   loss_at_ = static_cast<size_t>(loss - instructions.begin());
 }
 
@@ -96,14 +100,15 @@ bool WrapRun::drop_graphs() {
 
 void WrapRun::end_backward_of_part() {
   // What a second forward has written.
-  if (!job_.cut && job_.exact_coupling) buffers_->restore();
+  if (!setup_.strategy.is_cut() && setup_.problem.exact_coupling) buffers_->restore();
   if (!executor_->sinks().has_other_leaves()) return;
   throw Unsupported(
-      job_.cut ? "the graph of a segment ends in a leaf that requires grad and that forward did not "
-                 "show, so its gradient would be lost; give batch_coupling=\"per_micro_batch\", or "
-                 "call the inner module"
-               : "forward keeps a leaf that requires grad and that it makes anew each time, so its "
-                 "gradient would be lost; make it once, outside of forward");
+      setup_.strategy.is_cut()
+          ? "the graph of a segment ends in a leaf that requires grad and that forward did not "
+            "show, so its gradient would be lost; give batch_coupling=\"per_micro_batch\", or "
+            "call the inner module"
+          : "forward keeps a leaf that requires grad and that it makes anew each time, so its "
+            "gradient would be lost; make it once, outside of forward");
 }
 
 void WrapRun::offload_next_time() const {
@@ -120,7 +125,7 @@ std::vector<Batch> WrapRun::take_outputs() {
 
 void WrapRun::finish_forward() {
   executor_->finish_forward();
-  if (job_.cut) job_.findings->recordings_checked = true;
+  if (setup_.strategy.is_cut()) setup_.resources.findings->recordings_checked = true;
   model_.forward = nullptr;
 }
 
@@ -139,7 +144,7 @@ std::vector<at::Tensor> WrapRun::backward(const std::vector<at::Tensor>& gradien
         "an earlier backward through these outputs failed half way, and what it needed is gone; "
         "run forward again, or give retain_graph=True to what may fail");
   }
-  if (job_.static_tapes != nullptr) {
+  if (setup_.strategy.reuses_tapes) {
     // Tapes that are used again count no versions.
     for (const Version& version : call_.parameter_versions) version.check();
   }
@@ -169,24 +174,30 @@ std::vector<at::Tensor> WrapRun::backward(const std::vector<at::Tensor>& gradien
 }
 
 void WrapRun::forget_gradients() {
-  if (!job_.cut) return;
+  if (!setup_.strategy.is_cut()) return;
   // As in front of another backward.
   executor_->begin_backward(/*keep=*/true);
   executor_->sinks().uninstall();
 }
 
+/// Another call may have found that they are not to be believed.
+void WrapRun::follow_tapes() {
+  setup_.strategy.use_tapes(call_.wrapped->options.use_tapes, call_.wrapped->use_tapes);
+}
+
 std::vector<at::Tensor> WrapRun::run_backward_or_forward_again(
     const std::vector<at::Tensor>& gradients, bool keep) {
-  if (!job_.cut) job_.use_tapes = call_.wrapped->use_tapes;
+  if (!setup_.strategy.is_cut()) follow_tapes();
   if (auto sums = run_backward(gradients, keep)) return *std::move(sums);
-  if (job_.cut) {
+  if (setup_.strategy.is_cut()) {
     throw Unsupported(
         "the part of forward after the last op of the whole batch gave other outputs when it was "
         "replayed, so its gradient would not belong to the loss; a kernel in it is not "
         "deterministic");
   }
   if (executor_->replayed()) {
-    job_.use_tapes = call_.wrapped->use_tapes = false;
+    call_.wrapped->use_tapes = false;
+    follow_tapes();
     if (auto sums = run_backward(gradients, keep)) return *std::move(sums);
   }
   throw Unsupported(
@@ -203,7 +214,7 @@ std::optional<std::vector<at::Tensor>> WrapRun::run_backward(
   seam_.emplace(call_, gradients);
   buffers_->restore();
   executor_->begin_backward(keep);
-  used_up_ = job_.cut && !keep;
+  used_up_ = setup_.strategy.is_cut() && !keep;
   const bool hands_out = plan_.instructions.back().operation == Operation::hand_out;
   run(loss_at_ + 1, plan_.instructions.size() - (hands_out ? 1 : 0));
   executor_->sinks().uninstall();
@@ -214,7 +225,7 @@ std::optional<std::vector<at::Tensor>> WrapRun::run_backward(
 }
 
 Batch WrapRun::take(Rows rows, const Batch& inputs, Batch outputs) {
-  if (job_.cut) {
+  if (setup_.strategy.is_cut()) {
     const Batch seen = detached(outputs);
     parts_[rows.begin] = {seen, numbers_of(seen)};
     return outputs;

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "execute/executor.hpp"
-#include "execute/outside_loss.hpp"
+#include "execute/external_loss.hpp"
 #include "step/wrap_seam.hpp"
 
 #include <infinitybatch/execute/plan.hpp>
@@ -16,27 +16,27 @@
 
 namespace infinitybatch {
 
-/// One call of a wrapped model: the engine with the caller's loss in the middle. Forward runs a plan
-/// up to the outputs of all micro-batches; backward runs the rest of it from the gradient of these,
-/// later, never, or more than once.
-class WrapRun final : public OutsideLoss {
+/// One call of a wrapped model: the engine with the caller's loss in the middle. Forward runs a
+/// plan up to the outputs of all micro-batches; backward runs the rest of it from the gradient of
+/// these, later, never, or more than once.
+class WrapRun final : public ExternalLoss {
  public:
   /// What a forward that counts gave, with its graph; returns the outputs among that.
   using Taken = std::function<Batch(Rows rows, const Batch& inputs, Batch outputs)>;
 
-  /// \param job       of the wrapped model
+  /// \param step       of the wrapped model
   /// \param buffers   as forward found them
   /// \param recording whether outputs are to have a graph
   /// \param forward   runs the model
   /// \param taken     of a model that is not cut, as soon as a micro-batch's forward is over
-  WrapRun(WrappedCall& call, const Job& job, std::shared_ptr<const BufferValues> buffers,
+  WrapRun(WrappedCall& call, const Setup& setup, std::shared_ptr<const BufferValues> buffers,
           bool recording, std::function<Batch(const Batch&)> forward, Taken taken);
   ~WrapRun() override;
   WrapRun(const WrapRun&) = delete;
   WrapRun& operator=(const WrapRun&) = delete;
 
   /// Whether ops of the model see the whole batch: its tapes are cut there.
-  bool cut() const noexcept { return job_.cut; }
+  bool cut() const noexcept { return setup_.strategy.is_cut(); }
   Executor& engine() { return *executor_; }
   const Executor& engine() const { return *executor_; }
   size_t part_count() const noexcept { return parts_.size(); }
@@ -72,7 +72,9 @@ class WrapRun final : public OutsideLoss {
   /// What the model gave, detached, micro-batch by micro-batch.
   std::vector<Batch> take_outputs();
   /// The outputs of these rows that are one number, which those of a second forward have to equal.
-  void keep_numbers(Rows rows, Batch numbers) { parts_.at(rows.begin).numbers = std::move(numbers); }
+  void keep_numbers(Rows rows, Batch numbers) {
+    parts_.at(rows.begin).numbers = std::move(numbers);
+  }
   /// Buffers get what the whole batch's forward leaves there.
   /// \throws CouplingError naming a buffer on which micro-batches do not agree
   void finish_forward();
@@ -104,6 +106,7 @@ class WrapRun final : public OutsideLoss {
                                                       bool keep);
   std::vector<at::Tensor> run_backward_or_forward_again(const std::vector<at::Tensor>& gradients,
                                                         bool keep);
+  void follow_tapes();
   /// Those on their way from segment to segment, where what waits is kept.
   void forget_gradients();
 
@@ -114,10 +117,10 @@ class WrapRun final : public OutsideLoss {
   BatchSource inputs_;
   BatchSource targets_;
   Model model_;
-  Job job_;
+  Setup setup_;
   StaticForward known_;
   std::string kind_;                       // of forward, with static_graph
-  std::shared_ptr<offload::Store> store_;  // the job's
+  std::shared_ptr<offload::Store> store_;  // the step's
   offload::StoreStatistics told_;          // of it
   std::recursive_mutex at_work_;           // held by backward, and while graphs are dropped
   std::optional<Executor> executor_;       // none after a backward that used it up

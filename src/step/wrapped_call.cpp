@@ -49,8 +49,8 @@ void Wrapped::keep(const BatchKind& kind, const Findings& findings) {
   if (other.rows_seen.steps > here.rows_seen.steps) here.rows_seen = other.rows_seen;
 }
 
-StaticForward Wrapped::static_forward_of(const Job& job, const std::string& kind) {
-  std::vector<const void*> owned = owned_by(job);
+StaticForward Wrapped::static_forward_of(const Problem& problem, const std::string& kind) {
+  std::vector<const void*> owned = owned_by(problem);
   const std::lock_guard<std::mutex> lock(mutex);
   StaticForward& known = static_forwards[kind];
   if (known.tapes.owned == owned && !*known.tapes.varies) return known;
@@ -72,11 +72,12 @@ int64_t room_for_left(const Wrapped& wrapped, at::Device device) {
   return budget ? budget->resolve(device) / 16 : kWithoutBudget;
 }
 
-std::string kind_of_forward(const BatchKind& of_batch, const Job& job,
+std::string kind_of_forward(const BatchKind& of_batch, const Problem& problem,
                             const std::vector<size_t>& wanted_inputs, bool recording) {
   std::string kind = of_batch.program + of_batch.lengths + "|wants ";
   for (const size_t index : wanted_inputs) kind += std::to_string(index) + ",";
-  for (const NamedParameter& each : job.parameters) kind += each.tensor.requires_grad() ? '1' : '0';
+  for (const NamedParameter& each : problem.parameters)
+    kind += each.tensor.requires_grad() ? '1' : '0';
   if (!recording) kind += c10::InferenceMode::is_enabled() ? "|inference" : "|no graph";
   return kind;
 }

@@ -7,7 +7,7 @@
 #include "execute/graph_memory.hpp"
 #include "execute/plain_runs.hpp"
 #include "execute/recorded.hpp"
-#include "execute/two_pass.hpp"
+#include "execute/pass.hpp"
 #include "memory/foreign_storage.hpp"
 #include "memory/high_water.hpp"
 #include "plan/planner.hpp"
@@ -91,7 +91,7 @@ struct Wrapped {
   void keep(const BatchKind& kind, const Findings& findings);
 
   /// What is known of forwards with this kind of batch, and with these parameters and buffers.
-  StaticForward static_forward_of(const Job& job, const std::string& kind);
+  StaticForward static_forward_of(const Problem& problem, const std::string& kind);
   void keep_static_forward(const std::string& kind, StaticForward known);
 
   /// The number of the program that forward is set to run, and how forward has left the model.
@@ -217,7 +217,7 @@ int64_t room_for_left(const Wrapped& wrapped, at::Device device);
 /// Calls that record the same program where forward depends on shapes only.
 /// \param wanted_inputs leaves of the inputs that want a gradient
 /// \param recording     whether anything does
-std::string kind_of_forward(const BatchKind& kind, const Job& job,
+std::string kind_of_forward(const BatchKind& kind, const Problem& problem,
                             const std::vector<size_t>& wanted_inputs, bool recording);
 
 /// Gradients of `leaves`, then of `wanted_inputs`, from those of the outputs.

@@ -330,6 +330,9 @@ def test_a_replay_that_differs_is_answered_by_running_again():
         loss.backward()
     # From now on tapes are not believed; running again is as exact.
     contrastive(wrapped(X)).backward()
+    assert wrapped.last_report.strategy == "rerun"
+    reason = "an earlier replay gave other outputs than its recording"
+    assert wrapped.last_report.strategy_reason == reason
     native = copy.deepcopy(inner)
     native.zero_grad()
     contrastive(native(X)).backward()

@@ -26,17 +26,13 @@ enum class Operation : uint8_t {
   resume,             ///< play a segment with its graph
   combine_gradients,  ///< the op in front of the segment has the gradients of all micro-batches
   // Where what waits leaves the device:
-  restore,        ///< what `advance` needs of what waits is on the device again
-  restore_back,   ///< what `resume` and `backward` need of it
-  prefetch,       ///< as `restore`, but copied while something else computes: memory is taken now
-  prefetch_back,  ///< as `restore_back`
-  start_offload,  ///< after `advance`: what waits begins to leave; its memory is still taken
-  start_offload_back,   ///< the same after `backward`
-  finish_offload,       ///< after `advance`: what waits is away, its memory free
-  finish_offload_back,  ///< after `backward`
-  free,                 ///< let go of what the micro-batch held; restore buffers
-  penalty,              ///< the loss's own term on parameters, once
-  hand_out,             ///< the sums become `.grad`
+  restore,         ///< what the visit needs of what waits is on the device again
+  prefetch,        ///< the same, copied while something else computes: memory is taken now
+  start_offload,   ///< what waits after the visit begins to leave; its memory is still taken
+  finish_offload,  ///< it is away, its memory free
+  free,            ///< let go of what the micro-batch held; restore buffers
+  penalty,         ///< the loss's own term on parameters, once
+  hand_out,        ///< the sums become `.grad`
 };
 
 const char* name_of(Operation operation);
@@ -47,6 +43,7 @@ struct Instruction {
       -1;                ///< index into `Plan::micro_batch_sizes`; -1 for the whole logical batch
   int64_t segment = -1;  ///< of the micro-batch's cut tape; -1 for the whole. Of the whole logical
                          ///< batch: the stretch behind an op that sees it
+  bool back = false;     ///< of an offload: of a visit that goes back (`resume`, `replay`)
 };
 
 /// One micro-batch size that the planner looked at.

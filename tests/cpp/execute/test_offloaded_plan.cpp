@@ -100,15 +100,12 @@ TEST(OffloadPlan, NothingIsOnItsWayWhileTheLossOfAllIsComputed) {
     for (const Instruction& instruction : plan.instructions) {
       switch (instruction.operation) {
         case Operation::start_offload:
-        case Operation::start_offload_back:
           ++leaving;
           break;
         case Operation::finish_offload:
-        case Operation::finish_offload_back:
           --leaving;
           break;
         case Operation::prefetch:
-        case Operation::prefetch_back:
           ++coming;
           break;
         case Operation::advance:
@@ -219,13 +216,14 @@ TEST(OffloadPlan, AGraphThatStaysOnTheDeviceIsToldByRecordings) {
 
 TEST(OffloadPlan, ARehearsalInTurnTellsOfCopiesBesideCompute) {
   const Plan plan = two_pass_plan({4, 4, 4}, /*retained=*/3, /*offloads_graphs=*/true);
-  const auto add = [](PassTimes& times, Operation operation, double seconds, int64_t bytes) {
-    times.add({operation, 0}, /*samples=*/4, seconds, bytes);
+  const auto add = [](PassTimes& times, Operation operation, double seconds, int64_t bytes,
+                      bool back = false) {
+    times.add({operation, 0, -1, back}, /*samples=*/4, seconds, bytes);
   };
   PassTimes times;
   add(times, Operation::retain, 1, 0);
   add(times, Operation::finish_offload, 0, 40);
-  add(times, Operation::restore_back, 0, 40);
+  add(times, Operation::restore, 0, 40, /*back=*/true);
   add(times, Operation::backward, 1, 0);
   times.set_link(40, 0.5, 40, 0.5);
   EXPECT_NEAR(times.bytes_per_sample(Operation::finish_offload), 10, 1e-9);

@@ -1,6 +1,6 @@
 #include "step/recovery.hpp"
 
-#include "execute/outside_loss.hpp"
+#include "execute/external_loss.hpp"
 #include "execute/row_look.hpp"
 #include "step/meter.hpp"
 #include "tape/mismatch.hpp"

@@ -1,7 +1,7 @@
-// The part of CutPass that records micro-batches whose graph would not fit.
+// The part of Pass that records micro-batches whose graph would not fit.
 #include "core/bits.hpp"
-#include "execute/cut_pass.hpp"
 #include "execute/light_recording.hpp"
+#include "execute/pass.hpp"
 #include "tape/recorder.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -28,18 +28,19 @@ namespace {
 
 }  // namespace
 
-Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Batch()>& forward) {
-  tape::FrontierGuide& guide = job_.checkpoints->guides[rows.size()];
+Batch Pass::checkpoint(Rows rows, const Batch& inputs, const std::function<Batch()>& forward) {
+  tape::FrontierGuide& guide = resources_.checkpoints->guides[rows.size()];
   auto recorded = std::make_shared<Recorded>();
   tape::Frontiers frontiers;
   WaitingRoom kept;
   Batch outputs;
   {
     tape::Recorder recorder(inputs, held_buffers_, devices_);
-    recorder.lighten(job_.device);
-    if (job_.checkpoints->forget || job_.checkpoints->again) guide = tape::FrontierGuide();
+    recorder.lighten(problem_.device);
+    if (resources_.checkpoints->forget || resources_.checkpoints->again)
+      guide = tape::FrontierGuide();
     // Until a coupled loss is known the other micro-batches need the room.
-    recorder.keep(guide, /*tail=*/job_.coupled == nullptr,
+    recorder.keep(guide, /*tail=*/problem_.loss.separable() != nullptr,
                   [&](const tape::Frontiers& so_far, int32_t cut) {
                     if (cut < 0) {
                       kept = WaitingRoom();
@@ -47,14 +48,14 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
                     }
                     // What waited before is read no more, as a rule: it can leave while forward
                     // goes on.
-                    if (job_.store != nullptr) kept.finish_leaving(*job_.store);
+                    if (strategy_.offloads()) kept.finish_leaving(*resources_.store);
                     for (const auto& [crossing, tensor] : so_far.waiting) {
                       if (crossing.giver == cut) kept[crossing] = tensor;
                     }
                     // It is copied until the next cut. What waits at the last one is used at once,
                     // or leaves when forward is over.
                     const bool more = static_cast<size_t>(cut) + 1 < guide.places.size();
-                    if (job_.store != nullptr && more) kept.copy_out(*job_.store, cut);
+                    if (strategy_.offloads() && more) kept.copy_out(*resources_.store, cut);
                   });
     const Batch given = run_lightly(recorder, forward);
     recorded->tape = recorder.finish(given);
@@ -64,8 +65,8 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
   if (recorded->tape.refusal) cannot_cut(*recorded->tape.refusal);
   if (recorded->tape.opaque) cannot_tell(*recorded->tape.opaque);
   std::vector<tape::Cut> cuts;
-  job_.checkpoints->guessed = frontiers.guessed;
-  for (const uint32_t op : job_.checkpoints->choose(recorded->tape)) cuts.push_back({op});
+  resources_.checkpoints->guessed = frontiers.guessed;
+  for (const uint32_t op : resources_.checkpoints->choose(recorded->tape)) cuts.push_back({op});
   recorded->segments = tape::cut(recorded->tape, cuts);
   recorded->note_users();
   Part& part = parts_[rows.begin];
@@ -85,18 +86,19 @@ Batch CutPass::checkpoint(Rows rows, const Batch& inputs, const std::function<Ba
   }
   frontiers = tape::Frontiers();
   kept = WaitingRoom();
-  if (job_.checkpoints->guessed) guide = tape::FrontierGuide();
+  if (resources_.checkpoints->guessed) guide = tape::FrontierGuide();
   // Segments that nobody has replayed yet: the outputs have to come out bit for bit.
-  if (job_.coupled == nullptr) to_compare_.insert_or_assign(rows.begin, detached(outputs));
-  if (!job_.checkpoints->forget && !job_.checkpoints->again) {
+  if (problem_.loss.separable() != nullptr)
+    to_compare_.insert_or_assign(rows.begin, detached(outputs));
+  if (!resources_.checkpoints->forget && !resources_.checkpoints->again) {
     advance_to(rows, inputs, segments(rows) - 1);
   }
   return outputs;
 }
 
 /// What playing the last segment would give, from the recording itself.
-CutPass::Work CutPass::tail_of(const Recorded& recorded, tape::Frontiers& frontiers,
-                               const Batch& outputs) {
+Pass::Work Pass::tail_of(const Recorded& recorded, tape::Frontiers& frontiers,
+                         const Batch& outputs) {
   Work work;
   work.leaves = std::move(frontiers.starts);
   work.histories = std::move(frontiers.histories);
@@ -108,22 +110,18 @@ CutPass::Work CutPass::tail_of(const Recorded& recorded, tape::Frontiers& fronti
   return work;
 }
 
-void CutPass::drop_graph(Rows rows) {
-  parts_.at(rows.begin).retained.clear();
-}
-
-void CutPass::compare(Rows rows, const Batch& outputs) {
+void Pass::compare_with_recording(Rows rows, const Batch& outputs) {
   const auto recorded = to_compare_.find(rows.begin);
   if (recorded == to_compare_.end()) return;
   const at::NoGradGuard no_grad;
   if (!differs_.defined()) {
-    differs_ = at::zeros({}, at::TensorOptions().dtype(at::kBool).device(job_.device));
+    differs_ = at::zeros({}, at::TensorOptions().dtype(at::kBool).device(problem_.device));
   }
   note_differences(recorded->second, outputs, differs_);
   to_compare_.erase(recorded);
 }
 
-void CutPass::confirm_replays() const {
+void Pass::confirm_replays() const {
   if (!differs_.defined() || !differs_.item<bool>()) return;
   cannot_cut("a replay of it gave other outputs than its recording");
 }

@@ -1,9 +1,11 @@
-#include "execute/cut_pass.hpp"
+#include "execute/pass.hpp"
 
 #include "autograd/engine.hpp"
 #include "core/torch_compat.hpp"
+#include "execute/external_loss.hpp"
 #include "execute/schedule.hpp"
 #include "tape/arguments.hpp"
+#include "tape/mismatch.hpp"
 #include "tape/witness.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -19,6 +21,8 @@
 namespace infinitybatch {
 namespace {
 
+const std::vector<tape::ValueId> kNone;
+
 std::set<tape::ValueId> given_to_first_op(const tape::Tape& tape, const tape::Segment& segment) {
   std::set<tape::ValueId> values;
   tape::for_each_argument(tape, tape.ops[segment.ops.begin],
@@ -28,48 +32,52 @@ std::set<tape::ValueId> given_to_first_op(const tape::Tape& tape, const tape::Se
 
 }  // namespace
 
-CutPass::CutPass(const Job& job, autograd::GradientSinks& sinks, BufferRule& buffers)
-    : job_(job), sinks_(sinks), buffers_(buffers), devices_(devices_of(job)) {
-  for (const BufferSlot& slot : job.buffers) {
-    if (at::Tensor buffer = slot.get(); buffer.defined()) {
-      held_buffers_.push_back(std::move(buffer));
-    }
-  }
-  if (job.match_native_rng && !job.alone) {
+Pass::Pass(const Setup& setup, autograd::GradientSinks& sinks, BufferRule& buffers,
+           WholeOutputs* whole)
+    : problem_(setup.problem),
+      strategy_(setup.strategy),
+      resources_(setup.resources),
+      sinks_(sinks),
+      buffers_(buffers),
+      whole_(whole),
+      held_buffers_(buffers_of(setup.problem)),
+      devices_(devices_of(setup.problem)) {
+  const bool together = strategy_.is_cut() && !strategy_.per_micro_batch();
+  if (problem_.match_native_rng && together) {
     streams_ = std::make_shared<coupled::RandomStreams>(devices_);
     foreign_ = RngSnapshot::capture_foreign();
     foreign_before_ = tell_foreign_sources();
   }
 }
 
-int64_t CutPass::segments() const {
-  if (job_.alone && !parts_.empty()) {
+int64_t Pass::segments() const {
+  if (strategy_.per_micro_batch() && !parts_.empty()) {
     return static_cast<int64_t>(parts_.begin()->second.recorded->segments.size());
   }
   return static_cast<int64_t>(ops_.size()) + 1;
 }
 
-int64_t CutPass::segments(Rows rows) const {
+int64_t Pass::segments(Rows rows) const {
   return static_cast<int64_t>(parts_.at(rows.begin).recorded->segments.size());
 }
 
-Stretches CutPass::stretches(Rows rows) const {
+Stretches Pass::stretches(Rows rows) const {
   const Recorded& recorded = *parts_.at(rows.begin).recorded;
   Stretches ends(recorded.stretches.begin() + 1, recorded.stretches.end());
   ends.push_back(static_cast<int64_t>(recorded.segments.size()));
   return ends;
 }
 
-bool CutPass::is_made_again(const Part& part, int64_t segment) const {
-  if (job_.checkpoints == nullptr) return false;
-  if (job_.checkpoints->forget) return true;
-  const bool at_once = !job_.alone || job_.checkpoints->again;
+bool Pass::is_made_again(const Part& part, int64_t segment) const {
+  if (!strategy_.checkpoints()) return false;
+  if (resources_.checkpoints->forget) return true;
+  const bool at_once = !strategy_.per_micro_batch() || resources_.checkpoints->again;
   return at_once && segment == part.recorded->last_beside(segment);
 }
 
-bool CutPass::reads_inputs(Rows rows, int64_t segment) const {
+bool Pass::reads_inputs(Rows rows, int64_t segment) const {
   const Part& part = parts_.at(rows.begin);
-  if (job_.alone && part.retained.contains(segment)) return false;
+  if (strategy_.per_micro_batch() && part.retained.contains(segment)) return false;
   const bool next_op = !is_last(part, segment) && has_op_before(part, segment + 1);
   int64_t first = segment;
   if (is_made_again(part, segment)) first = part.recorded->first_beside(segment);
@@ -79,8 +87,8 @@ bool CutPass::reads_inputs(Rows rows, int64_t segment) const {
   return false;
 }
 
-std::vector<at::Tensor> CutPass::frontier(Part& part, const tape::Segment& segment,
-                                          bool op_only) const {
+std::vector<at::Tensor> Pass::frontier(Part& part, const tape::Segment& segment,
+                                       bool op_only) const {
   std::vector<at::Tensor> values(part.recorded->tape.value_count);
   std::set<tape::ValueId> wanted;
   if (op_only) wanted = given_to_first_op(part.recorded->tape, segment);
@@ -94,15 +102,15 @@ std::vector<at::Tensor> CutPass::frontier(Part& part, const tape::Segment& segme
     for (const tape::External& external : part.recorded->tape.externals) {
       if (external.value != take.from.value) continue;
       // A tape that is used again finds what the buffer holds in this step.
-      const bool now = job_.static_tapes != nullptr && external.is_buffer;
+      const bool now = strategy_.reuses_tapes && external.is_buffer;
       value = now ? external.tensor.detach() : external.before;
     }
   }
   return values;
 }
 
-CutPass::Work CutPass::play(Part& part, Rows rows, const Batch& inputs, int64_t index,
-                            std::vector<tape::Draw>& random) {
+Pass::Work Pass::play(Part& part, Rows rows, const Batch& inputs, int64_t index,
+                      std::vector<tape::Draw>& random) {
   const tape::Segment& segment = segment_of(part, index);
   Work work;
   work.values = frontier(part, segment);
@@ -147,14 +155,14 @@ CutPass::Work CutPass::play(Part& part, Rows rows, const Batch& inputs, int64_t 
 }
 
 /// What forward does depends on values after all, or may: each micro-batch is recorded.
-void CutPass::distrust() {
-  *job_.static_tapes->varies = true;
-  job_.static_tapes->by_rows.clear();
+void Pass::distrust() {
+  *resources_.static_tapes->varies = true;
+  resources_.static_tapes->by_rows.clear();
 }
 
 /// Without user code nobody else writes the model's own counters.
-void CutPass::meet_written(const Part& part, int64_t segment, const Work& work) {
-  if (job_.static_tapes == nullptr) return;
+void Pass::meet_written(const Part& part, int64_t segment, const Work& work) {
+  if (!strategy_.reuses_tapes) return;
   for (const tape::Take& take : segment_of(part, segment).takes) {
     if (!take.written || part.recorded->last_writer.at(take.from.value) != segment) continue;
     for (const tape::External& external : part.recorded->tape.externals) {
@@ -165,7 +173,7 @@ void CutPass::meet_written(const Part& part, int64_t segment, const Work& work) 
 }
 
 /// \param inside what this stretch needs only: later ones have been there already
-void CutPass::keep(Part& part, int64_t segment, const Work& work, bool inside) const {
+void Pass::keep(Part& part, int64_t segment, const Work& work, bool inside) const {
   const int64_t last = part.recorded->last_beside(segment);
   for (const tape::ValueId value : segment_of(part, segment).gives) {
     const tape::Crossing crossing{value, static_cast<int32_t>(segment)};
@@ -177,8 +185,8 @@ void CutPass::keep(Part& part, int64_t segment, const Work& work, bool inside) c
 }
 
 /// Takes what waits to the next cut.
-CutPass::Work CutPass::go_through(Part& part, Rows rows, const Batch& inputs, int64_t segment,
-                                  bool inside) {
+Pass::Work Pass::go_through(Part& part, Rows rows, const Batch& inputs, int64_t segment,
+                            bool inside) {
   std::vector<tape::Draw> random = part.random[static_cast<size_t>(segment)];
   Work work = play(part, rows, inputs, segment, random);
   keep(part, segment, work, inside);
@@ -189,24 +197,24 @@ CutPass::Work CutPass::go_through(Part& part, Rows rows, const Batch& inputs, in
 }
 
 /// Of what this stretch has given that which no segment behind this one needs.
-void CutPass::let_go(Part& part, int64_t segment) {
+void Pass::let_go(Part& part, int64_t segment) {
   const int64_t first = part.recorded->first_beside(segment);
   part.waiting.erase_if([&](tape::Crossing crossing, bool) {
     return crossing.giver >= first && part.recorded->last_user.at(crossing) <= segment;
   });
 }
 
-void CutPass::advance_to(Rows rows, const Batch& inputs, int64_t segment) {
+void Pass::advance_to(Rows rows, const Batch& inputs, int64_t segment) {
   Part& part = parts_.at(rows.begin);
   for (int64_t s = part.recorded->first_beside(segment); s < segment; ++s) {
     go_through(part, rows, inputs, s, /*inside=*/true);
-    if (job_.checkpoints->forget) let_go(part, s);
+    if (resources_.checkpoints->forget) let_go(part, s);
     free();
-    if (job_.store != nullptr) keep_for(part, s + 1, /*back=*/true);
+    if (strategy_.offloads()) keep_for(part, s + 1, /*back=*/true);
   }
 }
 
-Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool retain) {
+Batch Pass::advance(Rows rows, const Batch& inputs, int64_t segment, bool retain) {
   Part& part = parts_.at(rows.begin);
   Work work = go_through(part, rows, inputs, segment, /*inside=*/false);
   meet_written(part, segment, work);
@@ -224,7 +232,7 @@ Batch CutPass::advance(Rows rows, const Batch& inputs, int64_t segment, bool ret
   return outputs;
 }
 
-void CutPass::combine(int64_t stretch) {
+void Pass::combine(int64_t stretch) {
   const Recorded& recorded = *parts_.begin()->second.recorded;
   const int64_t segment = recorded.stretches[static_cast<size_t>(stretch)];
   const tape::ModesGuard modes;
@@ -235,15 +243,16 @@ void CutPass::combine(int64_t stretch) {
   }
 }
 
-void CutPass::begin_backward(bool keep) {
+void Pass::begin_backward(bool keep) {
   keep_ = keep;
+  replayed_ = false;
   for (const auto& op : ops_) op->begin_backward(keep);
   for (auto& [begin, part] : parts_) part.gradients = WaitingRoom();
 }
 
-Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
+Batch Pass::resume(Rows rows, const Batch& inputs, int64_t segment) {
   Part& part = parts_.at(rows.begin);
-  if (job_.outside != nullptr) input_leaves_ = inputs.tensors();
+  if (problem_.loss.external() != nullptr) input_leaves_ = inputs.tensors();
   const bool last = is_last(part, segment);
   if (!last) {
     if (has_op_before(part, segment + 1)) correct(part, rows, inputs, segment + 1);
@@ -267,37 +276,82 @@ Batch CutPass::resume(Rows rows, const Batch& inputs, int64_t segment) {
   if (!last) return {};
   Batch outputs = tape::result_of(part.recorded->tape, work_.values);
   work_.values.clear();
-  if (job_.alone) compare(rows, outputs);
+  if (strategy_.per_micro_batch()) compare_with_recording(rows, outputs);
   return outputs;
 }
 
-std::vector<at::Tensor> CutPass::leaves() const {
+std::vector<at::Tensor> Pass::leaves() const {
   std::vector<at::Tensor> leaves = work_.op_leaves;
   for (const auto& [crossing, leaf] : work_.leaves) leaves.push_back(leaf);
   leaves.insert(leaves.end(), input_leaves_.begin(), input_leaves_.end());
   return leaves;
 }
 
-void CutPass::backward(Rows rows, int64_t segment, std::vector<at::Tensor> roots,
-                       std::vector<at::Tensor> gradients) {
+at::Tensor Pass::gradient(Rows rows, size_t leaf, const at::Tensor& output) {
+  if (!seeds_.empty()) return seeds_[leaf];
+  if (ExternalLoss* loss = problem_.loss.external()) return loss->gradient(rows, leaf, output);
+  return whole_->gradient(rows, leaf, output.device());
+}
+
+void Pass::backward(Rows rows, int64_t segment, Batch outputs) {
   Part& part = parts_.at(rows.begin);
-  for (const tape::ValueId value : segment_of(part, segment).gives) {
+  std::vector<at::Tensor> roots;
+  std::vector<at::Tensor> gradients;
+  const auto add = [&](const at::Tensor& root, at::Tensor gradient) {
+    roots.push_back(root);
+    gradients.push_back(std::move(gradient));
+  };
+  for (size_t i = 0; i < outputs.leaves().size(); ++i) {
+    const at::Tensor& output = outputs.leaves()[i].tensor;
+    if (!output.defined() || !output.requires_grad()) continue;
+    at::Tensor gradient = this->gradient(rows, i, output);
+    if (gradient.defined()) add(output, std::move(gradient));  // else the loss ignores it
+  }
+  const bool cut = segment != kWhole;
+  for (const tape::ValueId value : cut ? segment_of(part, segment).gives : kNone) {
     const tape::Crossing crossing{value, static_cast<int32_t>(segment)};
     if (!part.gradients.contains(crossing)) continue;
-    roots.push_back(work_.values[value]);
-    gradients.push_back(std::move(part.gradients.at(crossing)));
+    add(work_.values[value], std::move(part.gradients.at(crossing)));
     part.gradients.erase(crossing);
   }
   // The graph keeps what it needs of them.
+  outputs = Batch();
   work_.values.clear();
   if (!roots.empty()) {
     sinks_.redirect_other_leaves(roots, leaves());
     autograd::run_backward_of_part(roots, gradients);
   }
-  collect(rows, segment);
+  if (cut) collect(rows, segment);
 }
 
-void CutPass::collect(Rows rows, int64_t segment) {
+void Pass::compare(Rows rows, const Batch& outputs) {
+  if (ExternalLoss* loss = problem_.loss.external()) return loss->compare(rows, outputs);
+  if (whole_ != nullptr) whole_->compare(rows, outputs);
+}
+
+void Pass::check() const {
+  confirm_replays();
+  if (whole_ == nullptr || !whole_->differ()) return;
+  if (strategy_.is_cut()) {
+    throw Unsupported(
+        std::string(strategy_.per_micro_batch()
+                        ? "forward"
+                        : "the part of forward after the last op of the whole batch") +
+        " gave other outputs when it was replayed, so its gradient would not belong "
+        "to the loss; a kernel in it is not deterministic");
+  }
+  if (replayed_) {
+    throw tape::Mismatch("a replayed forward gave other outputs than its recording");
+  }
+  throw Unsupported(
+      "forward gave other outputs when it ran again on the same rows under the same random state, "
+      "so its gradient would not belong to the loss. It depends on a kernel that is not "
+      "deterministic, on code that torch.compile compiled again in between (torch.compile(model, "
+      "dynamic=True)), or on state other than parameters, buffers and torch's, NumPy's or Python's "
+      "random numbers");
+}
+
+void Pass::collect(Rows rows, int64_t segment) {
   Part& part = parts_.at(rows.begin);
   if (has_op_before(part, segment)) {
     op_before(part, segment).collect_gradient(rows, work_.op_leaves);
@@ -317,20 +371,21 @@ void CutPass::collect(Rows rows, int64_t segment) {
   }
   if (segment > 0) return;
   drop(part, 0);
-  if (!job_.alone) return;
+  if (!strategy_.per_micro_batch()) return;
   parts_.erase(rows.begin);  // nothing of it is used again
 }
 
-void CutPass::free() {
+void Pass::free() {
   work_ = Work();
   input_leaves_.clear();
+  seeds_.clear();
 }
 
-void CutPass::combine_gradients(int64_t stretch) {
+void Pass::combine_gradients(int64_t stretch) {
   op_before_stretch(stretch).combine_gradients(sinks_);
 }
 
-void CutPass::correct(Part& part, Rows rows, const Batch& inputs, int64_t segment) {
+void Pass::correct(Part& part, Rows rows, const Batch& inputs, int64_t segment) {
   const coupled::WholeBatchOp& op = op_before(part, segment);
   if (op.corrected() == 0) return;
   const tape::Segment& here = segment_of(part, segment);
@@ -352,8 +407,8 @@ void CutPass::correct(Part& part, Rows rows, const Batch& inputs, int64_t segmen
 }
 
 /// Of the inputs, or a parameter.
-void CutPass::correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t segment,
-                           size_t which, tape::ValueId value) {
+void Pass::correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t segment, size_t which,
+                        tape::ValueId value) {
   std::vector<at::Tensor> values = frontier(part, segment_of(part, segment), /*op_only=*/true);
   tape::first_arguments(part.recorded->tape, segment_of(part, segment), inputs, values);
   const at::Tensor leaf = values[value];
@@ -365,7 +420,7 @@ void CutPass::correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t s
   autograd::run_backward({leaf}, {gradient});
 }
 
-void CutPass::drop(Part& part, int64_t segment) {
+void Pass::drop(Part& part, int64_t segment) {
   if (keep_) return;
   part.waiting.erase_if([&](tape::Crossing crossing, bool) {
     return part.recorded->first_user.at(crossing) == segment;

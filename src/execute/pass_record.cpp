@@ -1,12 +1,12 @@
-// The part of CutPass that records micro-batches and decides whether their tapes can be believed.
+// The part of Pass that records micro-batches and decides whether their tapes can be believed.
 #include "core/batch_form.hpp"
 #include "core/bits.hpp"
 #include "core/rng.hpp"
 #include "coupled/draw_laws.hpp"
-#include "execute/cut_pass.hpp"
+#include "execute/external_loss.hpp"
 #include "execute/findings.hpp"
 #include "execute/light_recording.hpp"
-#include "execute/outside_loss.hpp"
+#include "execute/pass.hpp"
 #include "execute/plain_runs.hpp"
 #include "tape/arguments.hpp"
 #include "tape/recorder.hpp"
@@ -108,17 +108,17 @@ void cut_at(Recorded& recorded, const std::vector<uint32_t>& ops,
 
 }  // namespace
 
-tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& watch,
-                                const std::function<Batch()>& forward, bool disturbed,
-                                Batch* outputs) {
+tape::Tape Pass::record_tape(const Batch& inputs, coupled::CouplingWatch& watch,
+                             const std::function<Batch()>& forward, bool disturbed,
+                             Batch* outputs) {
   watch.forget();
   tape::Recorder recorder(inputs, held_buffers_, devices_);
   if (disturbed) recorder.disturb(coupled::is_provisional);
-  if (job_.static_tapes != nullptr) recorder.witness();
-  if (records_lightly()) recorder.lighten(job_.device);
+  if (strategy_.reuses_tapes) recorder.witness();
+  if (records_lightly()) recorder.lighten(problem_.device);
   const Batch given = records_lightly() ? run_lightly(recorder, forward) : recorder.run(forward);
-  const bool cuts = job_.static_tapes != nullptr || !watch.seen().empty() || draws(watch);
-  if (job_.outside != nullptr && !cuts) throw NothingToCut();
+  const bool cuts = strategy_.reuses_tapes || !watch.seen().empty() || draws(watch);
+  if (problem_.loss.external() != nullptr && !cuts) throw NothingToCut();
   tape::Tape tape = recorder.finish(given, /*trimmed=*/false);
   // Statistics may come out as they were (a mean of zeros), and differ the next time.
   for (const tape::External& external : tape.externals) {
@@ -133,7 +133,7 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   tape.whole_draws = streams_ != nullptr;
   coupled::check_draws(tape);
   const bool uncoupled = watch.seen().empty() && !watch.drew();
-  if (tape.opaque && uncoupled && job_.static_tapes != nullptr) {
+  if (tape.opaque && uncoupled && strategy_.reuses_tapes) {
     throw Unsupported("forward cannot be used again as a tape, as static_graph asks for: " +
                       *tape.opaque + "; leave static_graph out");
   }
@@ -143,11 +143,11 @@ tape::Tape CutPass::record_tape(const Batch& inputs, coupled::CouplingWatch& wat
   return tape;
 }
 
-Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
-                      const Forward& forward, const Elsewhere& elsewhere) {
+Batch Pass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
+                   const Forward& forward, const Elsewhere& elsewhere) {
   Part& part = parts_[rows.begin];
   rewind_random();
-  const bool check = !job_.findings->recordings_checked && !checked_;
+  const bool check = !resources_.findings->recordings_checked && !checked_;
   const RngSnapshot before = check ? RngSnapshot::capture(devices_) : RngSnapshot();
   Batch outputs;
   auto recorded = std::make_shared<Recorded>();
@@ -172,11 +172,11 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
   const PlainNumbers* const known = PlainNumbers::at_work();
   bool numbers = known != nullptr && known->moves();
   const bool counts =
-      job_.static_tapes != nullptr && (reads_buffers(recorded->tape) || rebinds_buffers());
+      strategy_.reuses_tapes && (reads_buffers(recorded->tape) || rebinds_buffers());
   tape::trim(recorded->tape);
   const std::vector<uint32_t> ops = coupled::whole_batch_ops(recorded->tape);
   std::vector<uint32_t> beside;
-  if (job_.checkpoints != nullptr) beside = job_.checkpoints->choose(recorded->tape, ops);
+  if (strategy_.checkpoints()) beside = resources_.checkpoints->choose(recorded->tape, ops);
   cut_at(*recorded, ops, beside);
   share_found(recorded->tape);
   learn_draws(rows, inputs, recorded->tape, watch, elsewhere);
@@ -207,13 +207,13 @@ Batch CutPass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& wa
   // buffers other tensors, so that every micro-batch is recorded. A tape is used again in the state
   // that it was recorded in.
   numbers = numbers || (known != nullptr && known->moves());
-  if (job_.static_tapes != nullptr && numbers) job_.static_tapes->by_rows.clear();
-  if (job_.static_tapes != nullptr && !counts && !numbers) confirm(rows, recorded);
+  if (strategy_.reuses_tapes && numbers) resources_.static_tapes->by_rows.clear();
+  if (strategy_.reuses_tapes && !counts && !numbers) confirm(rows, recorded);
   return without_graph(outputs);
 }
 
-tape::Tape CutPass::disturbed(const Batch& inputs, coupled::CouplingWatch& watch,
-                              const Forward& forward, const RngSnapshot& before, bool as_first) {
+tape::Tape Pass::disturbed(const Batch& inputs, coupled::CouplingWatch& watch,
+                           const Forward& forward, const RngSnapshot& before, bool as_first) {
   const RngSnapshot after = RngSnapshot::capture(devices_);
   before.restore();
   if (streams_) shift_random();
@@ -226,19 +226,19 @@ tape::Tape CutPass::disturbed(const Batch& inputs, coupled::CouplingWatch& watch
 
 /// Forward's first call made what later ones find (a table, a mask): none of the micro-batches that
 /// follow would run its program.
-Batch CutPass::record_anew(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
-                           const Forward& forward, const Elsewhere& elsewhere) {
+Batch Pass::record_anew(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
+                        const Forward& forward, const Elsewhere& elsewhere) {
   buffers_.end_micro_batch();
   parts_.erase(rows.begin);
   ops_.clear();
-  job_.findings->draw_laws = {};
+  resources_.findings->draw_laws = {};
   checked_ = false;
   return record(rows, inputs, watch, forward, elsewhere);
 }
 
 /// Every micro-batch finds the step's own buffers, and mostly the same numbers in its program: one
 /// copy of them will do.
-void CutPass::share_found(tape::Tape& tape) {
+void Pass::share_found(tape::Tape& tape) {
   const auto* first = parts_.begin()->second.recorded.get();
   for (size_t i = 0; i < tape.externals.size(); ++i) {
     tape::External& external = tape.externals[i];
@@ -253,16 +253,16 @@ void CutPass::share_found(tape::Tape& tape) {
   }
 }
 
-void CutPass::begin(Part& part, std::shared_ptr<const Recorded> recorded) {
+void Pass::begin(Part& part, std::shared_ptr<const Recorded> recorded) {
   part.recorded = std::move(recorded);
   part.random.resize(part.recorded->segments.size());
   // Stand-ins know where to draw by themselves.
   if (!streams_) part.random[0] = part.recorded->tape.initial;
-  if (job_.alone) return;
+  if (strategy_.per_micro_batch()) return;
   if (parts_.size() == 1 && ops_.empty()) {
     const tape::Tape& tape = part.recorded->tape;
-    coupled::DrawLaws& laws = job_.findings->draw_laws;
-    const bool known = job_.match_native_rng && laws.fit(tape);
+    coupled::DrawLaws& laws = resources_.findings->draw_laws;
+    const bool known = problem_.match_native_rng && laws.fit(tape);
     auto law = known ? laws.laws.begin() : std::vector<coupled::DrawLaw>::iterator();
     for (size_t s = 1; s < part.recorded->stretches.size(); ++s) {
       const tape::Op& op = part.recorded->first_op(part.recorded->stretches[s]);
@@ -275,19 +275,19 @@ void CutPass::begin(Part& part, std::shared_ptr<const Recorded> recorded) {
 }
 
 /// Whether forward has put another tensor in a buffer's place, as no tape does.
-bool CutPass::rebinds_buffers() const {
-  return std::any_of(job_.buffers.begin(), job_.buffers.end(), [&](const BufferSlot& slot) {
+bool Pass::rebinds_buffers() const {
+  return std::any_of(problem_.buffers.begin(), problem_.buffers.end(), [&](const BufferSlot& slot) {
     const at::Tensor now = slot.get();
     return now.defined() && std::none_of(held_buffers_.begin(), held_buffers_.end(),
                                          [&](const at::Tensor& held) { return held.is_same(now); });
   });
 }
 
-void CutPass::confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded) {
+void Pass::confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded) {
   // Numbers of Python's stand in it as constants, and nobody would draw those of the next step.
   if (streams_ && tell_foreign_sources() != foreign_before_) return;
-  if (*job_.static_tapes->varies) return;
-  StaticTapes::Entry& entry = job_.static_tapes->by_rows[rows.size()];
+  if (*resources_.static_tapes->varies) return;
+  StaticTapes::Entry& entry = resources_.static_tapes->by_rows[rows.size()];
   if (!entry.recorded) {
     const auto kept = std::make_shared<Recorded>(*recorded);
     for (tape::External& external : kept->tape.externals) {
@@ -316,12 +316,12 @@ void CutPass::confirm(Rows rows, const std::shared_ptr<const Recorded>& recorded
   }
 }
 
-bool CutPass::reuse(Rows rows) {
-  if (job_.static_tapes == nullptr || *job_.static_tapes->varies) return false;
-  const auto entry = job_.static_tapes->by_rows.find(rows.size());
-  if (entry == job_.static_tapes->by_rows.end() || !entry->second.confirmed) return false;
-  if (streams_ && rows.size() < job_.batch_size() &&
-      !job_.findings->draw_laws.fit(entry->second.recorded->tape)) {
+bool Pass::reuse(Rows rows) {
+  if (!strategy_.reuses_tapes || *resources_.static_tapes->varies) return false;
+  const auto entry = resources_.static_tapes->by_rows.find(rows.size());
+  if (entry == resources_.static_tapes->by_rows.end() || !entry->second.confirmed) return false;
+  if (streams_ && rows.size() < problem_.batch_size() &&
+      !resources_.findings->draw_laws.fit(entry->second.recorded->tape)) {
     return false;
   }
   Part& part = parts_[rows.begin];
@@ -333,19 +333,19 @@ bool CutPass::reuse(Rows rows) {
 }
 
 /// Whether numbers of the whole batch were asked for, and forward has drawn any.
-bool CutPass::draws(const coupled::CouplingWatch& watch) const {
+bool Pass::draws(const coupled::CouplingWatch& watch) const {
   return streams_ && (watch.drew() || tell_foreign_sources() != foreign_before_);
 }
 
 /// Every forward begins where the whole batch's would.
-void CutPass::rewind_random() const {
+void Pass::rewind_random() const {
   if (!streams_) return;
   streams_->rewind();
   foreign_->restore();
 }
 
 /// \throws CouplingError where forward draws for these rows what it does not draw for others
-void CutPass::meet_random(const tape::Tape& tape) {
+void Pass::meet_random(const tape::Tape& tape) {
   if (!streams_) return;
   streams_->meet(tape);
   const auto now = tell_foreign_sources();
@@ -361,19 +361,19 @@ void CutPass::meet_random(const tape::Tape& tape) {
 }
 
 /// Other numbers than the first time.
-void CutPass::shift_random() {
+void Pass::shift_random() {
   for (const at::Device& device : devices_) {
     tape::fork(at::globalContext().defaultGenerator(device));
   }
 }
 
-void CutPass::learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape,
-                          coupled::CouplingWatch& watch, const Elsewhere& elsewhere) {
-  const int64_t total = job_.batch_size();
+void Pass::learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape,
+                       coupled::CouplingWatch& watch, const Elsewhere& elsewhere) {
+  const int64_t total = problem_.batch_size();
   if (!streams_ || rows.size() == total || parts_.size() > 1) return;
   // What Python's numbers decide may be another way in each step.
   const bool decided = *foreign_after_ != foreign_before_;
-  if (!decided && job_.findings->draw_laws.fit(tape)) return;
+  if (!decided && resources_.findings->draw_laws.fit(tape)) return;
   // Another number of samples tells which dimensions follow it.
   const Rows other = other_rows(rows, total);
   buffers_.end_micro_batch();
@@ -382,12 +382,12 @@ void CutPass::learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape
     tape::Tape second = record_tape(others, watch, run, /*disturbed=*/false, nullptr);
     meet_random(second);
     tape::trim(second);
-    job_.findings->draw_laws =
+    resources_.findings->draw_laws =
         coupled::find_draw_laws({tape, inputs, rows.size()}, {second, others, other.size()});
   });
 }
 
-void CutPass::agree(const Part& part) {
+void Pass::agree(const Part& part) {
   const Recorded& first = *parts_.begin()->second.recorded;
   const Recorded& here = *part.recorded;
   const size_t count = std::max(here.stretches.size(), first.stretches.size());
@@ -409,7 +409,7 @@ void CutPass::agree(const Part& part) {
 
 /// What `tape::replay` gives, segment by segment: the graph of one of them is there at a time. All
 /// ops run as they were recorded, without stand-ins.
-Batch CutPass::replay_lightly(const Recorded& recorded, Rows rows, const Batch& inputs) {
+Batch Pass::replay_lightly(const Recorded& recorded, Rows rows, const Batch& inputs) {
   const auto plain = std::make_shared<Recorded>();
   plain->tape = recorded.tape;
   std::vector<tape::Cut> cuts;
@@ -431,13 +431,13 @@ Batch CutPass::replay_lightly(const Recorded& recorded, Rows rows, const Batch& 
   return tape::result_of(plain->tape, work.values);
 }
 
-void CutPass::check_replay(const Part& part, Rows rows, const Batch& inputs, const Batch& outputs) {
+void Pass::check_replay(const Part& part, Rows rows, const Batch& inputs, const Batch& outputs) {
   // Segments of a static graph find in buffers what this step left there.
-  const bool light = records_lightly() && job_.static_tapes == nullptr;
+  const bool light = records_lightly() && !strategy_.reuses_tapes;
   const Batch again = light ? replay_lightly(*part.recorded, rows, inputs)
                             : tape::replay(part.recorded->tape, inputs);
   const at::NoGradGuard no_grad;
-  at::Tensor differs = at::zeros({}, at::TensorOptions().dtype(at::kBool).device(job_.device));
+  at::Tensor differs = at::zeros({}, at::TensorOptions().dtype(at::kBool).device(problem_.device));
   note_differences(outputs, again, differs);
   if (differs.item<bool>()) {
     refuse(ops_.empty() ? "forward"

@@ -18,9 +18,9 @@ class NothingToCut : public Error {
 /// Whoever computes the loss outside of the step: takes the outputs of all micro-batches while a
 /// plan runs up to the loss, and gives their gradient while the rest of it runs, which may be much
 /// later, never, or more than once.
-class OutsideLoss {
+class ExternalLoss {
  public:
-  virtual ~OutsideLoss() = default;
+  virtual ~ExternalLoss() = default;
 
   /// \param inputs  that forward ran on; empty where it ran in segments
   /// \param outputs of these rows, with their graph where it is kept

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+namespace infinitybatch {
+
+/// How long micro-batches of each size took, and which sizes are worth another look. Other work on
+/// the machine makes a micro-batch slower, never faster: the best of several counts.
+class Timings {
+ public:
+  struct Timing {
+    std::vector<double> seconds_per_sample;  ///< of each micro-batch
+    std::vector<double> again_per_sample;    ///< of these: forward once more
+    double seconds = 0;                      ///< of all of them
+    int pieces = 0;
+    /// Where samples are of unequal length the best is that of the shortest: the mean counts.
+    bool average = false;
+    int cold = 0;  ///< single micro-batches that were not counted, being the first of their size
+    /// Per sample. \param kept of the samples, those whose graph is kept
+    double estimate(double kept = 0) const;
+  };
+  /// A piece of micro-batches of one size.
+  struct Piece {
+    int64_t size = 0;
+    const std::vector<double>& seconds;
+    const std::vector<double>& again;
+    bool first = false;  ///< a piece of another size came before
+    bool average = false;
+    double scale = 1;
+  };
+
+  /// Null where no micro-batch of it counts yet.
+  const Timing* of(int64_t cap) const;
+  int pieces(int64_t cap) const;
+  bool wants(int64_t cap) const;
+  /// How many micro-batches of `size` samples a piece runs, with the one that is not counted.
+  int64_t count(int64_t cap, int64_t size, bool first) const;
+  void learn(int64_t cap, const Piece& piece);
+
+ private:
+  std::map<int64_t, Timing> by_cap_;
+};
+
+}  // namespace infinitybatch

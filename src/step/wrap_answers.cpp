@@ -1,0 +1,179 @@
+// What a wrapped model's forward does about an attempt that has failed: the answers of
+// `recovery_table`.
+#include "step/wrap_call.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+
+#include <algorithm>
+#include <utility>
+
+namespace infinitybatch {
+
+/// An attempt has thrown `failed_`. Returns whether the next one is a restart.
+/// \throws what the user should see, where there is no answer
+bool ForwardCall::answer(const memory::Limit* limit) {
+  Failure& failure = failed_.failure;
+  if (failure == Failure::out_of_memory) {
+    // The user's own error says nothing of our sizes.
+    if (limit == nullptr || !limit->allocation_failed()) {
+      failure = Failure::other;
+    } else {
+      needed_ = std::max(limit->refused(), *budget_ + 1);
+      refused_ = limit->refused() > 0;
+    }
+  }
+  if (const auto found = recover(failure, [&](Answer each) { return apply(each); })) {
+    return is_restart(*found);
+  }
+  switch (failure) {
+    case Failure::other_segments:
+      throw CouplingError("aten::batch_norm",
+                          "the model does not run its layers that see the whole batch equally "
+                          "often each time; give micro_batch_size alone, put them into eval mode, "
+                          "or accept another gradient with batch_coupling=\"per_micro_batch\"");
+    case Failure::coupling:
+      std::rethrow_exception(coupling_ ? coupling_ : failed_.error);
+    case Failure::no_plan:
+    case Failure::out_of_memory:
+      if (coupling_ && failure == Failure::no_plan) std::rethrow_exception(coupling_);
+      if (!failed_.refusal) std::rethrow_exception(failed_.error);
+      refuse_budget();
+    default:
+      std::rethrow_exception(failed_.error);
+  }
+}
+
+bool ForwardCall::apply(Answer answer) {
+  switch (answer) {
+    case Answer::record_anew:
+      return true;
+    case Answer::follow_segments:
+      rerunnable_.check();
+      wrapped_->segments = failed_.segments;
+      return ++changes_ <= 3;
+    case Answer::cut:
+      return begin_cuts();
+    case Answer::stop_cutting:
+      return end_cuts();
+    case Answer::whole_batch:
+      return begin_whole_batch();
+    case Answer::larger_micro_batches:
+      return begin_larger();
+    case Answer::drop_graphs:
+      return budget_ && drop_graphs(*wrapped_);
+    case Answer::smaller_micro_batches:
+      return plan_smaller();
+    case Answer::second_forwards:
+      return give_up_graphs();
+    case Answer::offload:
+      // What the system refused of a given size comes back as it is.
+      return budget_ && (failed_.failure == Failure::no_plan || !is_given_to_the_system()) &&
+             begin_offload();
+    default:
+      return false;  // VirtualBatch's alone
+  }
+}
+
+/// From now on what waits of batches of this kind leaves the device; false where it cannot.
+bool ForwardCall::begin_offload() {
+  const bool keeps = with_gradients_ && options_.retained_micro_batches > 0;
+  const bool possible =
+      options_.offload.when != Offload::When::never &&
+      (options_.micro_batch_size ? setup_.strategy.is_cut() || keeps
+                                 : setup_.strategy.is_cut() && planner().smallest_failed());
+  if (!possible || setup_.strategy.offloads()) return false;
+  const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+  // What was said before and has not helped would not help again.
+  return !std::exchange(wrapped_->known.memory_of(kind_).offloads, true);
+}
+
+/// Second forwards instead, where a plan found no room for graphs, on the device or beyond it.
+bool ForwardCall::give_up_graphs() {
+  return !options_.micro_batch_size && wrapped_->graph_choices[planner_].give_up(kind_.shapes());
+}
+
+bool ForwardCall::begin_cuts() {
+  // A buffer that depends on the samples does so cut or not, as a plan may find out.
+  if (options_.static_graph || (!budget_ && !saw_coupling_)) return false;
+  rerunnable_.check();
+  if (uncut_ || setup_.strategy.is_cut()) return false;
+  setup_.strategy.cuts = Strategy::Cuts::whole_batch_ops;
+  return true;
+}
+
+/// What forward does between the ops of the whole batch cannot be cut. As one micro-batch it needs
+/// not be.
+bool ForwardCall::end_cuts() {
+  const bool nothing = failed_.failure == Failure::nothing_to_cut;
+  if (!nothing && options_.static_graph) return false;
+  if (!nothing) coupling_ = failed_.error;
+  const bool fixed = options_.micro_batch_size.has_value();
+  if (!nothing && fixed && !budget_) return false;
+  const bool was_cut = setup_.strategy.is_cut();
+  setup_.strategy.cuts = Strategy::Cuts::none;
+  uncut_ = true;
+  wrapped_->sees_whole_batch() = false;
+  if (!nothing && fixed) return false;
+  // The planner has yet to meet the model as it is.
+  return nothing || was_cut;
+}
+
+bool ForwardCall::begin_whole_batch() {
+  const bool may_try = !options_.static_graph && !options_.micro_batch_size && planned_;
+  if (!may_try || !planner().whole_batch_may_fit()) return false;
+  const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+  return !std::exchange(wrapped_->known.of(kind_).whole, true);
+}
+
+bool ForwardCall::begin_larger() {
+  if (!planned_ || !rerunnable_.holds()) return false;
+  const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+  return wrapped_->known.of(kind_).few_rows.meet(failed_rows_, rows_.size, failed_.error);
+}
+
+void ForwardCall::refuse_budget() {
+  {
+    const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+    FewRows& few_rows = wrapped_->known.of(kind_).few_rows;
+    if (few_rows.failing() != 0) few_rows.refuse(rows_.size, *failed_.refusal);
+  }
+  if (failed_.failure == Failure::no_plan) std::rethrow_exception(failed_.error);
+  throw *failed_.refusal;
+}
+
+bool ForwardCall::plan_smaller() {
+  if (is_given_to_the_system()) return false;
+  try {
+    refuse_smaller();
+    return true;
+  } catch (const BudgetExceeded& refusal) {
+    failed_.refusal = refusal;
+    return false;
+  }
+}
+
+/// Makes the planner plan smaller. \throws BudgetExceeded, what the user should see, where it
+/// cannot
+void ForwardCall::refuse_smaller() {
+  if (finishing_) {
+    throw BudgetExceeded(needed_, *budget_, std::nullopt,
+                         "the outputs of all " + std::to_string(setup_.problem.batch_size()) +
+                             " samples while they are joined");
+  }
+  if (options_.micro_batch_size) {
+    throw BudgetExceeded(needed_, *budget_, std::nullopt,
+                         "micro_batch_size=" + std::to_string(*options_.micro_batch_size));
+  }
+  if (!planned_) {
+    throw BudgetExceeded(needed_, *budget_, std::nullopt,
+                         "The call, before its first micro-batch,");
+  }
+  try {
+    planner().ran_out_of_memory(needed_);
+  } catch (const BudgetExceeded&) {
+    if (coupling_) std::rethrow_exception(coupling_);
+    throw;
+  }
+}
+
+}  // namespace infinitybatch
