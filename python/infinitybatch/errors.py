@@ -4,9 +4,12 @@ Exceptions of the model, the loss, hooks and callbacks are no concern of these c
 back as the very objects that were raised.
 """
 
+from typing import Any
+
 import torch
 
 __all__ = [
+    "AuditError",
     "BatchError",
     "BudgetExceeded",
     "CoupledLossNotice",
@@ -100,6 +103,17 @@ class OffloadError(Error):
         super().__init__(message)
         self.needed = needed
         self.available = available
+
+
+class AuditError(Error):
+    """A gradient that reached `optimizer.step()` is not the whole batch's; see `ib.audit`."""
+
+    #: The AuditReport.
+    report: Any
+
+    def __init__(self, message: str, report: Any = None) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class CoupledLossNotice(UserWarning):

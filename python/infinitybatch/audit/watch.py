@@ -1,0 +1,507 @@
+"""A context around a training loop that compares its steps with the whole batch's gradient."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from .. import _checks, _random_state
+from ..errors import Error, InvalidArgument, InvalidType, StateError, Unsupported
+from . import causes, losses
+from .batches import Join, Loader, join, rows_of, split
+from .calls import Call, Calls, Conditions
+from .causes import cause
+from .diagnosis import Examination, Window
+from .experiment import Experiment, Micro, untouched
+from .losses import Loss
+from .report import AuditReport, MicroBatchWeight, versions
+from .trace import Slot, Trace
+
+
+class Watch:
+    """What `ib.audit.watch` gives. Enter it around the loop; read `report` after."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        loader: Any,
+        *,
+        loss: Any,
+        join: Any,
+        steps: Any,
+        memory_budget: Any,
+        same_random_numbers: Any,
+        batch: Any = None,
+        skip: int = 0,
+    ) -> None:
+        self._model = _module(model)
+        self._optimizer = _optimizer(optimizer, self._model)
+        self._loss = losses.checked(loss)
+        if join is not None and not callable(join):
+            raise InvalidType(
+                f"join must be a function of a list of batches, not {type(join).__name__}"
+            )
+        self._join: Join | None = join
+        self._steps = _checks.whole_number("steps", steps, "steps")
+        if self._steps < 1:
+            raise InvalidArgument(f"steps must be at least 1, not {self._steps}")
+        self._budget = memory_budget
+        self._same_random_numbers = _checks.truth("same_random_numbers", same_random_numbers)
+        self._batch = batch
+        self._skip = skip
+        self._inside = False
+        self._used = False
+        self.loader = (
+            None if loader is None else Loader(loader, lambda: self._inside and self._needs_loader)
+        )
+        self._trace = Trace()
+        self._calls = Calls(
+            self._model,
+            follow=self._loss is None,
+            inputs=not self._needs_loader,
+            passes=lambda: self._trace.passes,
+            epoch=lambda: self.loader.epochs if self.loader else 0,
+        )
+        #: Where each optimizer's window begins: (step, batch of the loader, backward pass).
+        self._begins: dict[Optimizer, tuple[int, int, int]] = {}
+        self._kinds: set[Any] = set()
+        self._reports: list[AuditReport] = []
+        self._handles: list[Any] = []
+
+    @property
+    def _needs_loader(self) -> bool:
+        """Whether batches are the loader's; otherwise they are what the model is called with."""
+        return self._loss is not None and (self.loader is not None or self._batch is not None)
+
+    # What the user reads.
+
+    @property
+    def reports(self) -> list[AuditReport]:
+        """One for each step that was examined, in order."""
+        return list(self._reports)
+
+    @property
+    def report(self) -> AuditReport:
+        """The first wrong one, else the first undecided one, else the last one.
+
+        Raises StateError where no step was examined.
+        """
+        if not self._reports:
+            raise StateError(
+                "no step was examined yet: run the loop inside `with ib.audit.watch(...):` and read "
+                "the report after it"
+            )
+        for verdict in ("wrong", "undecided"):
+            for report in self._reports:
+                if report.verdict == verdict:
+                    return report
+        return self._reports[-1]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all steps that were examined are right."""
+        return self.report.ok
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, "steps": [report.as_dict() for report in self._reports]}
+
+    def raise_if_wrong(self) -> None:
+        """Raises AuditError, with the report, if a step is wrong."""
+        self.report.raise_if_wrong()
+
+    def __str__(self) -> str:
+        wrong = sum(report.verdict == "wrong" for report in self._reports)
+        head = f"infinitybatch audit: {len(self._reports)} steps examined, {wrong} wrong"
+        return f"{head}\n{self.report}" if self._reports else head
+
+    # Around the loop.
+
+    def __enter__(self) -> "Watch":
+        if self._used:
+            raise StateError("this watch was entered before: make another one for another loop")
+        self._used = self._inside = True
+        self._trace.watch(self._model.parameters())
+        self._calls.watch()
+        if self._loss is None:
+            self._calls.__enter__()
+        if self.loader is not None:
+            self.loader.watch()
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        return self
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        self._inside = False
+        if self.loader is not None:
+            self.loader.leave()
+        if self._loss is None:
+            self._calls.__exit__(kind, value, traceback)
+        for handle in (*self._handles, self._calls, self._trace):
+            handle.remove()
+        if kind is None:
+            self._look_at_what_is_left()
+        self._calls.calls.clear()
+
+    def _look_at_what_is_left(self) -> None:
+        """Gradients that no step has used."""
+        optimizers = [self._optimizer] if self._optimizer else list(self._begins)
+        slots = self._trace.slots
+        left = 0
+        for each in optimizers or [None]:
+            own = slots if each is None else _parameters_of(each)
+            left = max([left, *(slots[p].passes for p in own if p in slots)])
+        left -= self._trace.skipped
+        if left > 0 and _are_finite(slots.values()):
+            step = max([begin[0] for begin in self._begins.values()], default=0)
+            self._reports.append(
+                AuditReport(
+                    verdict="wrong",
+                    step=step,
+                    causes=(
+                        cause(causes.NEVER_STEPPED, rows=left, what="the loop ended before step()"),
+                    ),
+                    notes=(),
+                    error=1.0,
+                    allowed=0.0,
+                    parameters=(),
+                    micro_batches=(MicroBatchWeight(None, 0.0, None),) * left,
+                    reference="none needed",
+                    model=type(self._model).__name__,
+                    dtype=", ".join(sorted({str(p.dtype)[6:] for p in slots})),
+                    versions=versions(),
+                )
+            )
+        elif not self._reports and not self._skip:
+            raise StateError(self._nothing_seen())
+
+    def _nothing_seen(self) -> str:
+        if not self._trace.passes:
+            return (
+                f"no backward() reached the parameters of {type(self._model).__name__}: watch the "
+                f"very model that is trained"
+            )
+        if not self._begins:
+            whose = "the optimizer" if self._optimizer else "an optimizer of the model's parameters"
+            return f"{whose} made no step inside the watch"
+        return "no step was examined: give steps= more, or train longer"
+
+    # At each step.
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if not self._is_watched(optimizer):
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._look(optimizer)
+            return None
+        looked: list[bool] = []
+
+        def looking(*given: Any, **named: Any) -> Any:
+            value = closure(*given, **named)
+            if not looked:  # LBFGS asks again, at other parameters
+                looked.append(True)
+                self._look(optimizer)
+            return value
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": looking}
+        return (args[0], looking, *args[2:]), kwargs
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_watched(optimizer):
+            return
+        number = self._begin(optimizer)[0]
+        self._begins[optimizer] = (number + 1, self._consumed(optimizer), self._trace.passes)
+        self._trace.stepped(_parameters_of(optimizer))
+        self._trace.watch(self._model.parameters())
+        self._calls.forget(min(begin[2] for begin in self._begins.values()))
+        if self.loader is not None:
+            self.loader.drop(min(begin[1] for begin in self._begins.values()))
+
+    def _is_watched(self, optimizer: Optimizer) -> bool:
+        if not self._inside or self._trace.paused:
+            return False
+        if self._optimizer is not None:
+            return optimizer is self._optimizer
+        own = self._trace.slots
+        return any(p in own for p in _parameters_of(optimizer))
+
+    def _begin(self, optimizer: Optimizer) -> tuple[int, int, int]:
+        return self._begins.get(optimizer, (0, 0, 0))
+
+    def _look(self, optimizer: Optimizer) -> None:
+        step = self._begin(optimizer)[0]
+        slots = [self._trace.slots.get(p, Slot()) for p in _parameters_of(optimizer)]
+        passes = max((slot.passes for slot in slots), default=0)
+        if not passes or step < self._skip:
+            return
+        groups = self._groups(optimizer, passes)
+        kind = (passes, *(tuple(c.rows for c in group) for group in groups))
+        if step >= self._steps + self._skip and kind in self._kinds:
+            return
+        self._kinds.add(kind)
+        self._trace.paused = self._calls.paused = True
+        try:
+            with untouched(self._model):
+                self._reports.append(self._examine(optimizer, step, passes, groups))
+        except (Error, torch.OutOfMemoryError) as error:
+            if not self._reports:
+                raise
+            self._reports.append(self._undecided(step, error))
+        finally:
+            self._trace.paused = self._calls.paused = False
+
+    def _undecided(self, step: int, error: Exception) -> AuditReport:
+        """A training that has begun goes on; the report tells."""
+        return AuditReport(
+            verdict="undecided",
+            step=step,
+            causes=(),
+            notes=(str(error),),
+            error=float("nan"),
+            allowed=0.0,
+            parameters=(),
+            micro_batches=(),
+            reference="none",
+            model=type(self._model).__name__,
+            dtype="",
+            versions=versions(),
+        )
+
+    def _groups(self, optimizer: Optimizer, passes: int) -> list[list[Call]]:
+        """The forward calls before each backward pass of the window."""
+        first = self._begin(optimizer)[2] + self._trace.skipped
+        return [[c for c in self._calls.calls if c.group == first + i] for i in range(passes)]
+
+    # What is compared.
+
+    def _examine(
+        self, optimizer: Optimizer, step: int, passes: int, groups: list[list[Call]]
+    ) -> AuditReport:
+        named = {p: name for name, p in self._model.named_parameters()}
+        parameters = [p for p in _parameters_of(optimizer) if p in named and p.requires_grad]
+        loss, pieces, whole, others, ends = self._batches(optimizer, passes, groups)
+        slots = [self._trace.slots.get(p, Slot()) for p in parameters]
+        scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer, which unscales
+
+        def dense(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+            if tensor is None:
+                return torch.zeros_like(like)
+            return (tensor if tensor.layout == torch.strided else tensor.to_dense()).detach()
+
+        reached = [dense(p.grad, p) for p in parameters]
+        if scale is not None:
+            reached = [g / scale.to(g.device) for g in reached]
+        starts = [s.start if s.passes else p.grad for s, p in zip(slots, parameters, strict=True)]
+        has_start = any(s is not None and bool(dense(s, s).any()) for s in starts)
+        sizes = [rows_of(piece.batch) or 1 for piece in pieces]
+        window = Window(
+            step=step,
+            names=[named[p] for p in parameters],
+            reached=reached,
+            last=[
+                dense(s.last if s.passes else p.grad, p)
+                for s, p in zip(slots, parameters, strict=True)
+            ],
+            start=(
+                [dense(s, p) for s, p in zip(starts, parameters, strict=True)]
+                if has_start
+                else None
+            ),
+            factors=[slot.factors for slot in slots],
+            passes=passes,
+            whole=whole,
+            pieces=pieces,
+            sizes=sizes,
+            other_pieces=others,
+            before_the_end=ends,
+            unseen=self._unseen(whole, groups),
+        )
+        experiment = Experiment(self._model, parameters, loss, self._budget)
+        try:
+            return Examination(window, experiment, self._same_random_numbers).run()
+        except (Error, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise Unsupported(
+                f"the loss of a batch could not be computed again, {type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}; {losses.WAY_OUT}"
+            ) from error
+
+    def _unseen(self, whole: Micro, groups: list[list[Call]]) -> int:
+        """Samples of the batch that ib.audit was given which the step never called the model on."""
+        rows = rows_of(whole.batch)
+        if self._batch is None or rows is None or not all(groups):
+            return 0
+        seen = [call.rows for group in groups for call in group]
+        return max(0, rows - sum(n or rows for n in seen))
+
+    def _batches(
+        self, optimizer: Optimizer, passes: int, groups: list[list[Call]]
+    ) -> tuple[Loss, list[Micro], Micro, list[Micro] | None, int]:
+        if not self._needs_loader:
+            return self._batches_of_calls(groups)
+        assert self._loss is not None
+        conditions = [g[0].conditions for g in groups if g]
+        if self._batch is not None:
+            whole, random, ends = self._batch, None, 0
+            batches = [whole]
+        else:
+            assert self.loader is not None
+            given = self._given(optimizer, groups)
+            if not given:
+                raise StateError(self._no_batch())
+            batches = [one.batch for one in given]
+            whole = (self._join or join)(batches)
+            random = [one.random for one in given]
+            ends = sum(one.epoch < given[-1].epoch for one in given)
+        if len(batches) != passes or (passes == 1 and self._looks_split(groups, whole)):
+            batches, conditions, random = self._split(whole, groups, conditions), conditions, None
+            calls = [c for g in groups for c in g]
+            if len(batches) > 1 and len(calls) >= len(batches) > len(conditions):
+                conditions = [c.conditions for c in calls[-len(batches) :]]
+        if len(conditions) < len(batches):
+            empty = Conditions(_random_state.capture(), {}, ())
+            conditions = (conditions or [empty])[:1] * len(batches)
+        pieces = [Micro(b, c) for b, c in zip(batches, conditions, strict=False)]
+        others = None
+        if random:
+            others = [
+                Micro(p.batch, Conditions(r, p.conditions.buffers, p.conditions.autocast))
+                for p, r in zip(pieces, random, strict=True)
+            ]
+        return self._loss, pieces, Micro(whole, conditions[0]), others, ends
+
+    def _batches_of_calls(
+        self, groups: list[list[Call]]
+    ) -> tuple[Loss, list[Micro], Micro, list[Micro] | None, int]:
+        if not all(groups):
+            raise StateError(
+                f"{type(self._model).__name__} was not called before each backward(), so its batches "
+                f"are not known: give the loader too, watch(model, optimizer, loader, loss=...)"
+            )
+        conditions = [group[0].conditions for group in groups]
+        ends = sum(group[0].epoch < groups[-1][0].epoch for group in groups)
+        if self._loss is None:
+            loss = losses.recorded(groups, self._model)
+            batches = [losses.as_batch(group) for group in groups]
+            whole = losses.join_recorded(batches, self._join or join)
+        else:
+            loss = self._loss
+            batches = [losses.inputs_of(group) for group in groups]
+            whole = (self._join or join)(batches)
+        pieces = [Micro(b, c) for b, c in zip(batches, conditions, strict=True)]
+        return loss, pieces, Micro(whole, conditions[0]), None, ends
+
+    def _given(self, optimizer: Optimizer, groups: list[list[Call]]) -> list[Any]:
+        """The loader's batches of this window: loaders may be read ahead."""
+        assert self.loader is not None
+        begin = self._begin(optimizer)[1]
+        given = self.loader.given[begin - self.loader.first :]
+        skipped = self._trace.skipped
+        if skipped and len(given) > skipped:
+            given = given[skipped:]
+        seen = sum(call.rows or 0 for group in groups for call in group)
+        total = 0
+        for count, one in enumerate(given, 1):
+            total += rows_of(one.batch) or 0
+            if total == seen and count < len(given):
+                return given[:count]
+        return given
+
+    def _consumed(self, optimizer: Optimizer) -> int:
+        if self.loader is None or not self._needs_loader:
+            return 0
+        begin = self._begin(optimizer)
+        passes = self._trace.passes - begin[2] - self._trace.skipped
+        groups = self._groups(optimizer, max(passes, 0))
+        return begin[1] + len(self._given(optimizer, groups)) + self._trace.skipped
+
+    def _looks_split(self, groups: list[list[Call]], whole: Any) -> bool:
+        """Whether the model is called on slices before the one backward pass, as VirtualBatch does."""
+        return len(groups[0]) > 1 and groups[0][-1].rows != rows_of(whole)
+
+    def _split(self, whole: Any, groups: list[list[Call]], conditions: Any) -> list[Any]:
+        """The whole batch as the loop has split it, where the rows of its calls tell."""
+        rows = rows_of(whole)
+        first = [group[0].rows for group in groups if group]
+        if len(first) == len(groups) and sum(n or 0 for n in first) == rows:
+            return split(whole, [n or 0 for n in first])
+        last: list[int] = []
+        for call in reversed([call for group in groups for call in group]):
+            last.insert(0, call.rows or 0)
+            if sum(last) == rows:
+                return split(whole, last)
+        return [whole]
+
+    def _no_batch(self) -> str:
+        assert self.loader is not None
+        kind = type(self.loader.loader).__name__
+        if self.loader.sees_the_own_loop:
+            return (
+                f"the loop took no batch out of this {kind}: watch the loader that it iterates over"
+            )
+        return (
+            f"a loop over a {kind} cannot be seen: iterate over the watch's own loader, "
+            f"`with ib.audit.watch(...) as watched: for batch in watched.loader:`"
+        )
+
+
+def _module(model: Any) -> nn.Module:
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise InvalidType(
+            f"model is the class {model.__name__} itself; give an instance: {model.__name__}(...)"
+        )
+    if not isinstance(model, nn.Module):
+        raise InvalidType(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        if distributed.get_world_size() > 1:
+            raise Unsupported(
+                f"an audit looks at one process, and there are {distributed.get_world_size()}: run "
+                f"the loop on one device with the same micro-batches"
+            )
+    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    inner = model.module if isinstance(model, parallel) else model
+    if not any(p.requires_grad for p in inner.parameters()):
+        raise InvalidArgument(
+            f"{type(inner).__name__} has no parameter that requires a gradient: "
+            f"model.requires_grad_(True)"
+        )
+    return inner
+
+
+def _optimizer(optimizer: Any, model: nn.Module) -> Optimizer | None:
+    if optimizer is None:
+        return None
+    inner = optimizer
+    while not hasattr(inner, "_optimizer_step_pre_hooks") and hasattr(inner, "optimizer"):
+        inner = inner.optimizer  # accelerate's
+    if isinstance(inner, type) or not isinstance(inner, Optimizer):
+        what = inner.__name__ if isinstance(inner, type) else type(inner).__name__
+        raise InvalidType(
+            f"optimizer must be a torch.optim.Optimizer, not {what}: watch(model, optimizer, loader)"
+        )
+    own = set(model.parameters())
+    if not any(p in own for p in _parameters_of(inner)):
+        raise InvalidArgument(
+            f"the {type(inner).__name__} holds no parameter of this {type(model).__name__}: give the "
+            f"model that it trains"
+        )
+    return inner
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _are_finite(slots: Any) -> bool:
+    return all(bool(torch.isfinite(s.last).all()) for s in slots if s.passes and s.last is not None)
