@@ -141,14 +141,14 @@ class Loader:
                     "__doc__": kind.__doc__,
                 },
             )
-            self.loader.__class__ = inner
+            _set_class(self.loader, inner)
             self._class = kind
         except TypeError:
             self._class = None
 
     def leave(self) -> None:
         if self._class is not None:
-            self.loader.__class__ = self._class
+            _set_class(self.loader, self._class)
             self._class = None
 
     @property
@@ -159,3 +159,8 @@ class Loader:
         """Forgets the batches before this one."""
         del self.given[: max(0, before - self.first)]
         self.first = max(self.first, before)
+
+
+def _set_class(loader: Any, kind: type) -> None:
+    # accelerate's loaders have a property of that name, which tells of another class.
+    vars(object)["__class__"].__set__(loader, kind)

@@ -85,7 +85,7 @@ class Examination:
             return self._report("right", Right(whole, None, self.strict))
         pieces = self._pieces(window.pieces, whole)
         right = self._right(whole, pieces)
-        if right.known and self._is_right(right):
+        if right.known and self._is_right(right) and not self._another_is_nearer(right, pieces):
             return self._right_but(right, whole)
         found = self._causes(right, pieces)
         if found:
@@ -133,11 +133,10 @@ class Examination:
                 ]
             except (RuntimeError, TypeError, ValueError):
                 continue  # a model that is another one in evaluation
-            allowed = self._loose()
-            weights = self._weights(at_once, quiet, allowed)
+            weights = self._weights(at_once, quiet, self._loose())
             if weights is None:
                 return Right(whole, None, loose, known=not self.random, coupled=True)
-            return Right(combine(pieces, weights), weights, allowed)
+            return Right(combine(pieces, weights), weights, loose)
         return Right(whole, None, loose, known=not self.random)
 
     def _weights(
@@ -181,6 +180,19 @@ class Examination:
             self.notes.append("the sum is right, and your loop changes it before step()")
             return True
         return False
+
+    def _another_is_nearer(self, right: Right, pieces: list[Gradients]) -> bool:
+        """Whether rounding hides which weights were summed, and others than the right ones fit."""
+        if right.weights is None or right.allowed <= self.strict:
+            return False
+        own = self._distance(right.gradient, self.window.last)
+        facts = Facts(self.window.sizes, right.weights)
+        others = [h.weights(facts) for h in HYPOTHESES]
+        return any(
+            self._distance(combine(pieces, weights), self.window.last) < own / 4
+            for weights in others
+            if weights is not None and all(map(math.isfinite, weights))
+        )
 
     def _divisors(self) -> list[int]:
         count = max(self.window.passes, len(self.window.pieces))
@@ -229,16 +241,13 @@ class Examination:
             weights = hypothesis.weights(facts)
             if weights is None or not all(map(math.isfinite, weights)):
                 continue
-            if not self._explains(pieces, weights, self._allowed_for(right)):
+            if not self._explains(pieces, weights, right.allowed):
                 continue
             self.weights = weights
             if hypothesis.code:
                 found.append(hypothesis.cause(facts, weights))
             return found + (self._coupled() if right.coupled else [])
         return found
-
-    def _allowed_for(self, right: Right) -> float:
-        return right.allowed if right.weights else self._loose()
 
     def _explains(self, pieces: list[Gradients], weights: list[float], allowed: float) -> bool:
         """Whether the pieces with these weights are what was summed, on top of what `.grad` held, and
@@ -253,10 +262,13 @@ class Examination:
         return self._is_sum(combine(pieces, weights, factors=factors), target, allowed)
 
     def _is_sum(self, summed: Gradients, target: Gradients, allowed: float) -> bool:
-        """Whether `target` is this sum, or a GradScaler's multiple of it."""
+        return self._distance(summed, target) <= allowed
+
+    def _distance(self, summed: Gradients, target: Gradients) -> float:
+        """The error of `target` from this sum, or from a GradScaler's multiple of it."""
         by = factor(target, summed)
         scale = 2.0 ** round(math.log2(by)) if by >= 2**6 else 1.0
-        return error(target, summed, scale) <= allowed
+        return error(target, summed, scale)
 
     def _factors(self, count: int) -> list[list[float]] | None:
         """By what `.grad` was multiplied after each piece; None where that was no factor."""

@@ -71,6 +71,10 @@ class Watch:
         #: Where each optimizer's window begins: (step, batch of the loader, backward pass).
         self._begins: dict[Optimizer, tuple[int, int, int]] = {}
         self._kinds: set[Any] = set()
+        #: Optimizers in whose window another one has moved parameters.
+        self._disturbed: set[Optimizer] = set()
+        #: Parameters whose gradient was examined with another optimizer's, at this backward pass.
+        self._covered: dict[nn.Parameter, int] = {}
         self._reports: list[AuditReport] = []
         self._handles: list[Any] = []
 
@@ -154,10 +158,9 @@ class Watch:
         """Gradients that no step has used."""
         optimizers = [self._optimizer] if self._optimizer else list(self._begins)
         slots = self._trace.slots
-        left = 0
-        for each in optimizers or [None]:
-            own = slots if each is None else _parameters_of(each)
-            left = max([left, *(slots[p].passes for p in own if p in slots)])
+        left = max(
+            [self._passes_of(o) for o in optimizers] or [s.passes for s in slots.values()] or [0]
+        )
         left -= self._trace.skipped
         if left > 0 and _are_finite(slots.values()):
             step = max([begin[0] for begin in self._begins.values()], default=0)
@@ -216,6 +219,9 @@ class Watch:
         return (args[0], looking, *args[2:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._inside and self._trains_the_model(optimizer):
+            others = {o for o in (*self._begins, self._optimizer) if o and self._passes_of(o)}
+            self._disturbed = (self._disturbed | others) - {optimizer}
         if not self._is_watched(optimizer):
             return
         number = self._begin(optimizer)[0]
@@ -231,16 +237,17 @@ class Watch:
             return False
         if self._optimizer is not None:
             return optimizer is self._optimizer
-        own = self._trace.slots
-        return any(p in own for p in _parameters_of(optimizer))
+        return self._trains_the_model(optimizer)
+
+    def _trains_the_model(self, optimizer: Optimizer) -> bool:
+        return any(p in self._trace.slots for p in _parameters_of(optimizer))
 
     def _begin(self, optimizer: Optimizer) -> tuple[int, int, int]:
         return self._begins.get(optimizer, (0, 0, 0))
 
     def _look(self, optimizer: Optimizer) -> None:
         step = self._begin(optimizer)[0]
-        slots = [self._trace.slots.get(p, Slot()) for p in _parameters_of(optimizer)]
-        passes = max((slot.passes for slot in slots), default=0)
+        passes = self._passes_of(optimizer)
         if not passes or step < self._skip:
             return
         groups = self._groups(optimizer, passes)
@@ -248,6 +255,16 @@ class Watch:
         if step >= self._steps + self._skip and kind in self._kinds:
             return
         self._kinds.add(kind)
+        own = [p for p in _parameters_of(optimizer) if p in self._trace.slots]
+        if all(self._covered.get(p) == self._trace.passes for p in own):
+            return
+        if optimizer in self._disturbed:
+            why = StateError(
+                f"another optimizer moved parameters before this {type(optimizer).__name__} made its "
+                f"step, so this gradient belongs to other parameters: leave optimizer= out"
+            )
+            self._reports.append(self._undecided(step, why))
+            return
         self._trace.paused = self._calls.paused = True
         try:
             with untouched(self._model):
@@ -258,6 +275,10 @@ class Watch:
             self._reports.append(self._undecided(step, error))
         finally:
             self._trace.paused = self._calls.paused = False
+
+    def _passes_of(self, optimizer: Optimizer) -> int:
+        slots = self._trace.slots
+        return max((slots[p].passes for p in _parameters_of(optimizer) if p in slots), default=0)
 
     def _undecided(self, step: int, error: Exception) -> AuditReport:
         """A training that has begun goes on; the report tells."""
@@ -287,7 +308,11 @@ class Watch:
         self, optimizer: Optimizer, step: int, passes: int, groups: list[list[Call]]
     ) -> AuditReport:
         named = {p: name for name, p in self._model.named_parameters()}
-        parameters = [p for p in _parameters_of(optimizer) if p in named and p.requires_grad]
+        own = _parameters_of(optimizer)
+        if self._optimizer is None:
+            own = own + self._of_other_optimizers(own, passes)
+        parameters = [p for p in own if p in named and p.requires_grad]
+        self._covered = dict.fromkeys(parameters, self._trace.passes)
         loss, pieces, whole, others, ends = self._batches(optimizer, passes, groups)
         slots = [self._trace.slots.get(p, Slot()) for p in parameters]
         scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer, which unscales
@@ -336,6 +361,12 @@ class Watch:
                 f"{str(error).splitlines()[0] if str(error) else ''}; {losses.WAY_OUT}"
             ) from error
 
+    def _of_other_optimizers(self, own: list[nn.Parameter], passes: int) -> list[nn.Parameter]:
+        """Whose gradient came with the same passes: once this optimizer has moved its parameters it
+        is too late to compute them again."""
+        slots = self._trace.slots
+        return [p for p in slots if p not in set(own) and slots[p].passes == passes]
+
     def _unseen(self, whole: Micro, groups: list[list[Call]]) -> int:
         """Samples of the batch that ib.audit was given which the step never called the model on."""
         rows = rows_of(whole.batch)
@@ -363,14 +394,16 @@ class Watch:
             whole = (self._join or join)(batches)
             random = [one.random for one in given]
             ends = sum(one.epoch < given[-1].epoch for one in given)
-        if len(batches) != passes or (passes == 1 and self._looks_split(groups, whole)):
-            batches, conditions, random = self._split(whole, groups, conditions), conditions, None
-            calls = [c for g in groups for c in g]
-            if len(batches) > 1 and len(calls) >= len(batches) > len(conditions):
-                conditions = [c.conditions for c in calls[-len(batches) :]]
-        if len(conditions) < len(batches):
-            empty = Conditions(_random_state.capture(), {}, ())
-            conditions = (conditions or [empty])[:1] * len(batches)
+        calls: list[Call] = []
+        if len(batches) != passes or self._looks_split(groups, whole):
+            random = None
+            calls = self._calls_that_split(groups, rows_of(whole))
+            batches = split(whole, [call.rows or 0 for call in calls]) if calls else [whole]
+        first = conditions[0] if conditions else Conditions(_random_state.capture(), {}, ())
+        if calls:
+            conditions = [call.conditions for call in calls]
+        elif len(conditions) < len(batches):
+            conditions = [first] * len(batches)
         pieces = [Micro(b, c) for b, c in zip(batches, conditions, strict=False)]
         others = None
         if random:
@@ -378,7 +411,7 @@ class Watch:
                 Micro(p.batch, Conditions(r, p.conditions.buffers, p.conditions.autocast))
                 for p, r in zip(pieces, random, strict=True)
             ]
-        return self._loss, pieces, Micro(whole, conditions[0]), others, ends
+        return self._loss, pieces, Micro(whole, first), others, ends
 
     def _batches_of_calls(
         self, groups: list[list[Call]]
@@ -426,21 +459,22 @@ class Watch:
         return begin[1] + len(self._given(optimizer, groups)) + self._trace.skipped
 
     def _looks_split(self, groups: list[list[Call]], whole: Any) -> bool:
-        """Whether the model is called on slices before the one backward pass, as VirtualBatch does."""
-        return len(groups[0]) > 1 and groups[0][-1].rows != rows_of(whole)
+        """Whether slices are computed before the one backward pass, as VirtualBatch does."""
+        return len(groups) == 1 and len(groups[0]) > 1 and groups[0][0].rows != rows_of(whole)
 
-    def _split(self, whole: Any, groups: list[list[Call]], conditions: Any) -> list[Any]:
-        """The whole batch as the loop has split it, where the rows of its calls tell."""
-        rows = rows_of(whole)
-        first = [group[0].rows for group in groups if group]
-        if len(first) == len(groups) and sum(n or 0 for n in first) == rows:
-            return split(whole, [n or 0 for n in first])
-        last: list[int] = []
-        for call in reversed([call for group in groups for call in group]):
-            last.insert(0, call.rows or 0)
-            if sum(last) == rows:
-                return split(whole, last)
-        return [whole]
+    def _calls_that_split(self, groups: list[list[Call]], rows: int | None) -> list[Call]:
+        """One call for each micro-batch, where their rows are the whole batch's; else none."""
+        first = [group[0] for group in groups if group]
+        if len(first) == len(groups) > 1 and sum(call.rows or 0 for call in first) == rows:
+            return first
+        calls = [call for group in groups for call in group]
+        for begin in range(len(calls)):
+            total = 0
+            for end, call in enumerate(calls[begin:], begin + 1):
+                total += call.rows or 0
+                if total == rows:
+                    return calls[begin:end]
+        return []
 
     def _no_batch(self) -> str:
         assert self.loader is not None
