@@ -13,13 +13,14 @@ from torch.optim.optimizer import (
 from .. import _checks, _random_state
 from ..errors import Error, InvalidArgument, InvalidType, StateError, Unsupported
 from . import causes, losses
-from .batches import Join, Loader, join, rows_of, split
-from .calls import Call, Calls, Conditions
+from .arguments import checked_model, inner_optimizer, parameters_of
+from .batches import Given, Join, Loader, join, rows_of
+from .calls import Calls
 from .causes import cause
 from .diagnosis import Examination, Window
-from .experiment import Experiment, Micro, untouched
-from .losses import Loss
+from .experiment import Experiment, untouched
 from .report import AuditReport, MicroBatchWeight, versions
+from .step_batches import Groups, StepBatches, consumed, of_calls, of_loader
 from .trace import Slot, Trace
 
 
@@ -40,8 +41,8 @@ class Watch:
         batch: Any = None,
         skip: int = 0,
     ) -> None:
-        self._model = _module(model)
-        self._optimizer = _optimizer(optimizer, self._model)
+        self._model = checked_model(model)
+        self._optimizer = inner_optimizer(optimizer, self._model)
         self._loss = losses.checked(loss)
         if join is not None and not callable(join):
             raise InvalidType(
@@ -226,7 +227,7 @@ class Watch:
             return
         number = self._begin(optimizer)[0]
         self._begins[optimizer] = (number + 1, self._consumed(optimizer), self._trace.passes)
-        self._trace.stepped(_parameters_of(optimizer))
+        self._trace.stepped(parameters_of(optimizer))
         self._trace.watch(self._model.parameters())
         self._calls.forget(min(begin[2] for begin in self._begins.values()))
         if self.loader is not None:
@@ -240,7 +241,7 @@ class Watch:
         return self._trains_the_model(optimizer)
 
     def _trains_the_model(self, optimizer: Optimizer) -> bool:
-        return any(p in self._trace.slots for p in _parameters_of(optimizer))
+        return any(p in self._trace.slots for p in parameters_of(optimizer))
 
     def _begin(self, optimizer: Optimizer) -> tuple[int, int, int]:
         return self._begins.get(optimizer, (0, 0, 0))
@@ -255,7 +256,7 @@ class Watch:
         if step >= self._steps + self._skip and kind in self._kinds:
             return
         self._kinds.add(kind)
-        own = [p for p in _parameters_of(optimizer) if p in self._trace.slots]
+        own = [p for p in parameters_of(optimizer) if p in self._trace.slots]
         if all(self._covered.get(p) == self._trace.passes for p in own):
             return
         if optimizer in self._disturbed:
@@ -278,7 +279,7 @@ class Watch:
 
     def _passes_of(self, optimizer: Optimizer) -> int:
         slots = self._trace.slots
-        return max((slots[p].passes for p in _parameters_of(optimizer) if p in slots), default=0)
+        return max((slots[p].passes for p in parameters_of(optimizer) if p in slots), default=0)
 
     def _undecided(self, step: int, error: Exception) -> AuditReport:
         """A training that has begun goes on; the report tells."""
@@ -297,23 +298,21 @@ class Watch:
             versions=versions(),
         )
 
-    def _groups(self, optimizer: Optimizer, passes: int) -> list[list[Call]]:
+    def _groups(self, optimizer: Optimizer, passes: int) -> Groups:
         """The forward calls before each backward pass of the window."""
         first = self._begin(optimizer)[2] + self._trace.skipped
         return [[c for c in self._calls.calls if c.group == first + i] for i in range(passes)]
 
     # What is compared.
 
-    def _examine(
-        self, optimizer: Optimizer, step: int, passes: int, groups: list[list[Call]]
-    ) -> AuditReport:
+    def _examine(self, optimizer: Optimizer, step: int, passes: int, groups: Groups) -> AuditReport:
         named = {p: name for name, p in self._model.named_parameters()}
-        own = _parameters_of(optimizer)
+        own = parameters_of(optimizer)
         if self._optimizer is None:
             own = own + self._of_other_optimizers(own, passes)
         parameters = [p for p in own if p in named and p.requires_grad]
         self._covered = dict.fromkeys(parameters, self._trace.passes)
-        loss, pieces, whole, others, ends = self._batches(optimizer, passes, groups)
+        batches = self._batches(optimizer, groups)
         slots = [self._trace.slots.get(p, Slot()) for p in parameters]
         scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer, which unscales
 
@@ -327,7 +326,6 @@ class Watch:
             reached = [g / scale.to(g.device) for g in reached]
         starts = [s.start if s.passes else p.grad for s, p in zip(slots, parameters, strict=True)]
         has_start = any(s is not None and bool(dense(s, s).any()) for s in starts)
-        sizes = [rows_of(piece.batch) or 1 for piece in pieces]
         window = Window(
             step=step,
             names=[named[p] for p in parameters],
@@ -343,14 +341,14 @@ class Watch:
             ),
             factors=[slot.factors for slot in slots],
             passes=passes,
-            whole=whole,
-            pieces=pieces,
-            sizes=sizes,
-            other_pieces=others,
-            before_the_end=ends,
-            unseen=self._unseen(whole, groups),
+            whole=batches.whole,
+            pieces=batches.pieces,
+            sizes=[rows_of(piece.batch) or 1 for piece in batches.pieces],
+            other_pieces=batches.others,
+            before_the_end=batches.before_the_end,
+            unseen=self._unseen(groups),
         )
-        experiment = Experiment(self._model, parameters, loss, self._budget)
+        experiment = Experiment(self._model, parameters, batches.loss, self._budget)
         try:
             return Examination(window, experiment, self._same_random_numbers).run()
         except (Error, torch.OutOfMemoryError):
@@ -367,114 +365,38 @@ class Watch:
         slots = self._trace.slots
         return [p for p in slots if p not in set(own) and slots[p].passes == passes]
 
-    def _unseen(self, whole: Micro, groups: list[list[Call]]) -> int:
+    def _unseen(self, groups: Groups) -> int:
         """Samples of the batch that ib.audit was given which the step never called the model on."""
-        rows = rows_of(whole.batch)
-        if self._batch is None or rows is None or not all(groups):
+        rows = None if self._batch is None else rows_of(self._batch)
+        if rows is None or not all(groups):
             return 0
-        seen = [call.rows for group in groups for call in group]
-        return max(0, rows - sum(n or rows for n in seen))
+        return max(0, rows - sum(call.rows or rows for group in groups for call in group))
 
-    def _batches(
-        self, optimizer: Optimizer, passes: int, groups: list[list[Call]]
-    ) -> tuple[Loss, list[Micro], Micro, list[Micro] | None, int]:
-        if not self._needs_loader:
-            return self._batches_of_calls(groups)
-        assert self._loss is not None
-        conditions = [g[0].conditions for g in groups if g]
+    def _batches(self, optimizer: Optimizer, groups: Groups) -> StepBatches:
+        joined = self._join or join
+        if self._loss is None or not self._needs_loader:
+            return of_calls(groups, self._model, self._loss, joined)
         if self._batch is not None:
-            whole, random, ends = self._batch, None, 0
-            batches = [whole]
+            given = [Given(self._batch, _random_state.capture(), 0)]
         else:
-            assert self.loader is not None
             given = self._given(optimizer, groups)
             if not given:
                 raise StateError(self._no_batch())
-            batches = [one.batch for one in given]
-            whole = (self._join or join)(batches)
-            random = [one.random for one in given]
-            ends = sum(one.epoch < given[-1].epoch for one in given)
-        calls: list[Call] = []
-        if len(batches) != passes or self._looks_split(groups, whole):
-            random = None
-            calls = self._calls_that_split(groups, rows_of(whole))
-            batches = split(whole, [call.rows or 0 for call in calls]) if calls else [whole]
-        first = conditions[0] if conditions else Conditions(_random_state.capture(), {}, ())
-        if calls:
-            conditions = [call.conditions for call in calls]
-        elif len(conditions) < len(batches):
-            conditions = [first] * len(batches)
-        pieces = [Micro(b, c) for b, c in zip(batches, conditions, strict=False)]
-        others = None
-        if random:
-            others = [
-                Micro(p.batch, Conditions(r, p.conditions.buffers, p.conditions.autocast))
-                for p, r in zip(pieces, random, strict=True)
-            ]
-        return self._loss, pieces, Micro(whole, first), others, ends
+        return of_loader(given, groups, self._loss, joined)
 
-    def _batches_of_calls(
-        self, groups: list[list[Call]]
-    ) -> tuple[Loss, list[Micro], Micro, list[Micro] | None, int]:
-        if not all(groups):
-            raise StateError(
-                f"{type(self._model).__name__} was not called before each backward(), so its batches "
-                f"are not known: give the loader too, watch(model, optimizer, loader, loss=...)"
-            )
-        conditions = [group[0].conditions for group in groups]
-        ends = sum(group[0].epoch < groups[-1][0].epoch for group in groups)
-        if self._loss is None:
-            loss = losses.recorded(groups, self._model)
-            batches = [losses.as_batch(group) for group in groups]
-            whole = losses.join_recorded(batches, self._join or join)
-        else:
-            loss = self._loss
-            batches = [losses.inputs_of(group) for group in groups]
-            whole = (self._join or join)(batches)
-        pieces = [Micro(b, c) for b, c in zip(batches, conditions, strict=True)]
-        return loss, pieces, Micro(whole, conditions[0]), None, ends
-
-    def _given(self, optimizer: Optimizer, groups: list[list[Call]]) -> list[Any]:
-        """The loader's batches of this window: loaders may be read ahead."""
+    def _given(self, optimizer: Optimizer, groups: Groups) -> list[Given]:
         assert self.loader is not None
-        begin = self._begin(optimizer)[1]
-        given = self.loader.given[begin - self.loader.first :]
-        skipped = self._trace.skipped
-        if skipped and len(given) > skipped:
-            given = given[skipped:]
-        seen = sum(call.rows or 0 for group in groups for call in group)
-        total = 0
-        for count, one in enumerate(given, 1):
-            total += rows_of(one.batch) or 0
-            if total == seen and count < len(given):
-                return given[:count]
-        return given
+        given = self.loader.given[self._begin(optimizer)[1] - self.loader.first :]
+        return consumed(given, groups, self._trace.skipped)
 
     def _consumed(self, optimizer: Optimizer) -> int:
+        """The number of the loader's first batch that belongs to the next step."""
         if self.loader is None or not self._needs_loader:
             return 0
-        begin = self._begin(optimizer)
-        passes = self._trace.passes - begin[2] - self._trace.skipped
-        groups = self._groups(optimizer, max(passes, 0))
-        return begin[1] + len(self._given(optimizer, groups)) + self._trace.skipped
-
-    def _looks_split(self, groups: list[list[Call]], whole: Any) -> bool:
-        """Whether slices are computed before the one backward pass, as VirtualBatch does."""
-        return len(groups) == 1 and len(groups[0]) > 1 and groups[0][0].rows != rows_of(whole)
-
-    def _calls_that_split(self, groups: list[list[Call]], rows: int | None) -> list[Call]:
-        """One call for each micro-batch, where their rows are the whole batch's; else none."""
-        first = [group[0] for group in groups if group]
-        if len(first) == len(groups) > 1 and sum(call.rows or 0 for call in first) == rows:
-            return first
-        calls = [call for group in groups for call in group]
-        for begin in range(len(calls)):
-            total = 0
-            for end, call in enumerate(calls[begin:], begin + 1):
-                total += call.rows or 0
-                if total == rows:
-                    return calls[begin:end]
-        return []
+        _, first, passes = self._begin(optimizer)
+        skipped = self._trace.skipped
+        groups = self._groups(optimizer, max(self._trace.passes - passes - skipped, 0))
+        return first + len(self._given(optimizer, groups)) + skipped
 
     def _no_batch(self) -> str:
         assert self.loader is not None
@@ -487,54 +409,6 @@ class Watch:
             f"a loop over a {kind} cannot be seen: iterate over the watch's own loader, "
             f"`with ib.audit.watch(...) as watched: for batch in watched.loader:`"
         )
-
-
-def _module(model: Any) -> nn.Module:
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise InvalidType(
-            f"model is the class {model.__name__} itself; give an instance: {model.__name__}(...)"
-        )
-    if not isinstance(model, nn.Module):
-        raise InvalidType(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        if distributed.get_world_size() > 1:
-            raise Unsupported(
-                f"an audit looks at one process, and there are {distributed.get_world_size()}: run "
-                f"the loop on one device with the same micro-batches"
-            )
-    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    inner = model.module if isinstance(model, parallel) else model
-    if not any(p.requires_grad for p in inner.parameters()):
-        raise InvalidArgument(
-            f"{type(inner).__name__} has no parameter that requires a gradient: "
-            f"model.requires_grad_(True)"
-        )
-    return inner
-
-
-def _optimizer(optimizer: Any, model: nn.Module) -> Optimizer | None:
-    if optimizer is None:
-        return None
-    inner = optimizer
-    while not hasattr(inner, "_optimizer_step_pre_hooks") and hasattr(inner, "optimizer"):
-        inner = inner.optimizer  # accelerate's
-    if isinstance(inner, type) or not isinstance(inner, Optimizer):
-        what = inner.__name__ if isinstance(inner, type) else type(inner).__name__
-        raise InvalidType(
-            f"optimizer must be a torch.optim.Optimizer, not {what}: watch(model, optimizer, loader)"
-        )
-    own = set(model.parameters())
-    if not any(p in own for p in _parameters_of(inner)):
-        raise InvalidArgument(
-            f"the {type(inner).__name__} holds no parameter of this {type(model).__name__}: give the "
-            f"model that it trains"
-        )
-    return inner
-
-
-def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _are_finite(slots: Any) -> bool:
