@@ -46,7 +46,8 @@ class Window:
     other_pieces: list[Micro] | None = None
     #: How many micro-batches came before the loader's end.
     before_the_end: int = 0
-    #: Samples of the batch that the model was not called on.
+    #: Samples of the batch that ib.audit was given, and those that the model was not called on.
+    rows: int = 0
     unseen: int = 0
 
 
@@ -81,6 +82,9 @@ class Examination:
         window = self.window
         whole = self.experiment.whole(window.whole)
         self.random = self.experiment.drew
+        if window.unseen:
+            early = cause(causes.EARLY, seen=window.rows - window.unseen, rows=window.rows)
+            return self._report("wrong", Right(whole, None, self.strict), [early])
         if error(window.reached, whole) <= self.strict:
             return self._report("right", Right(whole, None, self.strict))
         pieces = self._pieces(window.pieces, whole)
@@ -226,9 +230,6 @@ class Examination:
         window = self.window
         if 0 < window.before_the_end < len(window.pieces):
             return [self._never_stepped()]
-        if window.unseen:
-            rows = sum(window.sizes)
-            return [cause(causes.EARLY, seen=rows - window.unseen, rows=rows)]
         found = self._evidence()
         by = factor(window.reached, right.gradient)
         is_sum = right.known and self._is_sum(right.gradient, window.last, right.allowed)

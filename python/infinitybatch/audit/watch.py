@@ -346,6 +346,7 @@ class Watch:
             sizes=[rows_of(piece.batch) or 1 for piece in batches.pieces],
             other_pieces=batches.others,
             before_the_end=batches.before_the_end,
+            rows=self._rows(),
             unseen=self._unseen(groups),
         )
         experiment = Experiment(self._model, parameters, batches.loss, self._budget)
@@ -365,12 +366,14 @@ class Watch:
         slots = self._trace.slots
         return [p for p in slots if p not in set(own) and slots[p].passes == passes]
 
+    def _rows(self) -> int:
+        return 0 if self._batch is None else rows_of(self._batch) or 0
+
     def _unseen(self, groups: Groups) -> int:
         """Samples of the batch that ib.audit was given which the step never called the model on."""
-        rows = None if self._batch is None else rows_of(self._batch)
-        if rows is None or not all(groups):
-            return 0
-        return max(0, rows - sum(call.rows or rows for group in groups for call in group))
+        rows = self._rows()
+        seen = sum(call.rows or rows for group in groups for call in group)
+        return max(0, rows - seen) if all(groups) else 0
 
     def _batches(self, optimizer: Optimizer, groups: Groups) -> StepBatches:
         joined = self._join or join
