@@ -120,12 +120,14 @@ class Experiment:
         micro: Micro,
         model: nn.Module | None = None,
         *,
+        weight: float = 1.0,
         quiet: bool = False,
         evaluated: type | tuple[type, ...] = (),
     ) -> Gradients:
         """Of one batch under its conditions.
 
         Args:
+            weight: of the loss; half precision rounds a product otherwise than its factors.
             quiet: without autocast and dropout.
             evaluated: modules of these classes are in evaluation mode.
         """
@@ -150,7 +152,7 @@ class Experiment:
             stack.enter_context(saved_tensors_hooks(self._note, lambda tensor: tensor))
             batch = to_device(micro.batch, self.parameters[0].device)
             value = scalar(self.loss(model, batch))
-        found = torch.autograd.grad(value * scale, self.parameters, allow_unused=True)
+        found = torch.autograd.grad(value * (scale * weight), self.parameters, allow_unused=True)
         self.drew = not _same(before, _random_state.capture())
         return [
             torch.zeros_like(p) if g is None else _dense(g) / scale if half else _dense(g)

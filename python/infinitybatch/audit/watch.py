@@ -67,7 +67,7 @@ class Watch:
             follow=self._loss is None,
             inputs=not self._needs_loader,
             passes=lambda: self._trace.passes,
-            epoch=lambda: self.loader.epochs if self.loader else 0,
+            epoch=lambda: 0 if self.loader is None else self.loader.epochs,
         )
         #: Where each optimizer's window begins: (step, batch of the loader, backward pass).
         self._begins: dict[Optimizer, tuple[int, int, int]] = {}
@@ -163,7 +163,8 @@ class Watch:
             [self._passes_of(o) for o in optimizers] or [s.passes for s in slots.values()] or [0]
         )
         left -= self._trace.skipped
-        if left > 0 and _are_finite(slots.values()):
+        is_one_step = bool(self._skip and not self._begins)  # ib.audit, which says so itself
+        if left > 0 and _are_finite(slots.values()) and not is_one_step:
             step = max([begin[0] for begin in self._begins.values()], default=0)
             self._reports.append(
                 AuditReport(
