@@ -123,11 +123,15 @@ class Loader:
         return len(self.loader)
 
     def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        trains = False
         for batch in batches:
-            if self._active():
-                self.given.append(Given(keep(batch), _random_state.capture(), self.epochs))
+            # What is taken under no_grad is for validation.
+            if torch.is_grad_enabled():
+                trains = True
+                if self._active():
+                    self.given.append(Given(keep(batch), _random_state.capture(), self.epochs))
             yield batch
-        self.epochs += 1
+        self.epochs += trains
 
     def watch(self) -> None:
         kind = type(self.loader)

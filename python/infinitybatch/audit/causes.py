@@ -59,6 +59,9 @@ def _equal(facts: Facts) -> Weights | None:
     if facts.measured is None:
         return None
     mean = sum(facts.measured) / facts.count
+    divisor = round(1 / mean) if mean else 0
+    if divisor and abs(mean * divisor - 1) < 1e-2:  # half precision measures it roughly
+        mean = 1 / divisor
     return [mean] * facts.count
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from . import causes
-from .causes import HYPOTHESES, Facts, cause
+from .causes import HYPOTHESES, Facts, Hypothesis, cause
 from .experiment import Experiment, Micro
 from .gradients import Gradients, combine, error, errors, factor, norm, regress, shares
 from .mixing import first_mixing
@@ -245,26 +245,40 @@ class Examination:
             return [cause(causes.AFTER, factor=by, inverse=1 / by if by else math.inf)]
         if not right.known and not right.coupled:
             return found
-        facts = Facts(window.sizes, right.weights or shares(window.sizes), self._measured(pieces))
+        facts = Facts(window.sizes, right.weights or shares(window.sizes))
+        named = None
+        if self._is_multiple(window.last):  # the loop may divide after the sum
+            named = self._first(facts, pieces, right.allowed, window.reached)
+        if named is None:
+            facts = replace(facts, measured=self._measured(pieces))
+            named = self._first(facts, pieces, right.allowed, window.last)
+        if named is None:
+            return found
+        hypothesis, self.weights = named
+        if hypothesis.code:
+            found.append(hypothesis.cause(facts, self.weights))
+        return found + (self._coupled() if right.coupled else [])
+
+    def _first(
+        self, facts: Facts, pieces: list[Gradients], allowed: float, target: Gradients
+    ) -> tuple[Hypothesis, list[float]] | None:
+        """The first hypothesis that explains `target`."""
         for hypothesis in HYPOTHESES:
             weights = hypothesis.weights(facts)
             if weights is None or not all(map(math.isfinite, weights)):
                 continue
-            if not self._explains(pieces, weights, right.allowed):
-                continue
-            self.weights = weights
-            if hypothesis.code:
-                found.append(hypothesis.cause(facts, weights))
-            return found + (self._coupled() if right.coupled else [])
-        return found
+            if self._explains(pieces, weights, allowed, target):
+                return hypothesis, weights
+        return None
 
-    def _explains(self, pieces: list[Gradients], weights: list[float], allowed: float) -> bool:
+    def _explains(
+        self, pieces: list[Gradients], weights: list[float], allowed: float, target: Gradients
+    ) -> bool:
         """Whether the pieces with these weights are what was summed, on top of what `.grad` held, and
         with what the loop did to it in between."""
         factors = self._factors(len(pieces))
         if factors is None:
             return False
-        target = self.window.last
         if self.window.start is not None:
             kept = [g * math.prod(f) for g, f in zip(self.window.start, factors, strict=True)]
             target = combine([target, kept], [1.0, -1.0])
