@@ -249,3 +249,44 @@ def test_keras_s_rule_by_hand() -> None:
             parameter.grad /= len(batches)
         optimizer.step()
     assert codes(watch.report) == ["mean_of_means"], print(watch)
+
+
+def test_sentence_transformers_compare_a_micro_batch_s_own_negatives(tmp_path: Path) -> None:
+    sentences = pytest.importorskip("sentence_transformers")
+    datasets = pytest.importorskip("datasets")
+    from sentence_transformers.sentence_transformer import losses, modules
+
+    words = [f"w{i}" for i in range(40)]
+    draws = torch.Generator().manual_seed(1)
+    rows = [
+        [" ".join(words[int(j)] for j in torch.randint(40, (5,), generator=draws)) for _ in "ab"]
+        for _ in range(24)
+    ]
+    torch.manual_seed(0)
+    layers = [modules.BoW(words), modules.Dense(40, 16)]
+    model = sentences.SentenceTransformer(modules=layers, device="cpu")
+    ranking = losses.MultipleNegativesRankingLoss(model)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return ranking([dict(features) for features in batch], None)
+
+    settings = sentences.SentenceTransformerTrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=3,
+        max_steps=2,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        max_grad_norm=0.0,
+    )
+    data = datasets.Dataset.from_dict(
+        {"anchor": [a for a, _ in rows], "positive": [b for _, b in rows]}
+    )
+    with ib.audit.watch(model, loss=loss) as watch:
+        sentences.SentenceTransformerTrainer(
+            model=model, args=settings, train_dataset=data, loss=ranking
+        ).train()
+    assert codes(watch.report) == ["fraction_of_negatives"], print(watch)

@@ -373,9 +373,7 @@ def test_embeddings_with_sparse_gradients_and_unused_parameters() -> None:
     def forward(self: Any, x: Any) -> Any:
         return self.net(self.table(x).double())
 
-    model = Calls(
-        forward, net=net(), table=nn.Embedding(9, 6, sparse=True), unused=nn.Linear(2, 2)
-    )
+    model = Calls(forward, net=net(), table=nn.Embedding(9, 6, sparse=True), unused=nn.Linear(2, 2))
     tokens = torch.randint(9, (24,))
     run = functools.partial(accumulate, weight=share)
     watch = watched(lambda m, o, b: run(m, o, b), model, loader(x=tokens))

@@ -120,7 +120,8 @@ class Audit:
                 the model's inputs. A list or generator cannot be seen from outside: iterate over
                 `watched.loader`.
             loss: of a batch of the loader, `loss(model, batch)`, or a criterion of torch.nn for
-                pairs (inputs, targets). None takes it from the loop: the model's own loss
+                pairs (inputs, targets); without a loader the batch is what the model is called with
+                (a tuple of several calls). None takes it from the loop: the model's own loss
                 (`outputs.loss`), or the one criterion of torch.nn that is called on its outputs.
             join: makes the whole batch of a list of micro-batches; None concatenates rows.
             steps: the first so many are examined, then the first of each other kind (sizes).

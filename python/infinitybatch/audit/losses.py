@@ -88,8 +88,13 @@ def join_recorded(batches: list[Any], join: Join) -> Any:
 
 
 def inputs_of(calls: list[Call]) -> Any:
-    """The batch for a loss of the user's own where no loader was watched: the model's inputs."""
-    (only,) = calls
+    """The batch for a loss of the user's own where no loader was watched: what the model was called
+    with; of several calls (two towers) a tuple."""
+    each = tuple(_inputs(one) for one in calls)
+    return each[0] if len(each) == 1 else each
+
+
+def _inputs(only: Call) -> Any:
     if only.args and only.kwargs:
         return {"args": only.args, "kwargs": only.kwargs}
     if only.args:
