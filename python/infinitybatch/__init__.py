@@ -36,8 +36,10 @@ from ._C import (
 )
 from ._build import VERSION as __version__
 from ._model import make_model
+from .audit import AuditReport, audit
 from .bench import bench
 from .errors import (
+    AuditError,
     BatchError,
     BudgetExceeded,
     CoupledLossNotice,
@@ -93,6 +95,8 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "AuditError",
+    "AuditReport",
     "BatchError",
     "BatchSource",
     "BenchReport",
@@ -131,6 +135,7 @@ __all__ = [
     "Wrapped",
     "__version__",
     "across_batch",
+    "audit",
     "batch_dim",
     "bench",
     "callbacks",

@@ -5,9 +5,12 @@ back as the very objects that were raised. `docs/errors.md` is made of these doc
 when it comes, "Way out:".
 """
 
+from typing import Any
+
 import torch
 
 __all__ = [
+    "AuditError",
     "BatchError",
     "BudgetExceeded",
     "CoupledLossNotice",
@@ -158,6 +161,17 @@ class OffloadError(Error):
         super().__init__(message)
         self.needed = needed
         self.available = available
+
+
+class AuditError(Error):
+    """A gradient that reached `optimizer.step()` is not the whole batch's; see `ib.audit`."""
+
+    #: The AuditReport.
+    report: Any
+
+    def __init__(self, message: str, report: Any = None) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class CoupledLossNotice(UserWarning):

@@ -1,0 +1,212 @@
+"""Forward calls of a model and calls of criteria, noted as a loop makes them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from .. import _random_state, _tree
+from .batches import keep, rows_of
+
+#: Criteria that are means over their first dimension, called as criterion(input, target, ...).
+_NAMES = (
+    "binary_cross_entropy binary_cross_entropy_with_logits cross_entropy huber_loss kl_div l1_loss "
+    "mse_loss multilabel_soft_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss"
+)
+CRITERIA: dict[Any, str] = {getattr(F, name): name for name in _NAMES.split()}
+
+Buffers = dict[int, tuple[Tensor, int, Tensor]]
+
+
+@dataclass
+class Conditions:
+    """What a forward found: generators, buffers, autocast."""
+
+    random: dict[str, Any]
+    buffers: Buffers
+    autocast: tuple[tuple[str, torch.dtype], ...]
+
+
+@dataclass
+class Criterion:
+    """A call of a criterion on a model's outputs."""
+
+    function: Any
+    #: From the outputs' leaf to the criterion's input: (function, arguments after the tensor).
+    leaf: int
+    chain: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
+    target: Tensor
+    rest: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+@dataclass
+class Call:
+    """One outermost forward call."""
+
+    #: Backward passes before it, in the whole run.
+    group: int
+    #: How many times the loader had come to its end.
+    epoch: int
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: int | None
+    conditions: Conditions
+    #: Whether an argument hangs on a parameter: the loop computes something before it.
+    is_inner: bool = False
+    #: A scalar that the model computed as its own loss.
+    has_loss: bool = False
+    criteria: list[Criterion] = field(default_factory=list)
+    #: Why a criterion's input could not be followed back to the outputs.
+    lost: str = ""
+
+
+def own_loss(outputs: Any) -> Tensor | None:
+    """The loss that a model computes itself: `outputs.loss`, `outputs["loss"]`, or a scalar."""
+    found = getattr(outputs, "loss", None)
+    if found is None and isinstance(outputs, dict):
+        found = outputs.get("loss")
+    if found is None and isinstance(outputs, tuple) and outputs:
+        found = outputs[0]
+    if found is None:
+        found = outputs
+    is_loss = isinstance(found, Tensor) and found.ndim == 0 and found.requires_grad
+    return found if is_loss else None
+
+
+class Calls(TorchFunctionMode):
+    """Notes outermost forward calls, and with `follow` the criteria that are called on their outputs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        follow: bool,
+        inputs: bool,
+        passes: Callable[[], int],
+        epoch: Callable[[], int],
+    ) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.paused = False
+        self._model = model
+        self._follow = follow
+        self._inputs = inputs
+        self._passes = passes
+        self._epoch = epoch
+        self._depth = 0
+        self._buffers: Buffers = {}
+        #: Tensors made of a call's outputs, by id: (the tensor, its call, leaf, chain).
+        self._derived: dict[int, tuple[Tensor, Call, int, tuple[Any, ...]]] = {}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def watch(self) -> None:
+        # A LightningModule's loop calls training_step, which may go past the module's forward.
+        parts = self._model.modules() if hasattr(self._model, "training_step") else [self._model]
+        for part in parts:
+            if isinstance(part, torch.jit.ScriptModule):
+                continue
+            self._handles += [
+                part.register_forward_pre_hook(self._before, with_kwargs=True),
+                part.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._derived.clear()
+
+    def forget(self, group: int) -> None:
+        """Drops the calls of passes before this one."""
+        self.calls = [call for call in self.calls if call.group >= group]
+        self._derived.clear()
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self.paused or self._depth > 1 or not torch.is_grad_enabled():
+            return
+        if self.calls and self.calls[-1].group != self._passes():
+            self._derived.clear()  # of a graph that is gone
+        leaves = _tree.flatten((args, kwargs))[0]
+        call = Call(
+            group=self._passes(),
+            epoch=self._epoch(),
+            module=module,
+            args=keep(args) if self._inputs else (),
+            kwargs=dict(keep(kwargs)) if self._inputs else {},
+            rows=rows_of((args, kwargs)),
+            conditions=self._conditions(),
+            is_inner=any(isinstance(x, Tensor) and x.requires_grad for x in leaves),
+        )
+        self.calls.append(call)
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        self._depth -= 1
+        if self.paused or self._depth or not torch.is_grad_enabled() or not self.calls:
+            return
+        call = self.calls[-1]
+        call.has_loss = own_loss(outputs) is not None
+        if self._follow:
+            for place, leaf in enumerate(_tree.flatten(outputs)[0]):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    self._derived[id(leaf)] = (leaf, call, place, ())
+
+    def _conditions(self) -> Conditions:
+        buffers: Buffers = {}
+        for buffer in self._model.buffers():
+            known = self._buffers.get(id(buffer))
+            if known is None or known[1] != buffer._version or known[0] is not buffer:
+                known = (buffer, buffer._version, buffer.detach().clone())
+            buffers[id(buffer)] = known
+        self._buffers = buffers
+        kinds = {"cpu", *(p.device.type for p in self._model.parameters())}
+        autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in sorted(kinds)
+            if torch.is_autocast_enabled(kind)
+        )
+        return Conditions(_random_state.capture(), buffers, autocast)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self._follow or self.paused or self._depth or not self._derived:
+            return result
+        name = CRITERIA.get(func)
+        if name:
+            self._criterion(func, args, kwargs)
+        elif isinstance(result, Tensor) and result.requires_grad and args:
+            source = self._derived.get(id(args[0]))
+            others = _tree.flatten((args[1:], kwargs))[0]
+            if source and not any(isinstance(other, Tensor) for other in others):
+                _, call, leaf, chain = source
+                self._derived[id(result)] = (
+                    result,
+                    call,
+                    leaf,
+                    (*chain, (func, args[1:], kwargs)),
+                )
+        return result
+
+    def _criterion(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        keywords = dict(kwargs)
+        names = ("input", "target")
+        given = dict(zip(names, args, strict=False))
+        given.update({n: keywords.pop(n) for n in names if n in keywords})
+        inputs, target = given.get("input"), given.get("target")
+        source = self._derived.get(id(inputs))
+        if source is None or not isinstance(target, Tensor) or target.requires_grad:
+            if isinstance(inputs, Tensor) and inputs.requires_grad and self.calls:
+                self.calls[-1].lost = CRITERIA[func]
+            return
+        _, call, leaf, chain = source
+        call.criteria.append(
+            Criterion(func, leaf, chain, target.detach().clone(), args[2:], keywords)
+        )

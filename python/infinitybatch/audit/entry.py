@@ -1,0 +1,192 @@
+"""`ib.audit`."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..errors import InvalidType, StateError
+from .batches import Join, keep
+from .experiment import untouched
+from .report import AuditReport
+from .watch import Watch
+
+#: A GradScaler skips steps until its scale fits.
+_ATTEMPTS = 20
+
+
+class Audit:
+    """Is the gradient that reaches `optimizer.step()` the whole batch's? `docs/audit.md`.
+
+    report = ib.audit(step, model, batch)             # one step, without training
+    with ib.audit.watch(model, optimizer) as watched:  # around any training loop
+        train()
+    print(watched.report)
+    """
+
+    def __call__(
+        self,
+        step: Callable[[Any, Any], Any],
+        model: nn.Module,
+        batch: Any,
+        *,
+        loss: Any = None,
+        optimizer: Any = None,
+        memory_budget: int | float | str | None = None,
+        same_random_numbers: bool = False,
+    ) -> AuditReport:
+        """Runs `step(model, batch)` and compares the gradient that reaches `optimizer.step()`.
+
+        It runs twice, so that a forgotten zero_grad shows. Optimizers find no gradients, so nothing
+        is trained: parameters, `.grad`, buffers, modes, optimizer state and random state are as
+        before. What else `step` moves (a schedule, a GradScaler) stays moved.
+
+        Args:
+            step: does what your loop does between two steps: forward, backward, `optimizer.step()`.
+            batch: the whole batch, of which `step` makes its micro-batches in order.
+            loss, memory_budget, same_random_numbers: as for `watch`.
+            optimizer: the one to look at, where several train the model.
+
+        Raises:
+            StateError: `optimizer.step()` was not called, or the loss is not known: give `loss`.
+
+            And what `watch` and `step` raise.
+        """
+        if not callable(step):
+            raise InvalidType(
+                f"step must be a function of model and batch, not {type(step).__name__}: "
+                f"audit(step, model, batch)"
+            )
+        watched = Watch(
+            model,
+            optimizer,
+            None,
+            loss=loss,
+            join=None,
+            steps=1,
+            memory_budget=memory_budget,
+            same_random_numbers=same_random_numbers,
+            batch=keep(batch),
+            skip=1,
+        )
+        parameters = list(model.parameters())
+        grads = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
+        nothing = _Untrained()
+        try:
+            with untouched(model), watched, nothing:
+                for _ in range(_ATTEMPTS):
+                    step(model, batch)
+                    if watched.reports:
+                        break
+        finally:
+            for parameter, grad, value in grads:
+                if grad is not None and value is not None:
+                    grad.detach().copy_(value)
+                parameter.grad = grad
+        if not watched.reports:
+            raise StateError(
+                "step(model, batch) did not reach optimizer.step() of the model's parameters with a "
+                "gradient: it must do all that your loop does between two steps"
+            )
+        return watched.report
+
+    @staticmethod
+    def watch(
+        model: nn.Module,
+        optimizer: Any = None,
+        loader: Iterable[Any] | None = None,
+        *,
+        loss: Any = None,
+        join: Join | None = None,
+        steps: int = 3,
+        memory_budget: int | float | str | None = None,
+        same_random_numbers: bool = False,
+    ) -> Watch:
+        """A context around a training loop, which compares steps as they are made.
+
+        The training is the same, bit for bit. A step that is examined costs the whole batch's
+        gradient, and where that differs one more for each micro-batch.
+
+        Args:
+            model: the module that is trained.
+            optimizer: the one to look at; None for each that trains the model.
+            loader: what the loop iterates over, needed with `loss` where a batch holds more than
+                the model's inputs. A list or generator cannot be seen from outside: iterate over
+                `watched.loader`.
+            loss: of a batch of the loader, `loss(model, batch)`, or a criterion of torch.nn for
+                pairs (inputs, targets); without a loader the batch is what the model is called with
+                (a tuple of several calls). None takes it from the loop: the model's own loss
+                (`outputs.loss`), or the one criterion of torch.nn that is called on its outputs.
+            join: makes the whole batch of a list of micro-batches; None concatenates rows.
+            steps: the first so many are examined, then the first of each other kind (sizes).
+            memory_budget: computes the whole batch's gradient inside it, by `ib.wrap`; None in one
+                piece, and if that runs out of memory by `ib.wrap` with "auto".
+            same_random_numbers: demand the random numbers (dropout) that the whole batch would draw.
+
+        Returns:
+            A Watch: `report`, `reports`, `ok`, `raise_if_wrong()`, `print(watch)`.
+
+        Raises:
+            InvalidType, InvalidArgument, Unsupported: arguments that cannot be used.
+            StateError: from the first step, where the loss or the batches are not known; from the
+                end of the context, where no step was seen.
+            BatchError: micro-batches that cannot be joined: give `join`.
+        """
+        return Watch(
+            model,
+            optimizer,
+            loader,
+            loss=loss,
+            join=join,
+            steps=steps,
+            memory_budget=memory_budget,
+            same_random_numbers=same_random_numbers,
+        )
+
+
+class _Untrained:
+    """Optimizers find no gradients inside, and leave parameters and their state alone."""
+
+    def __enter__(self) -> None:
+        self._held: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._hold(optimizer)
+            return None
+
+        def holding() -> Any:
+            value = closure()
+            self._hold(optimizer)
+            return value
+
+        return (args[0], holding, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
+
+    def _hold(self, optimizer: Optimizer) -> None:
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        self._held = [(p, p.grad) for p in own]
+        for parameter in own:
+            parameter.grad = None
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, grad in self._held:
+            parameter.grad = grad
+        self._held = []
+
+
+audit = Audit()
