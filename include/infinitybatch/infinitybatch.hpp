@@ -3,6 +3,7 @@
 // Everything that a program needs. Code that cares about compile times includes single headers.
 
 #include <infinitybatch/core/batch.hpp>
+#include <infinitybatch/core/batch_dim.hpp>
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>

@@ -4,6 +4,7 @@
 #include "core/plain_leaves.hpp"
 #include "coupled/random_streams.hpp"
 #include "coupled/row_errors.hpp"
+#include "execute/findings.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -31,8 +32,7 @@ at::Tensor SeparableShare::sum(Rows rows, const Batch& outputs, const Batch& tar
 
 const at::Tensor& SeparableShare::compute(Rows rows, const Batch& outputs, const Batch& targets) {
   try {
-    few_.watch(rows.size(),
-               [&] { share_ = denominator_.divide(sum(rows, outputs, targets)); });
+    few_.watch(rows.size(), [&] { share_ = denominator_.divide(sum(rows, outputs, targets)); });
   } catch (...) {
     if (rows.size() < job_.batch_size() && coupled::may_be_of_rows(std::current_exception())) {
       explain_compared(outputs, targets, rows.size(), job_.batch_size());
@@ -46,8 +46,7 @@ const at::Tensor& SeparableShare::compute(Rows rows, const Batch& outputs, const
   return share_;
 }
 
-void SeparableShare::differentiate(const at::Tensor& share,
-                                   const std::vector<at::Tensor>& except) {
+void SeparableShare::differentiate(const at::Tensor& share, const std::vector<at::Tensor>& except) {
   if (!share.requires_grad()) {
     throw InvalidArgument(
         "the loss does not depend on anything that requires grad; check that the model's "
@@ -70,7 +69,7 @@ at::Tensor SeparableShare::penalty() {
 
 Batch SeparableShare::take_outputs() {
   check_plain_leaves(kept_, kept_rows_, /*other_sizes=*/false);
-  return concatenate(std::move(kept_), kept_rows_, "outputs");
+  return join(std::move(kept_), kept_rows_, job_.findings->rows_seen.dims);
 }
 
 }  // namespace infinitybatch

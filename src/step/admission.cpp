@@ -1,5 +1,6 @@
 #include "step/admission.hpp"
 
+#include "core/mark_batch.hpp"
 #include "core/transforms.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -8,17 +9,17 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <utility>
+
 namespace infinitybatch {
 namespace {
 
 void check_grad_mode() {
   if (c10::InferenceMode::is_enabled()) {
-    throw StateError(
-        "backward() needs gradients: call it outside torch.inference_mode()");
+    throw StateError("backward() needs gradients: call it outside torch.inference_mode()");
   }
   if (!at::GradMode::is_enabled()) {
-    throw StateError(
-        "backward() needs gradients: call it outside torch.no_grad()");
+    throw StateError("backward() needs gradients: call it outside torch.no_grad()");
   }
 }
 
@@ -53,7 +54,12 @@ void admit(Job& job) {
   check_grad_mode();
   if (job.inputs->size != job.targets->size) {
     throw BatchError("inputs have " + std::to_string(job.inputs->size) + " samples, targets " +
-                     std::to_string(job.targets->size) + "; both need the same number");
+                     std::to_string(job.targets->size) + "; both need the same number" +
+                     (job.inputs->size > 0 && job.targets->size > job.inputs->size &&
+                              job.targets->size % job.inputs->size == 0
+                          ? ". If targets are [time, batch] flattened, say batch_dim=1, or "
+                            "batch_dim={\"targets\": 1} beside other arguments"
+                          : ""));
   }
   if (job.batch_size() < 1) throw BatchError("the batch is empty: it has 0 samples");
   admit_model(job);
@@ -81,6 +87,27 @@ BatchSource targets_source(const Batch& targets, int64_t size) {
             /*uniform=*/true};
   }
   return BatchSource::from(targets, "targets");
+}
+
+Sources sources_of(const Batch& inputs, const Batch& targets,
+                   const std::optional<BatchDim>& given) {
+  if (!given) {
+    BatchSource rows = BatchSource::from(inputs, "inputs");
+    const int64_t size = rows.size;
+    return {std::move(rows), targets_source(targets, size)};
+  }
+  const Batch marked = mark_inputs(inputs, *given);
+  BatchSource rows = BatchSource::from(marked, "inputs");
+  const int64_t size = rows.size;
+  return {std::move(rows), targets_source(mark_targets(targets, *given, extent_of(marked)), size)};
+}
+
+void refuse_batch_dim(const std::optional<BatchDim>& given) {
+  if (!given) return;
+  throw InvalidArgument(
+      "batch_dim is for batches that are given as tensors; the rows of a BatchSource, and tensors "
+      "of "
+      "a LogicalBatch, are marked where they are made: rows.with_batch_dim(1)");
 }
 
 std::vector<at::Tensor> reachable_tensors(const Job& job) {

@@ -195,7 +195,9 @@ void ForwardPass::run(Rows rows, bool keep) {
     return;
   }
   if (keep && !may_keep_) run.engine().drop_graphs();
-  if (first) ambiguous_ = is_ambiguous(run.taken(rows), rows.size(), from_samples_, own_);
+  if (first)
+    ambiguous_ = is_ambiguous(run.taken(rows), rows.size(), from_samples_,
+                              call_->findings.rows_seen.dims, own_);
 }
 
 Batch ForwardPass::run_model(const Batch& micro) {
@@ -240,7 +242,8 @@ Batch ForwardPass::meet(const Batch& inputs, Batch outputs) {
 
 void ForwardPass::learn_from_recording(const Batch& outputs, const Batch& micro,
                                        uint64_t first_node) {
-  ambiguous_ = ambiguous_ || is_ambiguous(outputs, batch_size(micro, "inputs"), {}, own_);
+  ambiguous_ = ambiguous_ || is_ambiguous(outputs, batch_size(micro, "inputs"), {},
+                                          call_->findings.rows_seen.dims, own_);
   if (recording_) note_graph(outputs, micro, first_node);
 }
 
@@ -301,7 +304,8 @@ void ForwardPass::show(Rows rows, const Batch& outputs) const {
 
 bool ForwardPass::wants_another_size() const {
   if (row_counts_.empty() || row_counts_.front() < 2) return false;
-  if (cut()) return ambiguous_ || may_stand_once() || call_->run->engine().checks().wants_other_rows();
+  if (cut())
+    return ambiguous_ || may_stand_once() || call_->run->engine().checks().wants_other_rows();
   const int64_t first = row_counts_.front();
   const bool one_size = std::all_of(row_counts_.begin(), row_counts_.end(),
                                     [&](int64_t rows) { return rows == first; });
@@ -350,8 +354,8 @@ Batch ForwardPass::finish() {
     run.keep_numbers({row, row + row_counts_[i]}, numbers_of(outputs_[i]));
     row += row_counts_[i];
   }
-  JoinedOutputs joined = join(std::move(outputs_), row_counts_, from_samples_,
-                              call_->findings.rows_seen.dims, own_);
+  JoinedOutputs joined =
+      join(std::move(outputs_), row_counts_, from_samples_, call_->findings.rows_seen.dims, own_);
   if (!run.engine().checks().found()) check_reduce(joined);
   run.finish_forward();
   if (cut() && options_.static_graph) {
