@@ -3,7 +3,6 @@
 // Everything that a program needs. Code that cares about compile times includes single headers.
 
 #include <infinitybatch/core/batch.hpp>
-#include <infinitybatch/core/batch_dim.hpp>
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
@@ -15,6 +14,7 @@
 #include <infinitybatch/memory/budget.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
+#include <infinitybatch/step/batch_dim.hpp>
 #include <infinitybatch/step/bench.hpp>
 #include <infinitybatch/step/module.hpp>
 #include <infinitybatch/step/verify.hpp>

@@ -1,12 +1,12 @@
 #include "bind.hpp"
 #include "bind_offload.hpp"
-#include "core/mark_batch.hpp"
 #include "garbage_collected.hpp"
 #include "hidden_rows.hpp"
 #include "left_places.hpp"
 #include "options_argument.hpp"
 #include "python_batch.hpp"
 #include "python_model.hpp"
+#include "step/mark_batch.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>

@@ -1,7 +1,7 @@
 #include "python_source.hpp"
 
-#include "core/mark_batch.hpp"
 #include "hidden_rows.hpp"
+#include "step/mark_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

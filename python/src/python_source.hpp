@@ -3,8 +3,8 @@
 #include "held.hpp"
 #include "python_batch.hpp"
 
-#include <infinitybatch/core/batch_dim.hpp>
 #include <infinitybatch/core/batch_source.hpp>
+#include <infinitybatch/step/batch_dim.hpp>
 
 #include <memory>
 #include <optional>

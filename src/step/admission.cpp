@@ -1,7 +1,7 @@
 #include "step/admission.hpp"
 
-#include "core/mark_batch.hpp"
 #include "core/transforms.hpp"
+#include "step/mark_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

@@ -2,7 +2,7 @@
 
 #include "execute/job.hpp"
 
-#include <infinitybatch/core/batch_dim.hpp>
+#include <infinitybatch/step/batch_dim.hpp>
 
 #include <optional>
 #include <string>

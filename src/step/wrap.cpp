@@ -1,7 +1,6 @@
 #include <infinitybatch/step/wrap.hpp>
 
 #include "core/foreign_exception.hpp"
-#include "core/mark_batch.hpp"
 #include "core/out_of_memory.hpp"
 #include "core/pinned_copies.hpp"
 #include "core/plain_leaves.hpp"
@@ -9,6 +8,7 @@
 #include "execute/outside_loss.hpp"
 #include "execute/schedule.hpp"
 #include "step/admission.hpp"
+#include "step/mark_batch.hpp"
 #include "step/options.hpp"
 #include "step/wrap_budget.hpp"
 #include "step/wrap_forward.hpp"

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <infinitybatch/core/batch_dim.hpp>
 #include <infinitybatch/core/micro_batch.hpp>
 #include <infinitybatch/memory/budget.hpp>
+#include <infinitybatch/step/batch_dim.hpp>
 
 #include <ATen/core/TensorBody.h>
 

@@ -1,10 +1,10 @@
 // Options::batch_dim, and outputs that flatten time and batch.
 #include "step/support.hpp"
 
-#include "core/mark_batch.hpp"
 #include "core/sample_rows.hpp"
+#include "step/mark_batch.hpp"
 
-#include <infinitybatch/core/batch_dim.hpp>
+#include <infinitybatch/step/batch_dim.hpp>
 
 namespace infinitybatch::testing {
 namespace {

@@ -1,4 +1,4 @@
-#include "core/mark_batch.hpp"
+#include "step/mark_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -113,7 +113,7 @@ bool may_be_mask(const at::Tensor& tensor, int64_t size) {
 }
 
 /// How many places each sample has in [time, batch] that was flattened; 1: it was not.
-int64_t flattened(const at::Tensor& tensor, int64_t samples) {
+int64_t places_in(const at::Tensor& tensor, int64_t samples) {
   if (tensor.dim() == 0 || samples < 1 || tensor.size(0) % samples != 0) return 1;
   return std::max<int64_t>(1, tensor.size(0) / samples);
 }
@@ -187,7 +187,7 @@ Batch mark_inputs(Batch inputs, const BatchDim& given, size_t depth) {
     if (samples > 1 && other >= 0) {
       marking.refuse(i, samples, "has that size along another dimension", other);
     }
-    if (samples > 1 && extent.places > 1 && flattened(tensor, samples) == extent.places) {
+    if (samples > 1 && extent.places > 1 && places_in(tensor, samples) == extent.places) {
       marking.refuse(i, samples,
                      "may be [time, batch] flattened, which a model is not given rows of", dim);
     }
@@ -203,7 +203,7 @@ Batch mark_targets(Batch targets, const BatchDim& given, const Extent& inputs) {
     marking.for_each_unmarked([&](size_t i, Leaf& leaf) {
       const std::optional<int64_t> dim = marking.named(i);
       if (!dim) return;
-      const int64_t places = flattened(leaf.tensor, samples);
+      const int64_t places = places_in(leaf.tensor, samples);
       if (*dim > 0 && !has(leaf.tensor, *dim, samples) && places > 1) {
         mark_flattened(leaf, places);
         return mark(leaf, 0);
@@ -215,7 +215,7 @@ Batch mark_targets(Batch targets, const BatchDim& given, const Extent& inputs) {
   const int64_t dim = *given.for_all();
   marking.for_each_unmarked([&](size_t i, Leaf& leaf) {
     const at::Tensor& tensor = leaf.tensor;
-    const int64_t places = flattened(tensor, samples);
+    const int64_t places = places_in(tensor, samples);
     if (has(tensor, dim, samples)) {
       if (dim > 0 && places > 1 && places == inputs.places) {
         marking.refuse(i, samples, "may be [time, batch] flattened, too", dim);

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <infinitybatch/core/batch.hpp>
-#include <infinitybatch/core/batch_dim.hpp>
+#include <infinitybatch/step/batch_dim.hpp>
 
 #include <cstdint>
 #include <string_view>
