@@ -1,7 +1,8 @@
 """`batch_dim=` of `VirtualBatch` and `wrap`: a dimension, or one for each argument that names it."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from . import _checks
@@ -36,20 +37,12 @@ def checked(name: str, value: Any) -> BatchDim | None:
     return dims
 
 
-def by_argument(given: BatchDim | None, forward: Any, also: tuple[str, ...] = ()) -> Any:
-    """`given` as C++ takes it: each argument under its name and its position.
-
-    Args:
-        given: a checked `batch_dim`.
-        forward: what is called with the arguments.
-        also: names that are no arguments of it.
-
-    Raises:
-        InvalidArgument: for arguments that `forward` does not have, or one with two dimensions.
-    """
+def by_argument(given: BatchDim | None, forward: Callable[..., Any]) -> Any:
+    """`given` as C++ takes it: each argument of `forward` under its name and its position. Raises
+    InvalidArgument for one with two dimensions."""
     if not isinstance(given, Mapping):
         return given
-    names, keywords, open_ended, any_keyword = _parameters(forward)
+    names = _parameters(forward).names
     dims: dict[str, int] = {}
     for argument, dim in given.items():
         known = [str(argument)]
@@ -57,12 +50,6 @@ def by_argument(given: BatchDim | None, forward: Any, also: tuple[str, ...] = ()
             known.append(names[argument])
         elif argument in names:
             known.append(str(names.index(argument)))  # type: ignore[arg-type]
-        elif not (open_ended if isinstance(argument, int) else any_keyword or argument in keywords):
-            if argument not in also:
-                raise InvalidArgument(
-                    f"batch_dim names {argument!r}, which is no argument of the model's forward; "
-                    f"it has {', '.join(map(repr, [*names, *keywords])) or 'none'}"
-                )
         for key in known:
             here = _SHARED if dim is None else dim
             if dims.setdefault(key, here) != here:
@@ -73,14 +60,47 @@ def by_argument(given: BatchDim | None, forward: Any, also: tuple[str, ...] = ()
     return dims
 
 
-def _parameters(forward: Callable[..., Any]) -> tuple[list[str], list[str], bool, bool]:
-    """Names by position and by keyword alone, and whether it takes more of either."""
+def check_arguments(
+    given: BatchDim | None, functions: Iterable[Callable[..., Any]], also: tuple[str, ...] = ()
+) -> None:
+    """Raises InvalidArgument for arguments that none of `functions` has.
+
+    Args:
+        also: names that are no arguments of them.
+    """
+    if not isinstance(given, Mapping):
+        return
+    of_all = [_parameters(function) for function in functions]
+    for argument in given:
+        if argument in also or any(each.has(argument) for each in of_all):
+            continue
+        known = dict.fromkeys(name for each in of_all for name in [*each.names, *each.keywords])
+        raise InvalidArgument(
+            f"batch_dim names {argument!r}, which is no argument of the model's forward; it has "
+            f"{', '.join(map(repr, known)) or 'none'}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    names: list[str]  # by position
+    keywords: list[str]  # by keyword alone
+    more_positions: bool
+    more_keywords: bool
+
+    def has(self, argument: str | int) -> bool:
+        if isinstance(argument, int):
+            return argument < len(self.names) or self.more_positions
+        return argument in self.names or argument in self.keywords or self.more_keywords
+
+
+def _parameters(function: Callable[..., Any]) -> _Parameters:
     try:
-        parameters = inspect.signature(forward).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of C++
-        return [], [], True, True
+        return _Parameters([], [], True, True)
     kinds = {p.kind for p in parameters}
-    return (
+    return _Parameters(
         [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)],
         [p.name for p in parameters if p.kind is p.KEYWORD_ONLY],
         inspect.Parameter.VAR_POSITIONAL in kinds,
@@ -88,4 +108,4 @@ def _parameters(forward: Callable[..., Any]) -> tuple[list[str], list[str], bool
     )
 
 
-__all__ = ["BatchDim", "by_argument", "checked"]
+__all__ = ["BatchDim", "by_argument", "check_arguments", "checked"]

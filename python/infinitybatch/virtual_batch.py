@@ -250,7 +250,8 @@ def batch_dim_for(model: Any, given: BatchDim | None) -> Any:
     """As C++ takes it, for steps with targets."""
     function = model._forward if isinstance(model, CallableModel) else model
     forward = function.forward if isinstance(function, nn.Module) else function
-    return _batch_dim.by_argument(given, forward, also=("targets",))
+    _batch_dim.check_arguments(given, [forward], also=("targets",))
+    return _batch_dim.by_argument(given, forward)
 
 
 def _rebuild(model: Any, loss: Any, options: dict[str, Any]) -> VirtualBatch:

@@ -210,6 +210,8 @@ def make(
     if isinstance(model, Wrapped):
         methods = tuple(sorted({*methods, *model._infinitybatch.methods}))
     dropped = Dropped()
+    all_methods = [getattr(model, name) for name in ("forward", *methods)]
+    _batch_dim.check_arguments(options["batch_dim"], all_methods)
 
     def runs(method: Callable[..., Any]) -> Callable[..., Any]:
         def run(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 #include "core/out_of_memory.hpp"
 #include "core/pinned_copies.hpp"
 #include "core/plain_leaves.hpp"
+#include "coupled/fixed_ops.hpp"
 #include "coupled/row_errors.hpp"
 #include "execute/findings.hpp"
 #include "execute/row_checks.hpp"
@@ -77,6 +78,7 @@ std::vector<Flattened> RowChecks::try_flattened(Rows rows) {
   const int64_t fewer = more / 2;
   const Rows part{more - fewer, more};
   std::vector<Flattened> found;
+  if (forwards_.watch().talked()) return found;  // other ranks would not answer
   const auto compare = [&] {
     const Batch inputs = forwards_.rows_again({0, more});
     const auto whole = try_forward(inputs, more);
@@ -117,6 +119,7 @@ void RowChecks::check_flattened_targets() {
   const int64_t rows = forwards_.smallest();
   if (job_.loss == nullptr || job_.rehearses || job_.findings->targets_checked) return;
   if (rows == 0 || rows >= job_.batch_size() || !keeps_rows(*job_.targets)) return;
+  if (coupled::FixedOps::at_work()) return;  // this step is part of a forward that is looked at
   const Batch targets = job_.targets->rows(0, 1);
   const bool interleaved =
       std::any_of(targets.leaves().begin(), targets.leaves().end(),
@@ -126,8 +129,7 @@ void RowChecks::check_flattened_targets() {
     const auto refuse = [](const std::string& what) {
       throw BatchError("targets are [time, batch] flattened, row time * samples + n, and " + what +
                        ": give targets of shape [time, batch], or [batch, time] marked "
-                       "ib.batch_dim(targets, 0), "
-                       "and flatten outputs and targets in the loss");
+                       "ib.batch_dim(targets, 0), and flatten outputs and targets in the loss");
     };
     if (found.empty()) refuse("forward runs on no other rows that would tell the order of outputs");
     for (size_t i = 0; i < found.size(); ++i) {

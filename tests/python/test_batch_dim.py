@@ -191,6 +191,19 @@ def test_without_gradients_and_without_samples() -> None:
     assert empty.shape == (T, 0, WORDS)
 
 
+def test_methods_have_arguments_of_their_own() -> None:
+    class Model(LanguageModel):
+        def encode(self, tokens: Tensor) -> Tensor:
+            return self.words(tokens).tanh().sum(0)
+
+    model, twin = twins(Model())
+    dims = {"words": 1, "hidden": 1, "tokens": 1}
+    wrapped = ib.wrap(model, batch_dim=dims, micro_batch_size=3, methods=("encode",))
+    data, _ = stretches(text(), T)[0]
+    close(wrapped.encode(data).detach(), twin.encode(data).detach())
+    train(wrapped, twin, steps=1)
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_copies_keep_it(copied: Callable[[Any], Any]) -> None:
     model, twin = twins(LanguageModel())
