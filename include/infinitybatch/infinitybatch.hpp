@@ -14,6 +14,7 @@
 #include <infinitybatch/memory/budget.hpp>
 #include <infinitybatch/memory/limit.hpp>
 #include <infinitybatch/memory/statistics.hpp>
+#include <infinitybatch/step/batch_dim.hpp>
 #include <infinitybatch/step/bench.hpp>
 #include <infinitybatch/step/module.hpp>
 #include <infinitybatch/step/verify.hpp>

@@ -9,6 +9,7 @@ from ._loader import Batches
 from ._metrics import Metrics
 from ._model import ModelView
 from .errors import StateError
+from .virtual_batch import batch_dim_for
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -45,6 +46,7 @@ def evaluate(trainer: "Trainer", loader: Any, metrics: Any) -> EvaluationResult:
         ModelView(trainer._model, exact_coupling=False),
         _criteria.resolve(trainer._loss),
         on_micro_batch=counted,
+        batch_dim=batch_dim_for(trainer._model, trainer._options["batch_dim"]),
         **options,
     )
     try:

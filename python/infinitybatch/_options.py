@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from . import _checks, _offload
+from . import _batch_dim, _checks, _offload
 from .errors import InvalidArgument, InvalidType
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -46,6 +46,7 @@ def _scaler(name: str, value: Any) -> Any:
 #: What becomes of the value that a user gives; raises where it is none.
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "memory_budget": lambda _, value: value,  # C++ knows what a budget is
+    "batch_dim": _batch_dim.checked,
     "micro_batch_size": functools.partial(_checks.optional_whole_number, of="samples"),
     "retained_micro_batches": functools.partial(_checks.whole_number, of="micro-batches"),
     "use_tapes": _checks.truth,

@@ -23,28 +23,29 @@ def is_node(value: Any) -> bool:
     return len(leaves) != 1 or leaves[0] is not value
 
 
-def flatten(value: Any) -> tuple[list[Any], list[int], list[str], _pytree.TreeSpec]:
-    """The leaves of `value`, the dimension along which each is split, their names, the structure.
+def flatten(value: Any) -> tuple[list[Any], list[int | None], list[str], _pytree.TreeSpec]:
+    """The leaves of `value`, the dimension along which each is split as it is marked (None: it is
+    not), their names, the structure.
 
     A mapping of a class that is not registered keeps it where `_mapping` can make another one; but
     one that is the whole value and no dict is a dict, for models are called with its items.
     """
     leaves, spec = _pytree.tree_flatten(value, is_leaf=is_packed)
-    dims = [0] * len(leaves)
+    dims: list[int | None] = [None] * len(leaves)
     if any(isinstance(leaf, (Marked, Mapping, PackedSequence)) for leaf in leaves):
-        value, dims = _open(value, 0, whole=True)
+        value, dims = _open(value, None, whole=True)
         leaves, spec = _pytree.tree_flatten(value)
     return leaves, dims, _names(value, len(leaves)), spec
 
 
-def _open(value: Any, dim: int, whole: bool = False) -> tuple[Any, list[int]]:
+def _open(value: Any, dim: int | None, whole: bool = False) -> tuple[Any, list[int | None]]:
     """`value` with all leaves opened that hold more leaves (marked values, mappings that are not
-    registered), and the dimension along which each leaf is split."""
+    registered), and the dimension along which each leaf is split, as far as it is marked."""
     leaves, spec = _pytree.tree_flatten(value, is_leaf=is_packed)
-    dims: list[int] = []
+    dims: list[int | None] = []
     for i, leaf in enumerate(leaves):
         here = whole and leaf is value
-        opened_dims = [dim]
+        opened_dims: list[int | None] = [dim]
         if isinstance(leaf, Marked):
             leaves[i], opened_dims = _open(leaf.value, leaf.dim, here)
         elif isinstance(leaf, PackedSequence):
@@ -73,11 +74,12 @@ def unflatten(leaves: list[Any], spec: _pytree.TreeSpec) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
 
 
-def are_empty(leaves: list[Any], dims: list[int]) -> bool:
+def are_empty(leaves: list[Any], dims: list[int | None], unmarked: int) -> bool:
     """Whether there are tensors to split along `dims`, and all of them have no rows."""
+    known = [unmarked if dim is None else dim for dim in dims]
     split = [
         leaf.shape[dim]
-        for leaf, dim in zip(leaves, dims, strict=True)
+        for leaf, dim in zip(leaves, known, strict=True)
         if isinstance(leaf, torch.Tensor) and 0 <= dim < leaf.ndim
     ]
     return bool(split) and not any(split)

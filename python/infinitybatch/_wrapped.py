@@ -263,7 +263,9 @@ def _without_rows(state: State, name: str, args: tuple[Any, ...], kwargs: dict[s
     leaves, dims, _, spec = _tree.flatten((args, kwargs))
     if any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves):  # a layer of what is traced
         raise no_program("torch.fx.symbolic_trace") from None
-    if torch.is_grad_enabled() or not _tree.are_empty(leaves, dims):
+    given = state.options["batch_dim"]
+    unmarked = given if isinstance(given, int) else 0
+    if torch.is_grad_enabled() or not _tree.are_empty(leaves, dims, unmarked):
         raise
     args, kwargs = _tree.unflatten(leaves, spec)
     return getattr(state.inner, name)(*args, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import _C, _checks, _options, _updates, callbacks
+from ._batch_dim import BatchDim
 from ._behind_back import Watch
 from ._evaluation import EvaluationResult, evaluate
 from ._loader import Batches
@@ -51,9 +52,9 @@ class Trainer:
         clip_norm: the most that the norm of all gradients together may be, after unscaling.
         callbacks: a Callback, or a list of them, told in order.
         batches_per_epoch: ends an epoch after so many batches, for loaders without an end.
-        memory_budget, micro_batch_size, retained_micro_batches, use_tapes, static_graph,
-            checkpoint_segments, offload, match_native_rng, batch_coupling, on_micro_batch,
-            grad_scaler: as of `VirtualBatch`. The scaler's `step` and `update` are called here.
+        memory_budget, micro_batch_size, batch_dim, retained_micro_batches, use_tapes,
+            static_graph, checkpoint_segments, offload, match_native_rng, batch_coupling,
+            on_micro_batch, grad_scaler: as of `VirtualBatch`. The scaler's `step` and `update` are called here.
         keep_outputs: as of `VirtualBatch`; they are in `event.report.outputs` of on_batch_end.
 
     Raises:
@@ -77,6 +78,7 @@ class Trainer:
         batches_per_epoch: int | None = None,
         memory_budget: int | float | str | None = None,
         micro_batch_size: int | None = None,
+        batch_dim: BatchDim | None = None,
         retained_micro_batches: int = 0,
         use_tapes: bool = True,
         static_graph: bool = False,

@@ -7,7 +7,8 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import nn
 
-from . import _C, _criteria, _options, _tree
+from . import _C, _batch_dim, _criteria, _options, _tree
+from ._batch_dim import BatchDim
 from ._C import BatchSource, Plan, StepReport
 from ._C.losses import CoupledLoss, SeparableLoss
 from ._model import CallableModel, ModelView
@@ -22,6 +23,7 @@ class VirtualBatchOptions(TypedDict, total=False):
 
     memory_budget: int | float | str | None
     micro_batch_size: int | None
+    batch_dim: BatchDim | None
     retained_micro_batches: int
     use_tapes: bool
     static_graph: bool
@@ -61,6 +63,12 @@ class VirtualBatch:
             given.
         micro_batch_size: samples that are computed at once; skips planning. The last micro-batch
             may be smaller.
+        batch_dim: along which dimension samples lie in inputs and targets that are not marked
+            themselves (`batch_dim`, `shared`); without it along the first. An int is for every
+            tensor of which that dimension has the batch's size, so that time-first loops need
+            `batch_dim=1` and no more; a dict is by argument, {"source": 1, "mask": None} or
+            {0: 1, "targets": 1}, where None is `shared` and all others have their samples first.
+            Targets may be [time, batch] flattened, where outputs are.
         retained_micro_batches: with a fixed `micro_batch_size` and a coupled loss or BatchNorm, how
             many micro-batches keep their graph from the first pass and need no second one. Any
             other loss has one pass, and nothing to keep.
@@ -112,6 +120,7 @@ class VirtualBatch:
         *,
         memory_budget: int | float | str | None = None,
         micro_batch_size: int | None = None,
+        batch_dim: BatchDim | None = None,
         retained_micro_batches: int = 0,
         use_tapes: bool = True,
         static_graph: bool = False,
@@ -142,8 +151,8 @@ class VirtualBatch:
 
         Args:
             inputs: a tensor, a NumPy array, any nested structure of them, or a BatchSource; the
-                first dimension is the batch (`shared` and `batch_dim` say otherwise). It may live
-                on the host with the model on another device.
+                first dimension is the batch (the option `batch_dim`, and `shared` and
+                `batch_dim` around a part of it, say otherwise). It may live on the host with the model on another device.
             targets: likewise, with the same number of samples; None for losses without targets.
 
         Raises:
@@ -210,6 +219,7 @@ class VirtualBatch:
         self._loss_options = _criteria.options_of(self._loss)
         options = dict(self._options)
         scaler = options.pop("grad_scaler")
+        options["batch_dim"] = batch_dim_for(self._model, options["batch_dim"])
         options["loss_scale"] = None if scaler is None else self._scale_of(scaler)
         return _C.VirtualBatch(self._view, self._step_loss, **options)
 
@@ -234,6 +244,14 @@ class VirtualBatch:
             return grad_scaler.scale(torch.ones((), device=device))
 
         return scale
+
+
+def batch_dim_for(model: Any, given: BatchDim | None) -> Any:
+    """As C++ takes it, for steps with targets."""
+    function = model._forward if isinstance(model, CallableModel) else model
+    forward = function.forward if isinstance(function, nn.Module) else function
+    _batch_dim.check_arguments(given, [forward], also=("targets",))
+    return _batch_dim.by_argument(given, forward)
 
 
 def _rebuild(model: Any, loss: Any, options: dict[str, Any]) -> VirtualBatch:

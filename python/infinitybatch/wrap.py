@@ -6,7 +6,8 @@ from typing import Any, Literal
 import torch
 from torch import distributed, nn
 
-from . import _C, _options
+from . import _C, _batch_dim, _options
+from ._batch_dim import BatchDim
 from ._caches import Dropped
 from ._model import ModelView
 from ._offload import Offload, When
@@ -22,6 +23,7 @@ def wrap(
     *,
     memory_budget: int | float | str | None = None,
     micro_batch_size: int | None = None,
+    batch_dim: BatchDim | None = None,
     retained_micro_batches: int = 0,
     use_tapes: bool = True,
     static_graph: bool = False,
@@ -44,7 +46,8 @@ def wrap(
     The module returned is an instance of `model`'s class, too, and shares its state: optimizers,
     hooks, `state_dict` and checkpoints see the same names, methods and attributes are the same.
     `unwrap` returns `model`. Forward takes any nested structure: every
-    tensor is split along its first dimension (`shared` and `batch_dim` say otherwise); tensors of
+    tensor is split along its first dimension (the option `batch_dim`, and `shared` and `batch_dim`
+    around an argument, say otherwise); tensors of
     dimension 0 and whatever is no tensor are seen whole. With DistributedDataParallel the order is
     DDP(ib.wrap(model, process_group=torch.distributed.group.WORLD)).
 
@@ -76,6 +79,12 @@ def wrap(
         model: a torch.nn.Module.
         micro_batch_size: samples that are computed at once; the last micro-batch may be smaller.
             Given alone it is all that is kept to, and a batch of one micro-batch runs natively.
+        batch_dim: along which dimension samples lie in the arguments that are not marked themselves
+            (`batch_dim`, `shared`); without it along the first. An int is for every tensor of which
+            that dimension has the batch's size, which the first tensor tells: hidden states of
+            [layers, batch, features] are split, masks of [time, time] are shared, and what is not
+            clear raises BatchError. A dict is by argument, {"source": 1, "mask": None} or {0: 1},
+            where None is `shared` and all others have their samples first.
         retained_micro_batches: with a given `micro_batch_size`, how many micro-batches, the last
             ones, keep their graph until backward and need no second forward: none where layers see
             the whole batch. A plan for a `memory_budget` keeps as many as fit.
@@ -201,6 +210,8 @@ def make(
     if isinstance(model, Wrapped):
         methods = tuple(sorted({*methods, *model._infinitybatch.methods}))
     dropped = Dropped()
+    all_methods = [getattr(model, name) for name in ("forward", *methods)]
+    _batch_dim.check_arguments(options["batch_dim"], all_methods)
 
     def runs(method: Callable[..., Any]) -> Callable[..., Any]:
         def run(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -215,12 +226,13 @@ def make(
     def late(name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: getattr(model, name)(*args, **kwargs)
 
-    def step_of(forward: Callable[..., Any]) -> _C.Wrap:
+    def step_of(name: str, forward: Callable[..., Any]) -> _C.Wrap:
         view = ModelView(model, options["batch_coupling"] == "exact")
-        return _C.Wrap(view, forward, agreement, **options)
+        own = _batch_dim.by_argument(options["batch_dim"], getattr(model, name))
+        return _C.Wrap(view, forward, agreement, **{**options, "batch_dim": own})
 
-    steps = {name: step_of(runs(late(name))) for name in methods}
-    steps["forward"] = step_of(runs(model))
+    steps = {name: step_of(name, runs(late(name))) for name in methods}
+    steps["forward"] = step_of("forward", runs(model))
     return wrapped(model, options, methods, agreement, steps, dropped)
 
 

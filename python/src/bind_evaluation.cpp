@@ -11,6 +11,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -22,6 +23,7 @@ class PyEvaluation {
  public:
   PyEvaluation(const py::object& model, const py::object& loss, const py::kwargs& given) {
     Options options = to_options(given, held_);
+    batch_dim_ = std::exchange(options.batch_dim, std::nullopt);  // of arguments, as they come here
     const Held view = held_.emplace_back(model);
     const Held forward = held_.emplace_back(model.attr("forward"));
     Loss value = to_loss(loss);
@@ -35,7 +37,7 @@ class PyEvaluation {
     if (!evaluation_) throw StateError("this evaluation has ended");
     torch::PyWarningHandler warnings;  // torch's warnings become Python's
     try {
-      const Sides sides = to_sides(inputs, targets);
+      const Sides sides = to_sides(inputs, targets, batch_dim_);
       const py::gil_scoped_release no_gil;
       evaluation_->add(sides.inputs, sides.targets);
     } catch (...) {
@@ -59,6 +61,7 @@ class PyEvaluation {
 
  private:
   std::vector<Held> held_;
+  std::optional<BatchDim> batch_dim_;
   std::unique_ptr<Evaluation> evaluation_;
 };
 

@@ -15,6 +15,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -30,6 +31,7 @@ class PyVirtualBatch {
  public:
   PyVirtualBatch(const py::object& model, const py::object& loss, const py::kwargs& given) {
     Options options = to_options(given, held_);
+    batch_dim_ = std::exchange(options.batch_dim, std::nullopt);  // of arguments, as they come here
     const Held view = hold(model);
     Loss value = to_loss(loss);
     const bool whole = std::holds_alternative<CoupledLoss>(value);
@@ -104,7 +106,7 @@ class PyVirtualBatch {
     const Busy busy(busy_);
     torch::PyWarningHandler warnings;  // torch's warnings become Python's
     try {
-      const Sides sides = to_sides(inputs, targets);
+      const Sides sides = to_sides(inputs, targets, batch_dim_);
       const py::gil_scoped_release no_gil;
       return step(sides.inputs, sides.targets);
     } catch (...) {
@@ -120,6 +122,7 @@ class PyVirtualBatch {
   };
 
   std::vector<Held> held_;
+  std::optional<BatchDim> batch_dim_;
   std::unique_ptr<Setup> setup_;
   std::unique_ptr<VirtualBatch> batch_;
   std::atomic<bool> busy_ = false;

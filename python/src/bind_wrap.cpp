@@ -6,6 +6,7 @@
 #include "options_argument.hpp"
 #include "python_batch.hpp"
 #include "python_model.hpp"
+#include "step/mark_batch.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
@@ -64,6 +65,7 @@ class PyWrap {
       };
     }
     Options options = to_options(given, held_);
+    batch_dim_ = std::exchange(options.batch_dim, std::nullopt);  // of arguments, as they come here
     wrap_ = std::make_unique<Wrap>(model_of(held_[0], held_[1], Outputs::kept), std::move(options),
                                    std::move(own));
   }
@@ -75,6 +77,7 @@ class PyWrap {
       for (Leaf& leaf : inputs.leaves()) {
         if (leaf.tensor.defined() && leaf.tensor.dim() == 0) leaf.batch_dim = Leaf::kShared;
       }
+      if (batch_dim_) inputs = mark_inputs(std::move(inputs), *batch_dim_, /*depth=*/1);
       for (const auto& given : {py::object(arguments), py::object(keywords)}) {
         refuse_hidden_rows(given, inputs, rows_of(inputs), "inputs");
       }
@@ -123,6 +126,7 @@ class PyWrap {
  private:
   std::vector<Held> held_;
   std::set<std::string> told_;
+  std::optional<BatchDim> batch_dim_;
   std::unique_ptr<Wrap> wrap_;
 };
 

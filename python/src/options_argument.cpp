@@ -36,6 +36,15 @@ struct Values {
   void read(const py::object& given, const char* name, std::optional<memory::Budget>& value) const {
     if (!given.is_none()) value = to_budget(given, name);
   }
+  /// \param given a dimension, or dimensions by name or position as text, which are checked
+  void read(const py::object& given, const char* /*name*/, std::optional<BatchDim>& value) const {
+    if (given.is_none()) return;
+    if (PyDict_Check(given.ptr()) != 0) {
+      value = BatchDim(given.cast<BatchDim::ByArgument>());
+    } else {
+      value = BatchDim(given.cast<int64_t>());
+    }
+  }
   void read(const py::object& given, const char* /*name*/, BatchCoupling& value) const {
     const bool exact = given.cast<std::string>() == "exact";
     value = exact ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
@@ -81,6 +90,9 @@ py::object written(const std::optional<int64_t>& value) {
   return py::cast(value);
 }
 py::object written(const std::optional<memory::Budget>& /*none*/) {
+  return py::none();
+}
+py::object written(const std::optional<BatchDim>& /*none*/) {
   return py::none();
 }
 py::object written(const OnMicroBatch& /*none*/) {

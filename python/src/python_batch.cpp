@@ -6,6 +6,7 @@
 
 #include <infinitybatch/core/errors.hpp>
 
+#include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -36,7 +37,8 @@ class Reader {
   Reader(Side side, std::vector<Leaf>& leaves) : side_(side), leaves_(leaves) {}
 
   /// Null where a registered class was met.
-  StructurePtr read(py::handle value, int64_t batch_dim) {
+  /// \param batch_dim as its owner has marked it
+  StructurePtr read(py::handle value, std::optional<int64_t> batch_dim) {
     PyObject* object = value.ptr();
     if (THPVariable_Check(object)) {
       add(THPVariable_Unpack(object), batch_dim);
@@ -68,14 +70,15 @@ class Reader {
   }
 
  private:
-  void add(at::Tensor tensor, int64_t batch_dim) {
+  void add(at::Tensor tensor, std::optional<int64_t> batch_dim) {
     Leaf leaf;
     leaf.tensor = std::move(tensor);
-    leaf.batch_dim = batch_dim;
+    leaf.batch_dim = batch_dim.value_or(0);
+    leaf.marked = batch_dim.has_value();
     leaves_.push_back(std::move(leaf));
   }
 
-  StructurePtr read_row(py::handle value, int64_t batch_dim) {
+  StructurePtr read_row(py::handle value, std::optional<int64_t> batch_dim) {
     const bool tuple = PyTuple_CheckExact(value.ptr());
     std::vector<StructurePtr> children;
     for (const py::handle child : py::reinterpret_borrow<py::sequence>(value)) {
@@ -85,7 +88,7 @@ class Reader {
     return tuple ? Structure::tuple(std::move(children)) : Structure::list(std::move(children));
   }
 
-  StructurePtr read_dict(py::handle value, int64_t batch_dim) {
+  StructurePtr read_dict(py::handle value, std::optional<int64_t> batch_dim) {
     std::vector<std::string> keys;
     std::vector<StructurePtr> children;
     for (const auto& [key, child] : py::reinterpret_borrow<py::dict>(value)) {
@@ -105,7 +108,7 @@ Batch read_foreign(py::handle value, Side side) {
   std::vector<Leaf> leaves;
   Reader reader(side, leaves);
   const py::list values = read[0];
-  const auto dims = read[1].cast<std::vector<int64_t>>();
+  const auto dims = read[1].cast<std::vector<std::optional<int64_t>>>();
   for (size_t i = 0; i < dims.size(); ++i) {
     const py::object leaf = values[i];
     // A leaf of the tree is one leaf of the batch: a node here would be torch's contradiction.
@@ -195,7 +198,7 @@ bool is_plain_value(py::handle value) {
 
 Batch to_batch(py::handle value, Side side, const char* name) {
   std::vector<Leaf> leaves;
-  StructurePtr structure = Reader(side, leaves).read(value, 0);
+  StructurePtr structure = Reader(side, leaves).read(value, std::nullopt);
   Batch batch =
       structure ? Batch(std::move(leaves), std::move(structure)) : read_foreign(value, side);
   if (side != Side::returned) check_given(batch, side, name);

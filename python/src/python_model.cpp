@@ -152,7 +152,8 @@ void add_note(const py::error_already_set& error) {
       "infinitybatch: forward ran on a micro-batch of " + std::to_string(part.rows) + " of the " +
       std::to_string(part.total) +
       " samples. If it fails on those alone, mark inputs that every micro-batch needs whole, "
-      "ib.shared(x), and those whose samples lie along another dimension, ib.batch_dim(x, 1)");
+      "ib.shared(x), and those whose samples lie along another dimension, ib.batch_dim(x, 1), or "
+      "the option batch_dim=1");
 }
 
 /// As torch complains of shapes that do not fit; running out of memory is no such complaint.

@@ -1,6 +1,7 @@
 #include "python_source.hpp"
 
 #include "hidden_rows.hpp"
+#include "step/mark_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -9,10 +10,12 @@
 namespace infinitybatch::python {
 namespace {
 
-Batch read_rows(const Held& rows, int64_t begin, int64_t end, const char* name) {
+Batch read_rows(const Held& rows, int64_t begin, int64_t end, const char* name,
+                const std::optional<BatchDim>& batch_dim) {
   const py::gil_scoped_acquire gil;
   const py::object value = rows.handle()(begin, end);
   Batch batch = to_batch(value, Side::given, name);
+  if (batch_dim) batch = mark_rows(std::move(batch), *batch_dim, name);
   const int64_t size = batch_size(batch, name);
   if (size != end - begin) {
     throw BatchError(std::string(name) + ": the BatchSource was asked for rows " +
@@ -22,17 +25,18 @@ Batch read_rows(const Held& rows, int64_t begin, int64_t end, const char* name) 
   return batch;
 }
 
-BatchSource from_python(const PythonSource& python, const char* name) {
+BatchSource from_python(const PythonSource& python, const char* name,
+                        const std::optional<BatchDim>& batch_dim) {
   // Without it the planner would take sources of other shapes for this one.
   if (python.first_row->signature.empty()) {
-    BatchSource first = BatchSource::from(read_rows(python.rows, 0, 1, name), name);
+    BatchSource first = BatchSource::from(read_rows(python.rows, 0, 1, name, batch_dim), name);
     python.first_row->signature = std::move(first.signature);
     python.first_row->dims = std::move(first.dims);
     python.first_row->arguments = std::move(first.arguments);
   }
   return {python.size,
-          [rows = python.rows, name](int64_t begin, int64_t end) {
-            return read_rows(rows, begin, end, name);
+          [rows = python.rows, name, batch_dim](int64_t begin, int64_t end) {
+            return read_rows(rows, begin, end, name, batch_dim);
           },
           python.first_row->signature,
           python.first_row->dims,
@@ -40,22 +44,41 @@ BatchSource from_python(const PythonSource& python, const char* name) {
           python.first_row->arguments};
 }
 
-}  // namespace
+/// One side of a step: a BatchSource, or anything that `to_batch` understands. A batch without any
+/// tensor has the size of the other side, which is not known here.
+struct StepSide {
+  std::optional<BatchSource> source;
+  Batch whole;    // where `source` is empty
+  Extent extent;  // of what is given as tensors, with `batch_dim`
 
-StepSide to_step_side(py::handle value, const char* name) {
+  bool has_rows() const { return source.has_value(); }
+};
+
+template <typename Mark>
+StepSide to_step_side(py::handle value, const char* name, const std::optional<BatchDim>& batch_dim,
+                      const Mark& mark) {
   if (py::isinstance<PythonSource>(value)) {
-    return {from_python(value.cast<const PythonSource&>(), name), Batch()};
+    StepSide side{from_python(value.cast<const PythonSource&>(), name, batch_dim), Batch(), {}};
+    side.extent.samples = side.source->size;
+    return side;
   }
   Batch batch = to_batch(value, Side::given, name);
-  if (batch.tensors().empty()) return {std::nullopt, std::move(batch)};
+  if (batch.tensors().empty()) return {std::nullopt, std::move(batch), {}};
+  if (batch_dim) batch = mark(std::move(batch));
   BatchSource source = BatchSource::from(batch, name);
   refuse_hidden_rows(value, batch, source.size, name);
-  return {std::move(source), Batch()};
+  return {std::move(source), Batch(), batch_dim ? extent_of(batch) : Extent()};
 }
 
-Sides to_sides(py::handle inputs, py::handle targets) {
-  StepSide left = to_step_side(inputs, "inputs");
-  StepSide right = to_step_side(targets, "targets");
+}  // namespace
+
+Sides to_sides(py::handle inputs, py::handle targets, const std::optional<BatchDim>& batch_dim) {
+  StepSide left = to_step_side(inputs, "inputs", batch_dim, [&](Batch batch) {
+    return mark_inputs(std::move(batch), *batch_dim);
+  });
+  StepSide right = to_step_side(targets, "targets", batch_dim, [&](Batch batch) {
+    return mark_targets(std::move(batch), *batch_dim, left.extent);
+  });
   if (!left.has_rows()) {
     refuse_hidden_rows(inputs, left.whole, /*samples=*/0, "inputs");
     batch_size(left.whole, "inputs");  // throws: there is no tensor

@@ -4,6 +4,7 @@
 #include "python_batch.hpp"
 
 #include <infinitybatch/core/batch_source.hpp>
+#include <infinitybatch/step/batch_dim.hpp>
 
 #include <memory>
 #include <optional>
@@ -18,22 +19,13 @@ struct PythonSource {
   std::shared_ptr<BatchSource> first_row;  // once it was read, for its signature
 };
 
-/// One side of a step: a BatchSource, or anything that `to_batch` understands. A batch without any
-/// tensor has the size of the other side, which is not known here.
-struct StepSide {
-  std::optional<BatchSource> source;
-  Batch whole;  // where `source` is empty
-
-  bool has_rows() const { return source.has_value(); }
-};
-StepSide to_step_side(py::handle value, const char* name);
-
 /// Inputs and targets of one logical batch.
 struct Sides {
   BatchSource inputs;
   BatchSource targets;
 };
-/// \throws BatchError where inputs have no tensor; what `to_step_side` throws
-Sides to_sides(py::handle inputs, py::handle targets);
+/// \param batch_dim the option: along which dimension samples lie in what is not marked
+/// \throws BatchError where inputs have no tensor, or where it is not clear how to split one
+Sides to_sides(py::handle inputs, py::handle targets, const std::optional<BatchDim>& batch_dim);
 
 }  // namespace infinitybatch::python

@@ -79,7 +79,9 @@ Batch Batch::with_batch_dim(int64_t dim) const {
   }
   Batch result = *this;
   for (Leaf& leaf : result.leaves_) {
-    if (leaf.tensor.defined()) leaf.batch_dim = dim;
+    if (!leaf.tensor.defined()) continue;
+    leaf.batch_dim = dim;
+    leaf.marked = true;
   }
   return result;
 }

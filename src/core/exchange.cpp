@@ -1,6 +1,7 @@
 #include "core/exchange.hpp"
 
 #include "core/bits.hpp"
+#include "core/sample_rows.hpp"
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -89,7 +90,9 @@ Batch exchanged(const Batch& batch, const std::vector<int64_t>& order) {
   std::vector<Leaf> leaves = batch.leaves();
   for (Leaf& leaf : leaves) {
     if (!leaf.tensor.defined() || leaf.batch_dim == Leaf::kShared) continue;
-    leaf.tensor = exchanged(leaf.tensor, leaf.batch_dim, order);
+    leaf.tensor = change_samples(leaf.tensor, leaf, [&](const at::Tensor& apart, int64_t dim) {
+      return exchanged(apart, dim, order);
+    });
   }
   return {std::move(leaves), batch.structure()};
 }

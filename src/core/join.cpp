@@ -1,5 +1,7 @@
 #include "core/join.hpp"
 
+#include "core/sample_rows.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 
 #include <ATen/Functions.h>
@@ -8,7 +10,9 @@
 
 namespace infinitybatch {
 
-at::Tensor join_rows(const std::vector<at::Tensor>& parts, int64_t dim, const std::string& name) {
+at::Tensor join_rows(const std::vector<at::Tensor>& parts, const Leaf& like,
+                     const std::string& name) {
+  const int64_t dim = like.batch_dim;
   for (const at::Tensor& part : parts) {
     std::vector<int64_t> sizes = part.sizes().vec();
     sizes[static_cast<size_t>(dim)] = parts.front().size(dim);
@@ -21,7 +25,24 @@ at::Tensor join_rows(const std::vector<at::Tensor>& parts, int64_t dim, const st
             "(pad_packed_sequence takes total_length=)";
     throw BatchError(text.str());
   }
-  return at::cat(parts, dim);
+  if (like.places == 1 || !like.interleaved) return at::cat(parts, dim);
+  std::vector<at::Tensor> apart;
+  for (const at::Tensor& part : parts) apart.push_back(with_samples_apart(part, like));
+  return at::cat(apart, sample_dim(like)).flatten(dim, dim + 1);
+}
+
+int64_t places_of(const std::vector<at::Tensor>& parts, const std::vector<int64_t>& row_counts,
+                  const std::string& name) {
+  const int64_t places = parts.front().size(0) / row_counts.front();
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (parts[i].size(0) == places * row_counts[i]) continue;
+    std::ostringstream text;
+    text << name << " has shape " << parts.front().sizes() << " for " << row_counts.front()
+         << " samples and " << parts[i].sizes() << " for " << row_counts[i]
+         << ", so they cannot be joined: pad samples to the same length for every micro-batch";
+    throw BatchError(text.str());
+  }
+  return places;
 }
 
 void refuse_sparse(const Batch& outputs) {

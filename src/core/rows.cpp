@@ -3,6 +3,7 @@
 #include "core/join.hpp"
 #include "core/pinned_copies.hpp"
 #include "core/plain_leaves.hpp"
+#include "core/sample_rows.hpp"
 #include "core/transforms.hpp"
 
 #include <infinitybatch/core/batch.hpp>
@@ -40,7 +41,18 @@ int64_t leaf_size(const Batch& batch, size_t index, std::string_view name) {
                      ", which has no dimension " + std::to_string(leaf.batch_dim) +
                      " to split; give this leaf another batch_dim");
   }
-  return leaf.tensor.size(leaf.batch_dim);
+  return leaf.tensor.size(leaf.batch_dim) / leaf.places;
+}
+
+/// Whether the second dimension of all has one size, where nobody has said which the samples have.
+bool may_be_time_first(const Batch& batch) {
+  int64_t size = -1;
+  for (const Leaf& leaf : batch.leaves()) {
+    if (!leaf.tensor.defined() || leaf.marked || leaf.tensor.dim() < 2) continue;
+    if (size >= 0 && leaf.tensor.size(1) != size) return false;
+    size = leaf.tensor.size(1);
+  }
+  return size >= 0;
 }
 
 template <typename Change>
@@ -67,7 +79,10 @@ int64_t batch_size(const Batch& batch, std::string_view name) {
     } else if (here != size) {
       throw BatchError(describe(name, batch, i) + " has " + std::to_string(here) + " samples, " +
                        describe(name, batch, first) + " has " + std::to_string(size) +
-                       "; every leaf needs the same number, or mark it shared");
+                       "; every leaf needs the same number, or mark it shared" +
+                       (may_be_time_first(batch)
+                            ? ". If samples lie along dimension 1 (time first), say batch_dim=1"
+                            : ""));
     }
   }
   if (size < 0) {
@@ -82,8 +97,20 @@ int64_t batch_size(const Batch& batch, std::string_view name) {
 
 Batch rows(const Batch& batch, int64_t begin, int64_t end) {
   return with_tensors(batch, [&](const Leaf& leaf) {
-    return leaf.batch_dim == Leaf::kShared ? leaf.tensor
-                                           : leaf.tensor.narrow(leaf.batch_dim, begin, end - begin);
+    return leaf.batch_dim == Leaf::kShared ? leaf.tensor : rows_of(leaf.tensor, leaf, {begin, end});
+  });
+}
+
+at::Tensor with_samples_apart(const at::Tensor& tensor, const Leaf& like) {
+  if (like.places == 1) return tensor;
+  const int64_t samples = tensor.size(like.batch_dim) / like.places;
+  return like.interleaved ? tensor.unflatten(like.batch_dim, {like.places, samples})
+                          : tensor.unflatten(like.batch_dim, {samples, like.places});
+}
+
+at::Tensor rows_of(const at::Tensor& tensor, const Leaf& like, Rows part) {
+  return change_samples(tensor, like, [&](const at::Tensor& apart, int64_t dim) {
+    return apart.narrow(dim, part.begin, part.size());
   });
 }
 
@@ -151,10 +178,9 @@ Batch concatenate(std::vector<Batch> parts, const std::vector<int64_t>& row_coun
     const int64_t dim = follows_rows(parts, row_counts, leaf, leaf_name);
     std::vector<at::Tensor> tensors;
     for (const Batch& part : parts) tensors.push_back(part.leaves()[leaf].tensor);
-    if (tensors.size() > 1) {
-      joined.leaves()[leaf].tensor = join_rows(tensors, dim, leaf_name);
-    }
-    joined.leaves()[leaf].batch_dim = dim;
+    Leaf& made = joined.leaves()[leaf];
+    made.batch_dim = dim;
+    if (tensors.size() > 1) made.tensor = join_rows(tensors, made, leaf_name);
   }
   return joined;
 }
@@ -165,7 +191,11 @@ Dims dims_of(const Batch& batch) {
     if (!leaf.tensor.defined()) continue;
     std::vector<int64_t>& sizes = dims.emplace_back(leaf.tensor.sizes().vec());
     if (leaf.batch_dim >= 0 && leaf.batch_dim < leaf.tensor.dim()) {
-      sizes.erase(sizes.begin() + leaf.batch_dim);
+      if (leaf.places > 1) {
+        sizes[static_cast<size_t>(leaf.batch_dim)] = leaf.places;
+      } else {
+        sizes.erase(sizes.begin() + leaf.batch_dim);
+      }
     }
   }
   return dims;
@@ -199,6 +229,7 @@ BatchSource BatchSource::from(const Batch& batch, std::string_view name) {
     signature += c10::toString(leaf.tensor.scalar_type());
     signature += leaf.tensor.device().str();
     signature += '/' + std::to_string(leaf.batch_dim) + '/' + std::to_string(leaf.tensor.dim());
+    if (leaf.places > 1) signature += leaf.interleaved ? "/interleaved" : "/together";
     signature += ';';
   }
   return {batch_size(batch, name), KeptRows{batch},

@@ -39,7 +39,7 @@ Executor::Executor(const Setup& setup)
   if (loss.separable() == nullptr || setup.strategy.is_cut()) {
     pass_.emplace(setup, sinks_, forwards_.buffers(), whole_ ? &*whole_ : nullptr);
   }
-  if (loss.separable() != nullptr) share_.emplace(setup.problem, sinks_);
+  if (loss.separable() != nullptr) share_.emplace(setup.problem, *setup.resources.findings, sinks_);
   // Casts made before this step lead to the parameters' own accumulators, past the sinks.
   at::autocast::clear_cache();
 }

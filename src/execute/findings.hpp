@@ -12,6 +12,7 @@ struct Findings {
   bool examined = false;            ///< it is known that ordinary ops mix no samples
   bool recordings_checked = false;  ///< a recording was compared with the same forward's second one
   bool reduce_checked = false;      ///< outputs are the sums, or means, that `reduce` says
+  bool targets_checked = false;     ///< targets flatten time and batch as outputs do, or not at all
   RowsSeen rows_seen;
   OutputLaw output_law;         ///< of a model with a coupled loss; without leaves: not known yet
   coupled::DrawLaws draw_laws;  ///< with `match_native_rng`

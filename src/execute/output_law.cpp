@@ -2,7 +2,9 @@
 
 #include "core/bits.hpp"
 #include "core/following_dims.hpp"
+#include "core/join.hpp"
 #include "core/plain_leaves.hpp"
+#include "execute/rows_seen.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -32,6 +34,14 @@ std::string shape_for(const at::Tensor& tensor, int64_t rows) {
       "to take; a model that returns its own loss is for losses.from_model). What the model itself "
       "needs of the whole batch is a matter for "
       "across_batch");
+}
+
+[[noreturn]] void refuse_unknown_order(const OutputForm& form, size_t leaf) {
+  refuse(
+      form, leaf,
+      "its first dimension has several rows for each sample, whose order nobody can tell from "
+      "their values; return it before it is flattened, [time, batch, ...], and flatten it in the "
+      "loss");
 }
 
 /// Follows the samples along none of its dimensions: the same for any of them, or an error.
@@ -72,6 +82,17 @@ bool needs_other_rows(const OutputForm& form) {
   return false;
 }
 
+bool may_be_flattened(const OutputForm& form) {
+  for (size_t i = 0; i < form.outputs.leaves().size(); ++i) {
+    const at::Tensor& tensor = form.outputs.leaves()[i].tensor;
+    if (!tensor.defined() || tensor.dim() == 0 || !form.from_samples[i]) continue;
+    const std::vector<int64_t> dims = following_dims({form.outputs}, {form.rows}, i);
+    const bool first = !dims.empty() && dims.front() == 0;
+    if (!first && tensor.size(0) > form.rows && tensor.size(0) % form.rows == 0) return true;
+  }
+  return false;
+}
+
 OutputLaw find_output_law(const OutputForm& form, const OutputForm* other) {
   const size_t count = form.outputs.leaves().size();
   if (other != nullptr && other->outputs.leaves().size() != count) {
@@ -92,6 +113,13 @@ OutputLaw find_output_law(const OutputForm& form, const OutputForm* other) {
     OutputLaw::OfLeaf& leaf = law.leaves.emplace_back();
     if (!tensor.defined()) continue;
     leaf.dims = tensor.dim();
+    const Flattened flattened = i < form.flattened.size() ? form.flattened[i] : Flattened::no;
+    if (flattened != Flattened::no) {
+      if (flattened == Flattened::unknown) refuse_unknown_order(form, i);
+      leaf.batch_dim = 0;
+      leaf.flattened = flattened;
+      continue;
+    }
     const bool both = other != nullptr && other->outputs.leaves()[i].tensor.defined();
     const std::vector<int64_t> dims =
         both ? following_dims({form.outputs, other->outputs}, {form.rows, other->rows}, i)
@@ -164,6 +192,11 @@ Batch join(std::vector<Batch> parts, const std::vector<int64_t>& row_counts, con
       for (const at::Tensor& each : tensors) {
         check_same(leaf.tensor, each, name_of(parts.front(), i));
       }
+    } else if (law.leaves[i].flattened != Flattened::no) {
+      const std::string name = name_of(parts.front(), i);
+      leaf.interleaved = law.leaves[i].flattened == Flattened::interleaved;
+      leaf.places = places_of(tensors, row_counts, name);
+      leaf.tensor = join_rows(tensors, leaf, name);
     } else {
       const std::vector<int64_t> dims = following_dims(parts, row_counts, i);
       if (dims.size() > 1 && row_counts.front() != row_counts.back()) {
@@ -179,6 +212,31 @@ Batch join(std::vector<Batch> parts, const std::vector<int64_t>& row_counts, con
   Batch whole = concatenate(std::move(parts), row_counts, "outputs");
   for (auto& [i, leaf] : apart) whole.leaves()[i] = std::move(leaf);
   return whole;
+}
+
+Batch join(std::vector<Batch> parts, const std::vector<int64_t>& row_counts,
+           const std::vector<int64_t>& known_dims) {
+  OutputLaw law;
+  bool flattened = false;
+  for (size_t i = 0; i < parts.front().leaves().size(); ++i) {
+    const at::Tensor& tensor = parts.front().leaves()[i].tensor;
+    OutputLaw::OfLeaf& leaf = law.leaves.emplace_back();
+    if (!tensor.defined()) continue;
+    leaf.dims = tensor.dim();
+    const int64_t known = i < known_dims.size() ? known_dims[i] : -1;
+    const bool first = known == 0 || known == kInterleaved;
+    if (first && tensor.dim() > 0 && tensor.size(0) >= 2 * row_counts.front()) {
+      leaf.flattened = known == 0 ? Flattened::together : Flattened::interleaved;
+      leaf.batch_dim = 0;
+      flattened = true;
+      continue;
+    }
+    const std::vector<int64_t> dims = following_dims(parts, row_counts, i);
+    if (dims.empty()) return concatenate(std::move(parts), row_counts, "outputs");  // says why
+    leaf.batch_dim = dims.front();
+  }
+  if (!flattened || parts.size() == 1) return concatenate(std::move(parts), row_counts, "outputs");
+  return join(std::move(parts), row_counts, law, {});
 }
 
 }  // namespace infinitybatch

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "execute/row_difference.hpp"
+
 #include <infinitybatch/core/batch.hpp>
 #include <infinitybatch/core/errors.hpp>
 
@@ -16,6 +18,8 @@ struct OutputForm {
   int64_t rows = 0;                ///< that it ran on
   std::vector<bool> from_samples;  ///< for each leaf: whether its values may come from them
   std::optional<std::string> why;  ///< why nobody knows where they come from (an opaque tape)
+  /// For each leaf how several places of a sample lie in it, once that was tried; or empty.
+  std::vector<Flattened> flattened = {};
 };
 
 /// How a model's outputs follow its samples: a leaf has one dimension in which they lie, or is the
@@ -26,6 +30,7 @@ struct OutputLaw {
   struct OfLeaf {
     int64_t dims = -1;                  ///< how many it has; -1: it is no tensor
     int64_t batch_dim = Leaf::kShared;  ///< `kShared`: the same for any samples
+    Flattened flattened = Flattened::no;
     bool compares = false;  ///< samples lie along another dimension too: those of one micro-batch
     bool once() const noexcept { return dims >= 0 && batch_dim == Leaf::kShared; }
   };
@@ -38,6 +43,10 @@ struct OutputLaw {
 /// Whether one forward is not enough to tell: a leaf has several dimensions of that size, or does
 /// not come from the samples.
 bool needs_other_rows(const OutputForm& form);
+
+/// Whether a leaf may have several places for each sample along its first dimension: comparing the
+/// same samples among others tells (`RowChecks::try_flattened`).
+bool may_be_flattened(const OutputForm& form);
 
 /// \param other of a forward on another number of other rows; nothing where none is needed
 /// \throws BatchError naming the leaf that cannot be joined, and the way out
@@ -59,6 +68,11 @@ void explain_compared(const Batch& outputs, const Batch& targets, int64_t rows, 
 ///         micro-batches give different values
 Batch join(std::vector<Batch> parts, const std::vector<int64_t>& row_counts, const OutputLaw& law,
            const std::vector<at::Tensor>& expected);
+
+/// The same where a look at rows has told how samples lie.
+/// \param known_dims see `RowsSeen::dims`
+Batch join(std::vector<Batch> parts, const std::vector<int64_t>& row_counts,
+           const std::vector<int64_t>& known_dims);
 
 /// \throws BatchError where a leaf that stands once is not the same in `part`, bit for bit
 void check_same(const at::Tensor& first, const at::Tensor& part, const std::string& name);

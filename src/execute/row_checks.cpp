@@ -78,6 +78,7 @@ void RowChecks::look() {
   try {
     count_rows();
     examine(/*last=*/true);
+    check_flattened_targets();
     compare_rows();
   } catch (const CouplingError&) {
     differ_ = std::current_exception();

@@ -74,12 +74,19 @@ class RowChecks final : public Check {
   /// \param last no other micro-batch of this step comes
   void examine(bool last);
   OutputForm form_elsewhere(Rows rows, at::Device device);
+  /// For each leaf of the outputs whether, and how, several places of a sample lie along its first
+  /// dimension: some of `rows`, or of two where that is one, are compared with fewer of them.
+  /// Empty where forward refuses to run on those.
+  std::vector<Flattened> try_flattened(Rows rows);
   /// Runs forward on another number of rows, where rows are looked at for the first time and
   /// forward writes buffers: one that counts samples is left alike by micro-batches of one length.
   void recount(const std::function<Batch(Rows)>& load);
   /// The same in the first step of a kind of batch, where an op's number may count samples.
   void count_rows();
   void compare_rows();
+  /// Of targets that flatten time and batch: whether the outputs that the loss reads do it in the
+  /// same order, once for each kind of batch. \throws BatchError
+  void check_flattened_targets();
   std::optional<std::vector<at::Tensor>> try_gradients(const Batch& inputs, Rows rows,
                                                        const std::vector<int64_t>& dims,
                                                        const std::vector<bool>& compared);

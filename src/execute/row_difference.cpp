@@ -1,6 +1,8 @@
 #include "execute/row_difference.hpp"
 
+#include "core/sample_rows.hpp"
 #include "execute/relative_distance.hpp"
+#include "execute/rows_seen.hpp"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
@@ -60,11 +62,37 @@ class Leaves {
         found = d;
       }
     }
-    if (found >= 0 || compares() || part_.size(0) % rows_.size() != 0) return found;
-    const int64_t each = part_.size(0) / rows_.size();
-    if (each < 2 || whole_.size(0) != each * all_ || !else_alike(0)) return -1;
-    const at::Tensor there = whole_.narrow(0, rows_.begin * each, rows_.size() * each);
-    return relative_distance(part_, there) <= rounding_of(part_) ? 0 : -1;
+    if (found >= 0 || compares()) return found;
+    switch (order()) {
+      case Flattened::together:
+        return 0;
+      case Flattened::interleaved:
+        return kInterleaved;
+      default:
+        return -1;
+    }
+  }
+
+  /// Of several places for each sample along the first dimension.
+  Flattened order() const {
+    if (whole_.dim() != part_.dim() || part_.dim() == 0 || !else_alike(0)) return Flattened::no;
+    const int64_t places = part_.size(0) / rows_.size();
+    if (places < 2 || part_.size(0) != places * rows_.size()) return Flattened::no;
+    if (whole_.size(0) != places * all_) return Flattened::no;
+    const auto apart = [&](bool interleaved) {
+      Leaf like;
+      like.places = places;
+      like.interleaved = interleaved;
+      return relative_distance(part_, rows_of(whole_, like, rows_));
+    };
+    const double together = apart(false);
+    const double by_turns = apart(true);
+    // Rows that are nearly alike would pass for one another.
+    constexpr double kClearly = 8;
+    const double near = std::min(together, by_turns);
+    const double far = std::max(together, by_turns);
+    if (!(near <= rounding_of(part_)) || !(far > kClearly * near)) return Flattened::unknown;
+    return together < by_turns ? Flattened::together : Flattened::interleaved;
   }
 
   /// Along several dimensions, as where samples are compared with each other.
@@ -159,6 +187,12 @@ Batch nudged(const Batch& inputs, uint32_t which) {
     const at::Tensor place = at::arange(1, tensor.numel() + 1, wide.options()).view(tensor.sizes());
     return wide.addcmul(wide, place.mul(1.3 + 0.37 * which).sin(), 2 * eps).to(type);
   });
+}
+
+Flattened flattened(const at::Tensor& whole, int64_t all, const at::Tensor& part, Rows rows) {
+  const at::NoGradGuard no_grad;
+  if (!comparable(whole) || !comparable(part)) return Flattened::no;
+  return Leaves(whole, part, rows, all).order();
 }
 
 std::vector<int64_t> dims_of_rows(const RowsOfOutputs& whole, const RowsOfOutputs& part) {

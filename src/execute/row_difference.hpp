@@ -21,6 +21,17 @@ struct RowDifference {
   std::string what;  ///< for people
 };
 
+/// How several places of each sample lie along the first dimension of an output.
+enum class Flattened : uint8_t {
+  no,           ///< there are not several of each
+  unknown,      ///< there may be: values do not tell
+  together,     ///< row n * places + place
+  interleaved,  ///< row place * samples + n
+};
+/// \param whole of samples 0 to `all`
+/// \param part  of some of them alone
+Flattened flattened(const at::Tensor& whole, int64_t all, const at::Tensor& part, Rows rows);
+
 /// What rounding of the inputs moves.
 struct Noise {
   Batch outputs;  ///< of some inputs
@@ -49,7 +60,8 @@ Batch nudged(const Batch& inputs, uint32_t which);
 std::optional<RowDifference> several_places(const RowsOfOutputs& whole, const RowsOfOutputs& part,
                                             const std::vector<bool>& compared);
 
-/// Of outputs whose rows are the same, along which dimension they are; -1 where that is not known.
+/// Of outputs whose rows are the same, along which dimension they are; `kInterleaved` where those
+/// of several samples are interleaved in the first, -1 where that is not known.
 std::vector<int64_t> dims_of_rows(const RowsOfOutputs& whole, const RowsOfOutputs& part);
 
 }  // namespace infinitybatch

@@ -264,8 +264,9 @@ CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size, const R
       seen.backward ? "backward" : "forward",
       *seen.differs + since(before) + ": " + what +
           ", so micro-batches cannot give the gradient of all " + std::to_string(batch_size) +
-          ". Mark inputs whose samples lie along another dimension (ib.batch_dim(x, 1)); compute "
-          "what needs all samples by across_batch; make the budget large enough for one "
+          ". Mark inputs whose samples lie along another dimension (ib.batch_dim(x, 1), or the "
+          "option batch_dim=1); compute what needs all samples by across_batch; make the budget "
+          "large enough for one "
           "micro-batch, or accept another gradient with batch_coupling=\"per_micro_batch\"");
 }
 

@@ -5,15 +5,20 @@
 
 namespace infinitybatch {
 
+/// In place of a dimension: each sample has several rows in the first one, and those of all samples
+/// are interleaved (row place * samples + n), as where [time, batch] is flattened.
+inline constexpr int64_t kInterleaved = -2;
+
 /// What looks at rows have told of a kind of batch. Steps that are split are counted, and rows are
 /// looked at in steps 1, 2, 4, 8, 16, ...: warm-ups end, settings change, and a first batch may be
 /// too regular to show anything. So are batches and micro-batches that are smaller than any so far.
 struct RowsSeen {
   int64_t rows = 0;  ///< of the smallest micro-batch that was compared with a larger one; 0: none
-  std::vector<int64_t> dims;  ///< along which samples lie in each leaf of outputs; -1: not known
-  int64_t steps = 0;          ///< so far
-  int64_t looked = 0;         ///< the last of them that could compare any; 0: none
-  int64_t samples = 0;        ///< of the smallest batch that was looked at
+  /// Along which samples lie in each leaf of outputs; or `kInterleaved`; -1: not known.
+  std::vector<int64_t> dims;
+  int64_t steps = 0;    ///< so far
+  int64_t looked = 0;   ///< the last of them that could compare any; 0: none
+  int64_t samples = 0;  ///< of the smallest batch that was looked at
 
   /// Whether the step at work, with so many samples, looks whatever its micro-batches are.
   bool due(int64_t batch_size) const noexcept {

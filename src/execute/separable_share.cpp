@@ -5,6 +5,7 @@
 #include "core/plain_leaves.hpp"
 #include "coupled/random_streams.hpp"
 #include "coupled/row_errors.hpp"
+#include "execute/findings.hpp"
 #include "execute/output_law.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -71,7 +72,7 @@ at::Tensor SeparableShare::penalty() {
 
 Batch SeparableShare::take_outputs() {
   check_plain_leaves(kept_, kept_rows_, /*other_sizes=*/false);
-  return concatenate(std::move(kept_), kept_rows_, "outputs");
+  return join(std::move(kept_), kept_rows_, findings_.rows_seen.dims);
 }
 
 }  // namespace infinitybatch

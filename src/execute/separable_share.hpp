@@ -10,12 +10,14 @@
 
 namespace infinitybatch {
 
+struct Findings;
+
 /// A separable loss, micro-batch by micro-batch: its sum over these rows divided by the denominator
 /// of all.
 class SeparableShare {
  public:
-  SeparableShare(const Problem& problem, autograd::GradientSinks& sinks)
-      : problem_(problem), sinks_(sinks), denominator_(problem) {}
+  SeparableShare(const Problem& problem, const Findings& findings, autograd::GradientSinks& sinks)
+      : problem_(problem), findings_(findings), sinks_(sinks), denominator_(problem) {}
 
   /// With `Problem::keep_outputs` the outputs are kept, detached.
   /// \return the share at work
@@ -41,6 +43,7 @@ class SeparableShare {
   void differentiate(const at::Tensor& share, const std::vector<at::Tensor>& except);
 
   const Problem& problem_;
+  const Findings& findings_;
   autograd::GradientSinks& sinks_;
   Denominator denominator_;
   FewestRows few_;

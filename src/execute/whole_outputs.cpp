@@ -4,6 +4,7 @@
 #include "core/bits.hpp"
 #include "core/join.hpp"
 #include "core/plain_leaves.hpp"
+#include "core/sample_rows.hpp"
 #include "core/torch_compat.hpp"
 #include "coupled/row_errors.hpp"
 #include "execute/carried_state.hpp"
@@ -65,9 +66,11 @@ void WholeOutputs::expect(const Batch& outputs) {
   }
 }
 
-void WholeOutputs::know_sources(std::vector<bool> from_samples, std::optional<std::string> why) {
+void WholeOutputs::know_sources(std::vector<bool> from_samples, std::optional<std::string> why,
+                                std::vector<Flattened> flattened) {
   from_samples_ = std::move(from_samples);
   why_ = std::move(why);
+  flattened_ = std::move(flattened);
 }
 
 void WholeOutputs::find_law(const std::vector<Batch>& outputs,
@@ -79,7 +82,7 @@ void WholeOutputs::find_law(const std::vector<Batch>& outputs,
   if (outputs[other].leaves().size() != from_samples_.size()) return;
   const OutputForm second{outputs[other], row_counts[other], from_samples_, why_};
   resources_.findings->output_law =
-      find_output_law({outputs[0], row_counts[0], from_samples_, why_}, &second);
+      find_output_law({outputs[0], row_counts[0], from_samples_, why_, flattened_}, &second);
 }
 
 void WholeOutputs::assemble() {
@@ -134,8 +137,9 @@ void WholeOutputs::disperse() {
     for (size_t i = 0; i < whole_.leaves().size(); ++i) {
       const Leaf& leaf = whole_.leaves()[i];
       if (!leaf.tensor.defined() || leaf.batch_dim == Leaf::kShared) continue;
-      const auto share = [&, first = part.rows.begin](const at::Tensor& whole) {
-        return whole.narrow(leaf.batch_dim, first, part.rows.size()).clone();
+      const auto share = [&, rows = part.rows](const at::Tensor& whole) {
+        const at::Tensor mine = rows_of(whole, leaf, rows);
+        return mine.is_alias_of(whole) ? mine.clone() : mine;
       };
       // Somebody holds the whole all the while.
       if (!problem_.keep_outputs && part.compared) part.waiting[output(i)] = share(leaf.tensor);
@@ -307,10 +311,8 @@ at::Tensor WholeOutputs::gradient(Rows rows, size_t leaf, at::Device device) {
     return waiting.at(gradient(leaf));
   }
   if (leaf >= gradients_.size() || !gradients_[leaf].defined()) return {};
-  const int64_t dim = whole_.leaves()[leaf].batch_dim;
-  if (dim != Leaf::kShared) {
-    return gradients_[leaf].narrow(dim, rows.begin, rows.size()).to(device);
-  }
+  const Leaf& like = whole_.leaves()[leaf];
+  if (like.batch_dim != Leaf::kShared) return rows_of(gradients_[leaf], like, rows).to(device);
   // What stands once is computed by every micro-batch: one of them answers for it.
   return rows.begin == 0 ? gradients_[leaf].to(device) : at::Tensor();
 }

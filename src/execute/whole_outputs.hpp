@@ -2,6 +2,7 @@
 
 #include "autograd/gradient_sinks.hpp"
 #include "core/row_range.hpp"
+#include "execute/row_difference.hpp"
 #include "execute/setup.hpp"
 #include "execute/shared_outputs.hpp"
 #include "execute/waiting_room.hpp"
@@ -45,7 +46,8 @@ class WholeOutputs {
   void expect(const Batch& outputs);
   /// Another micro-batch will tell how outputs follow the samples, for it has another number of
   /// rows; see `OutputForm`.
-  void know_sources(std::vector<bool> from_samples, std::optional<std::string> why);
+  void know_sources(std::vector<bool> from_samples, std::optional<std::string> why,
+                    std::vector<Flattened> flattened);
 
   /// Who knows what forwards left in attributes, which the loss may find there.
   void watch_attributes(const CarriedState& state) { state_ = &state; }
@@ -126,6 +128,7 @@ class WholeOutputs {
   std::vector<at::Tensor> expected_;  // of each leaf; undefined where unknown
   std::vector<bool> from_samples_;    // the same; empty where nobody needs to know
   std::optional<std::string> why_;
+  std::vector<Flattened> flattened_;
   std::optional<std::string> collective_;
   SharedOutputs shared_;               // by what micro-batches gave
   std::vector<bool> read_;             // of each leaf of `whole_`: by the loss

@@ -135,8 +135,12 @@ SeparableLoss::Denominator count_elements(std::string name, Reduction reduction)
 
 SeparableLoss::Denominator count_samples(Reduction reduction) {
   if (reduction == Reduction::sum) return nullptr;
-  return
-      [](const Batch&, int64_t samples) -> DenominatorPart { return static_cast<double>(samples); };
+  // Where time and batch are flattened each row is one for torch's mean.
+  return [](const Batch& targets, int64_t samples) -> DenominatorPart {
+    const auto& leaves = targets.leaves();
+    const int64_t places = leaves.empty() ? 1 : leaves.front().places;
+    return static_cast<double>(samples * places);
+  };
 }
 
 }  // namespace losses

@@ -1,12 +1,15 @@
 #include "step/admission.hpp"
 
 #include "core/transforms.hpp"
+#include "step/mark_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+
+#include <utility>
 
 namespace infinitybatch {
 namespace {
@@ -51,7 +54,12 @@ void admit(Problem& problem) {
   check_grad_mode();
   if (problem.inputs->size != problem.targets->size) {
     throw BatchError("inputs have " + std::to_string(problem.inputs->size) + " samples, targets " +
-                     std::to_string(problem.targets->size) + "; both need the same number");
+                     std::to_string(problem.targets->size) + "; both need the same number" +
+                     (problem.inputs->size > 0 && problem.targets->size > problem.inputs->size &&
+                              problem.targets->size % problem.inputs->size == 0
+                          ? ". If targets are [time, batch] flattened, say batch_dim=1, or "
+                            "batch_dim={\"targets\": 1} beside other arguments"
+                          : ""));
   }
   if (problem.batch_size() < 1) throw BatchError("the batch is empty: it has 0 samples");
   admit_model(problem);
@@ -79,6 +87,27 @@ BatchSource targets_source(const Batch& targets, int64_t size) {
             /*uniform=*/true};
   }
   return BatchSource::from(targets, "targets");
+}
+
+Sources sources_of(const Batch& inputs, const Batch& targets,
+                   const std::optional<BatchDim>& given) {
+  if (!given) {
+    BatchSource rows = BatchSource::from(inputs, "inputs");
+    const int64_t size = rows.size;
+    return {std::move(rows), targets_source(targets, size)};
+  }
+  const Batch marked = mark_inputs(inputs, *given);
+  BatchSource rows = BatchSource::from(marked, "inputs");
+  const int64_t size = rows.size;
+  return {std::move(rows), targets_source(mark_targets(targets, *given, extent_of(marked)), size)};
+}
+
+void refuse_batch_dim(const std::optional<BatchDim>& given) {
+  if (!given) return;
+  throw InvalidArgument(
+      "batch_dim is for batches that are given as tensors; the rows of a BatchSource, and tensors "
+      "of "
+      "a LogicalBatch, are marked where they are made: rows.with_batch_dim(1)");
 }
 
 std::vector<at::Tensor> reachable_tensors(const Problem& problem) {

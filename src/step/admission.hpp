@@ -2,6 +2,9 @@
 
 #include "execute/problem.hpp"
 
+#include <infinitybatch/step/batch_dim.hpp>
+
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,6 +18,17 @@ void admit(Problem& problem);
 /// Targets as a source of `size` rows. A loss that needs none is called with what the user passed:
 /// an empty tuple, say.
 BatchSource targets_source(const Batch& targets, int64_t size);
+
+/// Both sides of a step.
+struct Sources {
+  BatchSource inputs;
+  BatchSource targets;
+};
+/// With samples along the dimensions that `Options::batch_dim` says.
+/// \throws BatchError as `mark_inputs`, `mark_targets` and `BatchSource::from`
+Sources sources_of(const Batch& inputs, const Batch& targets, const std::optional<BatchDim>& given);
+/// Where sources are what was given. \throws InvalidArgument with `Options::batch_dim`
+void refuse_batch_dim(const std::optional<BatchDim>& given);
 
 /// The part of `admit` that looks at the model alone: parameters, buffers, device.
 void admit_model(Problem& problem);

@@ -296,6 +296,7 @@ BenchReport bench(const Model& model, const Loss& loss, const BatchSource& input
                   const BatchSource& targets, Options options, const BenchOptions& how,
                   const std::optional<CoupledLoss>& native) {
   check(options, how);
+  refuse_batch_dim(options.batch_dim);
   options.on_micro_batch = nullptr;
   options.loss_scale = nullptr;
   options.keep_outputs = false;
@@ -312,9 +313,9 @@ BenchReport bench(const Model& model, const Loss& loss, const BatchSource& input
 BenchReport bench(const Model& model, const Loss& loss, const Batch& inputs, const Batch& targets,
                   Options options, const BenchOptions& how,
                   const std::optional<CoupledLoss>& native) {
-  const BatchSource rows = BatchSource::from(inputs, "inputs");
-  return bench(model, loss, rows, targets_source(targets, rows.size), std::move(options), how,
-               native);
+  const Sources sources =
+      sources_of(inputs, targets, std::exchange(options.batch_dim, std::nullopt));
+  return bench(model, loss, sources.inputs, sources.targets, std::move(options), how, native);
 }
 
 }  // namespace infinitybatch

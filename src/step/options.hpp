@@ -8,9 +8,10 @@ namespace infinitybatch {
 template <typename AnyOptions, typename Each>
 void for_each_option(AnyOptions& options, const Each& each) {
   // As many as there are members: a new one, which needs a line below, does not compile.
-  [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l, m] = options;
+  [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l, m, n] = options;
   each("memory_budget", options.memory_budget);
   each("micro_batch_size", options.micro_batch_size);
+  each("batch_dim", options.batch_dim);
   each("retained_micro_batches", options.retained_micro_batches);
   each("use_tapes", options.use_tapes);
   each("static_graph", options.static_graph);

@@ -298,6 +298,7 @@ class Examination {
 VerifyReport verify(const Model& model, const Loss& loss, const BatchSource& inputs,
                     const BatchSource& targets, Options options,
                     const std::optional<CoupledLoss>& native) {
+  refuse_batch_dim(options.batch_dim);
   options.on_micro_batch = nullptr;
   options.loss_scale = nullptr;
   options.keep_outputs = false;
@@ -312,8 +313,9 @@ VerifyReport verify(const Model& model, const Loss& loss, const BatchSource& inp
 
 VerifyReport verify(const Model& model, const Loss& loss, const Batch& inputs, const Batch& targets,
                     Options options, const std::optional<CoupledLoss>& native) {
-  const BatchSource rows = BatchSource::from(inputs, "inputs");
-  return verify(model, loss, rows, targets_source(targets, rows.size), std::move(options), native);
+  const Sources sources =
+      sources_of(inputs, targets, std::exchange(options.batch_dim, std::nullopt));
+  return verify(model, loss, sources.inputs, sources.targets, std::move(options), native);
 }
 
 }  // namespace infinitybatch

@@ -272,20 +272,23 @@ VirtualBatch::VirtualBatch(VirtualBatch&&) noexcept = default;
 VirtualBatch& VirtualBatch::operator=(VirtualBatch&&) noexcept = default;
 
 StepReport VirtualBatch::backward(const Batch& inputs, const Batch& targets) {
-  const BatchSource rows = BatchSource::from(inputs, "inputs");
-  return backward(rows, targets_source(targets, rows.size));
+  const Sources sources = sources_of(inputs, targets, state_->batch_dim());
+  return state_->step(sources.inputs, sources.targets, /*hand_out=*/true);
 }
 
 StepReport VirtualBatch::backward(const BatchSource& inputs, const BatchSource& targets) {
+  refuse_batch_dim(state_->batch_dim());
   return state_->step(inputs, targets, /*hand_out=*/true);
 }
 
 Plan VirtualBatch::plan(const Batch& inputs, const Batch& targets) {
-  const BatchSource rows = BatchSource::from(inputs, "inputs");
-  return plan(rows, targets_source(targets, rows.size));
+  const Sources sources = sources_of(inputs, targets, state_->batch_dim());
+  state_->step(sources.inputs, sources.targets, /*hand_out=*/false);
+  return state_->plan();
 }
 
 Plan VirtualBatch::plan(const BatchSource& inputs, const BatchSource& targets) {
+  refuse_batch_dim(state_->batch_dim());
   state_->step(inputs, targets, /*hand_out=*/false);
   return state_->plan();
 }

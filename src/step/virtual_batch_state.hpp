@@ -33,6 +33,7 @@ class VirtualBatch::State {
   StepReport step(const BatchSource& inputs, const BatchSource& targets, bool hand_out);
 
   Plan plan() const { return plan_; }
+  const std::optional<BatchDim>& batch_dim() const noexcept { return options_.batch_dim; }
 
  private:
   Problem problem(const BatchSource& inputs, const BatchSource& targets);

@@ -8,6 +8,7 @@
 #include "execute/external_loss.hpp"
 #include "execute/schedule.hpp"
 #include "step/admission.hpp"
+#include "step/mark_batch.hpp"
 #include "step/options.hpp"
 #include "step/wrap_budget.hpp"
 #include "step/wrap_forward.hpp"
@@ -123,7 +124,10 @@ Wrap::Wrap(Model model, Options options, WrapOptions own) : wrapped_(std::make_s
   wrapped_->use_tapes = wrapped_->options.use_tapes;
 }
 
-Batch Wrap::forward(const Batch& inputs) const {
+Batch Wrap::forward(const Batch& given) const {
+  std::optional<Batch> marked;
+  if (const auto& dim = wrapped_->options.batch_dim) marked = mark_inputs(given, *dim);
+  const Batch& inputs = marked ? *marked : given;
   refuse_transforms();
   for (size_t i = 0; i < inputs.leaves().size(); ++i) {
     refuse_tangent("inputs" + inputs.structure()->leaf_name(i), inputs.leaves()[i].tensor);

@@ -196,7 +196,9 @@ void ForwardPass::run(Rows rows, bool keep) {
     return;
   }
   if (keep && !may_keep_) run.engine().drop_graphs();
-  if (first) ambiguous_ = is_ambiguous(run.taken(rows), rows.size(), from_samples_, own_);
+  if (first)
+    ambiguous_ = is_ambiguous(run.taken(rows), rows.size(), from_samples_,
+                              call_->findings.rows_seen.dims, own_);
 }
 
 Batch ForwardPass::run_model(const Batch& micro) {
@@ -242,7 +244,8 @@ Batch ForwardPass::meet(const Batch& inputs, Batch outputs) {
 
 void ForwardPass::learn_from_recording(const Batch& outputs, const Batch& micro,
                                        uint64_t first_node) {
-  ambiguous_ = ambiguous_ || is_ambiguous(outputs, batch_size(micro, "inputs"), {}, own_);
+  ambiguous_ = ambiguous_ || is_ambiguous(outputs, batch_size(micro, "inputs"), {},
+                                          call_->findings.rows_seen.dims, own_);
   if (recording_) note_graph(outputs, micro, first_node);
 }
 

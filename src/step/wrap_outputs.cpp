@@ -4,7 +4,9 @@
 #include "core/following_dims.hpp"
 #include "core/join.hpp"
 #include "core/plain_leaves.hpp"
+#include "core/sample_rows.hpp"
 #include "execute/output_law.hpp"
+#include "execute/rows_seen.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -57,16 +59,12 @@ struct Joining {
   const std::vector<int64_t>& row_counts;
   size_t leaf;
   bool from_samples;
-  int64_t known_dim;  // -1: not known
+  int64_t known_dim;  // see `RowsSeen::dims`
 
-  /// Places for each sample along the first dimension, where there are several of each.
-  int64_t each() const {
-    if (tensor(0).dim() == 0) return 1;
-    const int64_t places = tensor(0).size(0) / row_counts[0];
-    for (size_t i = 0; i < parts.size(); ++i) {
-      if (tensor(i).dim() == 0 || tensor(i).size(0) != places * row_counts[i]) return 1;
-    }
-    return places;
+  /// Whether rows were seen to lie along the first dimension, several of each sample.
+  bool flattened() const {
+    if (known_dim != 0 && known_dim != kInterleaved) return false;
+    return tensor(0).dim() > 0 && tensor(0).size(0) >= 2 * row_counts[0];
   }
 
   const at::Tensor& tensor(size_t part) const { return parts[part].leaves()[leaf].tensor; }
@@ -111,7 +109,8 @@ at::Tensor reduced(const Joining& joining, Reduce reduce, const std::string& nam
   return sum;
 }
 
-/// The leaf of all rows, and along which dimension they lie. Nothing where it stands once.
+/// Along which dimension samples lie in a leaf that has one place for each. Nothing where it stands
+/// once.
 std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& options,
                                   const std::string& name) {
   const auto& [parts, row_counts, leaf, from_samples, known_dim] = joining;
@@ -130,11 +129,11 @@ std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& opt
       if (first.dim() > 0 || options.reduce == Reduce::none) throw BatchError(name + kOneSize);
     }
     if (first.dim() == 0) return Leaf::kShared;
-    if (known_dim == 0 && joining.each() > 1) return 0;
     throw BatchError(name + " has shape " + shape(first) + " for " +
                      std::to_string(row_counts.front()) +
                      " rows: no dimension follows the micro-batch, so the parts cannot be joined; "
-                     "return one value for each sample");
+                     "return one value for each sample; where time and batch are flattened, return "
+                     "[time, batch, ...] and flatten that behind the model");
   }
   if (dims.size() > 1 && joining.several_sizes()) refuse_compared(parts.front(), leaf);
   // Of another number of rows.
@@ -149,12 +148,20 @@ std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& opt
 }  // namespace
 
 bool is_ambiguous(const Batch& outputs, int64_t rows, const std::vector<bool>& from_samples,
-                  const WrapOptions& options) {
+                  const std::vector<int64_t>& known_dims, const WrapOptions& options) {
   if (has_plain_numbers(outputs)) return true;
   for (size_t leaf = 0; leaf < outputs.leaves().size(); ++leaf) {
     if (!outputs.leaves()[leaf].tensor.defined()) continue;
     if (leaf < from_samples.size() && !from_samples[leaf]) return true;
-    if (!settled(following_dims({outputs}, {rows}, leaf), options.output_batch_dim)) return true;
+    const std::vector<int64_t> dims = following_dims({outputs}, {rows}, leaf);
+    if (!settled(dims, options.output_batch_dim)) return true;
+    // By chance, where several rows of each sample lie along the first one.
+    const int64_t first =
+        outputs.leaves()[leaf].tensor.dim() > 0 ? outputs.leaves()[leaf].tensor.size(0) : 0;
+    const bool known = leaf < known_dims.size() && known_dims[leaf] != -1;
+    if (!known && !dims.empty() && dims.front() > 0 && first > rows && first % rows == 0) {
+      return true;
+    }
   }
   return false;
 }
@@ -183,7 +190,6 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
   }
   JoinedOutputs joined;
   joined.once.resize(count, false);
-  joined.each.resize(count, 1);
   std::vector<Leaf> leaves = parts.front().leaves();
   for (size_t leaf = 0; leaf < count; ++leaf) {
     const at::Tensor first = leaves[leaf].tensor;
@@ -192,7 +198,8 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
     const Joining joining{parts, row_counts, leaf,
                           leaf >= from_samples.size() || from_samples[leaf],
                           leaf < known_dims.size() ? known_dims[leaf] : -1};
-    const std::optional<int64_t> dim = joined_dim(joining, options, name);
+    const bool flattened = parts.size() > 1 && joining.flattened();
+    const std::optional<int64_t> dim = flattened ? 0 : joined_dim(joining, options, name);
     joined.once[leaf] = !dim;
     leaves[leaf].batch_dim = dim.value_or(Leaf::kShared);
     if (!dim) {
@@ -203,14 +210,15 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
       leaves[leaf].tensor = reduced(joining, options.reduce, name);
       continue;
     }
-    if (following_dims(parts, row_counts, leaf).empty() && *dim == 0 && parts.size() > 1) {
-      joined.each[leaf] = joining.each();
-    }
     std::vector<at::Tensor> tensors;
     for (Batch& part : parts) {
       tensors.push_back(std::exchange(part.leaves()[leaf].tensor, at::Tensor()));
     }
-    leaves[leaf].tensor = join_rows(tensors, *dim, name);
+    if (flattened) {
+      leaves[leaf].places = places_of(tensors, row_counts, name);
+      leaves[leaf].interleaved = joining.known_dim == kInterleaved;
+    }
+    leaves[leaf].tensor = join_rows(tensors, leaves[leaf], name);
   }
   joined.whole = Batch(std::move(leaves), parts.front().structure());
   joined.reduce = options.reduce;
@@ -220,23 +228,11 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
 
 at::Tensor JoinedOutputs::part_of_gradient(size_t index, const at::Tensor& gradient,
                                            Rows part) const {
-  const int64_t dim = whole.leaves()[index].batch_dim;
-  if (dim != Leaf::kShared) {
-    return gradient.narrow(dim, part.begin * each[index], part.size() * each[index]);
-  }
+  const Leaf& like = whole.leaves()[index];
+  if (like.batch_dim != Leaf::kShared) return rows_of(gradient, like, part);
   if (once[index]) return part.begin == 0 ? gradient : at::Tensor();
   if (reduce == Reduce::sum) return gradient;
   return gradient.mul(static_cast<double>(part.size()) / static_cast<double>(rows));
-}
-
-Batch JoinedOutputs::part_of(Batch outputs, Rows part) const {
-  for (size_t i = 0; i < outputs.leaves().size(); ++i) {
-    Leaf& leaf = outputs.leaves()[i];
-    if (each[i] == 1 || !leaf.tensor.defined()) continue;
-    leaf.tensor = leaf.tensor.narrow(leaf.batch_dim, part.begin * each[i], part.size() * each[i]);
-    leaf.batch_dim = Leaf::kShared;
-  }
-  return infinitybatch::rows(outputs, part.begin, part.end);
 }
 
 }  // namespace infinitybatch

@@ -14,25 +14,22 @@ namespace infinitybatch {
 struct JoinedOutputs {
   Batch whole;
   std::vector<bool> once;  ///< for each leaf: the same for any samples, as in OutputLaw
-  /// For each leaf: places along `batch_dim` that are one sample's (`output.view(-1, vocabulary)`).
-  std::vector<int64_t> each;
   Reduce reduce = Reduce::none;
   int64_t rows = 0;
 
   /// The gradient of leaf `index` that is these rows'; undefined where it is another micro-batch's.
   at::Tensor part_of_gradient(size_t index, const at::Tensor& gradient, Rows part) const;
-  /// What these rows gave, of leaves that follow the samples.
-  Batch part_of(Batch outputs, Rows part) const;
 };
 
 /// Whether micro-batches of other sizes would tell along which dimension outputs lie, or that they
 /// lie along none.
 /// \param from_samples for each leaf, see tape::from_samples; empty where nothing was recorded
+/// \param known_dims   see `RowsSeen::dims`
 bool is_ambiguous(const Batch& outputs, int64_t rows, const std::vector<bool>& from_samples,
-                  const WrapOptions& options);
+                  const std::vector<int64_t>& known_dims, const WrapOptions& options);
 
 /// \param from_samples as above, of all micro-batches that were recorded
-/// \param known_dims   along which samples lie in each leaf, where that has been seen; -1: not
+/// \param known_dims   see `RowsSeen::dims`
 /// \throws BatchError naming the leaf that cannot be joined
 JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_counts,
                    const std::vector<bool>& from_samples, const std::vector<int64_t>& known_dims,

@@ -34,7 +34,7 @@ void WrapSeam::compare(Rows part, const Batch& numbers, const Batch& outputs) {
     const bool reduced = leaf.batch_dim == Leaf::kShared && !call_.outputs.once[i];
     if (reduced || !call_.output_versions[i].holds()) leaf.tensor.reset();
   }
-  note_differences(call_.outputs.part_of(std::move(seen), part), outputs, differs_);
+  note_differences(rows(seen, part.begin, part.end), outputs, differs_);
 }
 
 void WrapSeam::collect(Rows rows, const Batch& micro) {

@@ -1,5 +1,6 @@
 #include "core/out_of_memory.hpp"
 #include "core/rng.hpp"
+#include "step/admission.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/limit.hpp>
@@ -132,6 +133,7 @@ class Evaluation::State {
 
   int64_t samples() const { return samples_; }
   int64_t size() const { return size_; }
+  const std::optional<BatchDim>& batch_dim() const noexcept { return options_.batch_dim; }
 
  private:
   infinitybatch::MicroBatch forward(const BatchSource& inputs, const BatchSource& targets,
@@ -185,10 +187,12 @@ Evaluation::Evaluation(Model model, Loss loss, Options options)
 Evaluation::~Evaluation() = default;
 
 void Evaluation::add(const BatchSource& inputs, const BatchSource& targets) {
+  refuse_batch_dim(state_->batch_dim());
   state_->add(inputs, targets);
 }
 void Evaluation::add(const Batch& inputs, const Batch& targets) {
-  add(BatchSource::from(inputs, "inputs"), BatchSource::from(targets, "targets"));
+  const Sources sources = sources_of(inputs, targets, state_->batch_dim());
+  state_->add(sources.inputs, sources.targets);
 }
 
 double Evaluation::loss() const {

@@ -110,14 +110,23 @@ def test_flattened_outputs_are_joined_where_rows_stay_together(size: int, retain
         close(grads(model), grads(twin))
 
 
-def test_flattened_outputs_with_time_first_are_refused() -> None:
-    model, _ = twins(
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_flattened_outputs_with_time_first_come_in_native_order(size: int) -> None:
+    model, twin = twins(
         lambda self, x: self.head(self.words(x).transpose(0, 1)).reshape(-1, 7),
         words=nn.Embedding(11, 8),
         head=nn.Linear(8, 7),
     )
-    with pytest.raises(ib.BatchError, match="cannot be joined"):
-        ib.wrap(model, micro_batch_size=2)(torch.randint(11, (N, 5)))
+    x = torch.randint(11, (N, 5))
+    wrapped = ib.wrap(model, micro_batch_size=size)
+    for _ in range(2):
+        close(wrapped(x).detach(), twin(x).detach())
+
+
+def test_flattened_outputs_whose_order_nobody_can_tell_are_refused() -> None:
+    model, _ = twins(lambda self, x: (self.net(x) * 0).view(-1, 2), net=nn.Linear(3, 10))
+    with pytest.raises(ib.BatchError, match="cannot be joined.*where time and batch are flattened"):
+        ib.wrap(model, micro_batch_size=2)(torch.randn(N, 3).double())
 
 
 CLAIMS = {

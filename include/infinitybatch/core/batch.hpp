@@ -18,6 +18,13 @@ struct Leaf {
   at::Tensor tensor;      ///< undefined where the leaf is no tensor
   std::any object;        ///< the value where the leaf is no tensor
   int64_t batch_dim = 0;  ///< the dimension that is split; `kShared` where the leaf is seen whole
+  bool marked = false;    ///< its owner has said so (`shared`, `with_batch_dim`)
+  /// Of targets and outputs: rows of each sample along `batch_dim`, 1 but where a model flattens
+  /// time and batch (`decoded.view(-1, vocabulary)`).
+  int64_t places = 1;
+  /// Whether row `place * samples + n` is sample `n`'s, as where [time, batch] is flattened; else
+  /// row `n * places + place`.
+  bool interleaved = false;
 
   static constexpr int64_t kShared = -1;
 };

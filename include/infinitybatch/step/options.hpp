@@ -2,6 +2,7 @@
 
 #include <infinitybatch/core/micro_batch.hpp>
 #include <infinitybatch/memory/budget.hpp>
+#include <infinitybatch/step/batch_dim.hpp>
 
 #include <ATen/core/TensorBody.h>
 
@@ -49,6 +50,11 @@ struct Options {
   /// Samples that are computed at once; skips planning. The last micro-batch may be smaller. A
   /// budget given beside it is kept, or BudgetExceeded is thrown.
   std::optional<int64_t> micro_batch_size = {};
+  /// Along which dimension samples lie in inputs and targets (1 for [time, batch, ...]), where they
+  /// are not marked themselves; without it along the first. Of several places for each sample, as
+  /// where a model flattens time and batch, targets do the same: [time * batch]. Of batches that
+  /// are given as tensors; a BatchSource marks its rows.
+  std::optional<BatchDim> batch_dim = {};
   /// With a given `micro_batch_size` and a coupled loss, BatchNorm or a Wrap: micro-batches that
   /// keep their graph from the first forward on, so that they need no second one. Behind a Wrap
   /// none does where ops see the whole batch. Without a size the plan decides.

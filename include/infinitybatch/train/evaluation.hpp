@@ -20,7 +20,8 @@ namespace infinitybatch {
 ///     evaluation.loss();
 class Evaluation {
  public:
-  /// \param options its memory_budget, micro_batch_size, on_micro_batch and interrupt are read; the
+  /// \param options its memory_budget, micro_batch_size, batch_dim, on_micro_batch and interrupt
+  /// are read; the
   ///                callback sees each slice once, for metrics that keep no outputs
   Evaluation(Model model, Loss loss, Options options = {});
   ~Evaluation();

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <infinitybatch/core/batch.hpp>
+#include <infinitybatch/step/batch_dim.hpp>
+
+#include <cstdint>
+#include <string_view>
+
+namespace infinitybatch {
+
+/// How many samples there are, and how many steps of time each has, as the first tensor tells.
+struct Extent {
+  int64_t samples = 0;
+  int64_t places = 1;
+};
+
+/// Inputs with their samples along the dimensions that `given` says, where they are not marked
+/// themselves. One number is for every tensor of which that dimension has the size of the first
+/// tensor's; a tensor of one dimension may have it there; one that has it nowhere is shared.
+/// \param depth how many levels lie above the arguments: 1 in (positional, keywords)
+/// \throws BatchError naming a tensor of which that is not clear, and how to mark it
+Batch mark_inputs(Batch inputs, const BatchDim& given, size_t depth = 0);
+
+/// Of inputs that are marked. Without any sample: 0.
+Extent extent_of(const Batch& inputs);
+
+/// Likewise targets beside such inputs, each of which has samples: what is several times as long
+/// as there are samples is [time, batch] flattened.
+Batch mark_targets(Batch targets, const BatchDim& given, const Extent& inputs);
+
+/// Rows of a source, which is asked for so many. One number is for every tensor that has that
+/// dimension.
+Batch mark_rows(Batch rows, const BatchDim& given, std::string_view name);
+
+}  // namespace infinitybatch
