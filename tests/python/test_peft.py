@@ -35,7 +35,10 @@ CONFIGURATIONS = {
     "DoRA": lambda: lora(use_dora=True),
     "LoRA and a whole layer": lambda: lora(modules_to_save=["lm_head"]),
     "IA3": lambda: peft.IA3Config(
-        task_type="CAUSAL_LM", target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True
+        task_type="CAUSAL_LM",
+        target_modules=["c_attn"],
+        feedforward_modules=[],
+        fan_in_fan_out=True,
     ),
     "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     "prefix tuning": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
