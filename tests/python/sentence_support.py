@@ -71,3 +71,13 @@ def features(model: Any, *columns: list[str]) -> list[dict[str, Any]]:
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+__all__ = [
+    "features",
+    "gradients",
+    "losses",
+    "sentences",
+    "sentences_model",
+    "transformers",
+]

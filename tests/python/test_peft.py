@@ -19,7 +19,6 @@ from hf_support import (  # noqa: E402
     trainer,
     transformers,
 )
-
 from infinitybatch.transformers import Trainer  # noqa: E402
 
 IDS = torch.stack([row["input_ids"] for row in texts(13, ragged=False)])

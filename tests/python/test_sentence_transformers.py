@@ -15,6 +15,7 @@ pytest.importorskip("sentence_transformers")
 pytest.importorskip("datasets")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 import datasets  # noqa: E402
+from infinitybatch.transformers import TrainerMixin  # noqa: E402
 from sentence_support import (  # noqa: E402
     features,
     gradients,
@@ -28,8 +29,6 @@ from sentence_transformers import (  # noqa: E402
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
-
-from infinitybatch.transformers import TrainerMixin  # noqa: E402
 
 LONG = os.environ.get("INFINITYBATCH_LONG_TESTS", "0") != "0"
 ROWS = 13
