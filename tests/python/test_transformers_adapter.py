@@ -125,7 +125,9 @@ def test_it_trains_and_evaluates_as_the_whole_batch(case, tmp_path):
     native, ours = both(case, tmp_path, 200 if LONG else 6)
     wanted, found = native.train(), ours.train()
     assert max(ours.last_report.micro_batch_sizes) <= 5
-    assert farthest(ours.model, native.model) < (1e-9 if LONG else 1e-12)
+    # The Trainer adds up smoothed labels in fp32.
+    rough = LONG or case == "label smoothing"
+    assert farthest(ours.model, native.model) < (1e-9 if rough else 1e-12)
     assert found.training_loss == pytest.approx(wanted.training_loss, rel=1e-6)
     assert losses_of(ours) == pytest.approx(losses_of(native), rel=1e-6)
     assert found.global_step == wanted.global_step
