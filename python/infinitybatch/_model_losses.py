@@ -34,6 +34,8 @@ class Shares(nn.Module):
         self._compute_loss = compute_loss
         self._rough = rough
         self._kinds: dict[bool, list[str]] = {}  # those that are left, with and without ITEMS
+        self._steps: dict[bool, int] = {}
+        self._spreads: dict[bool, float] = {}  # of lengths of samples, the largest that was tried
         self._kind = ""
 
     def forward(self, **inputs: Any) -> Any:
@@ -71,21 +73,23 @@ class Shares(nn.Module):
         return loss, outputs
 
     def _kind_of(self, pieces: list[Inputs], items: torch.Tensor | None) -> str:
-        """What the loss is. It is tried on a few rows at first, and wherever kinds that are left
-        would give different losses."""
-        left = self._kinds.get(items is None)
-        if left is None:
-            labelled = _weights_of("shifted labels", pieces)
-            if labelled is None:
-                labelled = _weights_of("samples", pieces)
-            rows = torch.nonzero(labelled).flatten().tolist()[:4]  # the mean over no label is NaN
-            if len(rows) < 2:
-                return "labels" if "labels" in pieces[0] else "sum"
-            half = len(rows) // 2
-            left = self._matching(list(KINDS), pieces, items, rows[:half], rows[half:])
+        """What the loss is. That is tried on the shortest and the longest samples, in steps 1, 2, 4,
+        8, ... and whenever these differ more than any so far; and where kinds that are left would
+        give different losses."""
+        _refuse_positions_past_the_end(pieces)
+        key = items is None
+        step = self._steps[key] = self._steps.get(key, 0) + 1
+        left = self._kinds.get(key, list(KINDS))
+        first, second, spread = _shortest_and_longest(pieces)
+        widest = self._spreads.get(key, 0.0)
+        if first and (spread > widest or step & (step - 1) == 0):
+            left = self._matching(left, pieces, items, first, second)
+            self._kinds[key], self._spreads[key] = left, max(spread, widest)
+        if key not in self._kinds:  # no two samples that have labels
+            return "labels" if "labels" in pieces[0] else "sum"
         for pair in _pairs_that_differ(left, pieces):
             left = self._matching(left, pieces, items, *pair)
-        self._kinds[items is None] = left
+        self._kinds[key] = left
         return left[0]
 
     def _matching(
@@ -154,6 +158,36 @@ def _pairs_that_differ(
             ratio = one[rows].double() / other[rows].double()
             if len(rows) and ratio.min() < ratio.max():
                 yield [int(rows[ratio.argmin()])], [int(rows[ratio.argmax()])]
+
+
+def _shortest_and_longest(pieces: list[Inputs]) -> tuple[list[int], list[int], float]:
+    """Two samples of each, or one, and how many times longer they are; none without labels: the mean
+    over no label is NaN."""
+    weights = _weights_of("shifted labels", pieces)
+    labelled = torch.ones(sum(map(_size, pieces))) if weights is None else weights.cpu()
+    masks = [piece.get("attention_mask") for piece in pieces]
+    lengths = labelled
+    if all(isinstance(mask, torch.Tensor) and mask.dim() == 2 for mask in masks):
+        lengths = torch.cat([mask.sum(1) for mask in masks]).cpu()
+    rows = torch.nonzero(labelled).flatten()
+    rows = rows[lengths[rows].argsort(stable=True)].tolist()
+    half = min(2, len(rows) // 2)
+    if half == 0:
+        return [], [], 0.0
+    return rows[:half], rows[-half:], float(lengths[rows[-1]]) / max(float(lengths[rows[0]]), 1.0)
+
+
+def _refuse_positions_past_the_end(pieces: list[Inputs]) -> None:
+    """Heads for questions leave such samples out of their two means, each by itself."""
+    for piece in pieces:
+        for name in ("start_positions", "end_positions"):
+            positions, ids = piece.get(name), piece.get("input_ids")
+            if isinstance(positions, torch.Tensor) and isinstance(ids, torch.Tensor):
+                if positions.numel() and int(positions.max()) >= ids.shape[1]:
+                    raise Unsupported(
+                        f"inputs[{name!r}] has positions past the {ids.shape[1]} tokens, whose samples "
+                        f"the model leaves out of its mean: point them at token 0, or leave them out"
+                    )
 
 
 def _size(inputs: Inputs) -> int:

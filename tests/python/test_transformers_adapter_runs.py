@@ -318,3 +318,95 @@ def test_a_window_without_labels_in_a_micro_batch(tmp_path):
     native.train(), ours.train()
     assert math.isfinite(losses_of(ours)[0])
     assert farthest(ours.model, native.model) < 1e-12
+
+
+class IgnoresPadding(TokenTagger):
+    """A mean over the labels that are no padding, which nobody says."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = self.head(self.embed(input_ids).tanh())
+        labels = labels.where(labels != -100, PAD)
+        loss = nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=PAD)
+        return {"loss": loss, "logits": logits}
+
+
+def test_a_mean_that_shows_in_a_later_batch(tmp_path):
+    """All samples of the first batch are of one length, and any mean over them is the same."""
+    data = texts(12, ragged=False) + texts(12)
+    for row in data:
+        row["labels"] = row["input_ids"].clone()
+    _, ours = pair(tmp_path, IgnoresPadding, data)
+    ours.get_train_dataloader = lambda: torch.utils.data.DataLoader(
+        [{**row, "labels": nn.functional.pad(row["labels"], (0, 10 - len(row["labels"])), value=PAD),
+          "input_ids": nn.functional.pad(row["input_ids"], (0, 10 - len(row["input_ids"])), value=PAD),
+          "attention_mask": (torch.arange(10) < len(row["labels"])).long()} for row in data],
+        batch_size=3,
+    )  # fmt: skip
+    with pytest.raises(ib.Unsupported, match="no sum or mean over samples or labels"):
+        ours.train()
+    assert ours.state.global_step == 1
+
+
+def test_answers_past_the_end(tmp_path):
+    from infinitybatch._model_losses import Shares
+
+    shares = Shares(nn.Identity(), lambda *_, **__: None, False)
+    rows = {"input_ids": torch.ones(2, 5), "start_positions": torch.tensor([1, 5])}
+    with pytest.raises(
+        ib.Unsupported, match=r"inputs\['start_positions'\] has positions past the 5"
+    ):
+        shares.prepare([rows], None)
+
+
+class Weighs(TokenTagger):
+    """A mean over samples that weighs classes, and says so to nobody."""
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(self.embed(input_ids).tanh().mean(1))
+        weight = torch.ones(VOCABULARY, dtype=torch.float64)
+        weight[1] = 9
+        return {
+            "loss": nn.functional.cross_entropy(logits, labels, weight=weight),
+            "logits": logits,
+        }
+
+
+def gradient_of_the_second_step(kind, folder, pieces, **more):
+    """Of a first batch of one class and a second one of two, in samples of one length."""
+    labels = [0] * 12 + [1] * 3 + [0] * 9
+    ids = torch.randint(1, VOCABULARY, (24, 6), generator=torch.Generator().manual_seed(4))
+    data = [
+        {"input_ids": row, "labels": torch.tensor(y)} for row, y in zip(ids, labels, strict=True)
+    ]
+    arguments = {"max_steps": 2, "max_grad_norm": 0.0, "learning_rate": 1.0}
+    run = trainer(kind, Weighs(), folder, data, pieces, arguments=arguments, **more)
+    run.get_train_dataloader = lambda: torch.utils.data.DataLoader(
+        data, run.args.per_device_train_batch_size
+    )
+    run.train()
+    return torch.cat([p.detach().flatten() for p in run.model.parameters()])
+
+
+def test_weights_of_classes_are_seen_in_the_second_step(tmp_path):
+    """The first batch's samples weigh the same, and the next look is in the second step."""
+    with pytest.raises(ib.Unsupported, match="no sum or mean over samples or labels"):
+        gradient_of_the_second_step(Trainer, tmp_path, PIECES, micro_batch_size=5)
+
+
+def test_weights_of_classes_between_two_looks(tmp_path, monkeypatch):
+    """docs/limits.md: what is not noticed, and how far off it is."""
+    from infinitybatch import _model_losses
+
+    matching = _model_losses.Shares._matching
+    looks = []
+
+    def first_look_alone(self, kinds, *rest):
+        looks.append(0)
+        return matching(self, kinds, *rest) if len(looks) == 1 else kinds
+
+    wanted = gradient_of_the_second_step(transformers.Trainer, tmp_path, NATIVE)
+    monkeypatch.setattr(_model_losses.Shares, "_matching", first_look_alone)
+    found = gradient_of_the_second_step(Trainer, tmp_path, PIECES, micro_batch_size=5)
+    start = torch.cat([p.detach().flatten() for p in Weighs().parameters()])
+    error = float((found - wanted).norm() / (wanted - start).norm())
+    assert 0.01 < error < 3
