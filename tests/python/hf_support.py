@@ -4,16 +4,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-import infinitybatch as ib
 import torch
 from torch import nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 import transformers  # noqa: E402
+from infinitybatch.transformers import Trainer  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 
 LONG = os.environ.get("INFINITYBATCH_LONG_TESTS", "0") != "0"
+STEPS = 200 if LONG else 6
+SIZES = {"micro_batch_size": 5}
 VOCABULARY, PAD = 23, 0
 QUIET = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 BERT = {
@@ -124,6 +126,11 @@ def settings(folder: Path | str, **more: Any) -> Any:
     return transformers.TrainingArguments(output_dir=str(folder), **given)
 
 
+def reversed_collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The same batch in another order: what native moves by is its own rounding."""
+    return collate(rows[::-1])
+
+
 def trainer(kind: Any, model: nn.Module, folder: Any, data: Any, pieces: Any, **more: Any) -> Any:
     """29 samples: the last optimizer step of an epoch has five, in two pieces."""
     arguments = more.pop("arguments", {})
@@ -132,11 +139,28 @@ def trainer(kind: Any, model: nn.Module, folder: Any, data: Any, pieces: Any, **
         args=settings(folder, **{**pieces, **arguments}),
         train_dataset=data,
         eval_dataset=data[:13],
-        data_collator=collate,
-        **more,
+        **{"data_collator": collate, **more},
     )
     run.remove_callback(transformers.PrinterCallback)
     return run
+
+
+def token_loss(outputs, labels, num_items_in_batch=None):
+    logits, labels = outputs["logits"][:, :-1], labels[:, 1:]
+    total = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="sum")
+    return total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def pair(folder, model=language_model, data=None, ours=SIZES, **arguments):
+    arguments = {"max_steps": STEPS, **arguments}
+    data = texts(29) if data is None else data
+    native = trainer(transformers.Trainer, model(), folder, data, NATIVE, arguments=arguments)
+    return native, trainer(Trainer, model(), folder, data, PIECES, arguments=arguments, **ours)
+
+
+def untouched(run, weights):
+    found = run.model.state_dict()
+    return all(torch.equal(found[name], value) for name, value in weights.items())
 
 
 def losses_of(run: Any) -> list[float]:
@@ -152,10 +176,3 @@ def farthest(found: nn.Module, wanted: nn.Module) -> float:
     ]
     least = 0.01 * max(float(b.norm()) for _, b in pairs)
     return max(float((a - b).norm()) / max(float(b.norm()), least) for a, b in pairs)
-
-
-__all__ = [
-    "BERT", "LONG", "NATIVE", "PAD", "PIECES", "VOCABULARY", "TokenTagger", "classifier", "collate",
-    "farthest", "ib", "labelled", "language_model", "losses_of", "settings", "texts", "trainer",
-    "transformers",
-]  # fmt: skip

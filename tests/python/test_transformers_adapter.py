@@ -12,25 +12,23 @@ from hf_support import (
     LONG,
     NATIVE,
     PIECES,
+    SIZES,
+    STEPS,
     TokenTagger,
     classifier,
     farthest,
     labelled,
     language_model,
     losses_of,
+    reversed_collate,
     texts,
+    token_loss,
     trainer,
     transformers,
 )
 from infinitybatch.transformers import Trainer, TrainerMixin
 
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
-
-
-def token_loss(outputs, labels, num_items_in_batch=None):
-    logits, labels = outputs["logits"][:, :-1], labels[:, 1:]
-    total = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="sum")
-    return total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def contrastive(outputs, labels, num_items_in_batch=None):
@@ -91,43 +89,42 @@ CASES = {
     "a mean over samples": (lambda: classifier(MULTI), lambda n: labelled(n, MULTI), {}, {}),
     "a mean over labels": (TokenTagger, texts, {}, {}),
     "a mean of means": (lambda: TokenTagger(per_sample=True), texts, {}, {}),
-    "BatchNorm": (resnet, images, {"data_collator": None}, {}),
-    "AdamW": (
-        language_model,
-        texts,
-        # A larger epsilon: Adam divides what rounding leaves of a true zero by its own size.
-        {"arguments": {"optim": "adamw_torch", "adam_epsilon": 1e-4, "weight_decay": 0.1}},
-        {},
-    ),
+    "BatchNorm": (resnet, images, {"data_collator": transformers.default_data_collator}, {}),
+    "AdamW": (TokenTagger, texts, {"arguments": {"optim": "adamw_torch", "weight_decay": 0.1}}, {}),
 }
 
 
-def both(case, folder, steps=6, pieces=PIECES, sizes=None, kinds=(transformers.Trainer, Trainer)):
-    make, data, options, ours = CASES[case] if isinstance(case, str) else case
-    runs = []
-    for kind, batches, more in zip(
-        kinds, (NATIVE, pieces), ({}, {**(sizes or {"micro_batch_size": 5}), **ours}), strict=True
-    ):
-        arguments = {"max_steps": steps, **options.get("arguments", {})}
-        given = {**options, "arguments": arguments, **more}
-        if given.get("data_collator", 0) is None:
-            given.pop("data_collator")
-            run = trainer(kind, make(), folder, data(29), batches, **given)
-            run.data_collator = transformers.default_data_collator
-        else:
-            run = trainer(kind, make(), folder, data(29), batches, **given)
-        runs.append(run)
-    return runs
+def one(kind, case, folder, pieces, steps=6, **more):
+    make, data, options, _ = case
+    arguments = {"max_steps": steps, **options.get("arguments", {})}
+    return trainer(
+        kind, make(), folder, data(29), pieces, **{**options, **more, "arguments": arguments}
+    )
+
+
+def both(case, folder, steps=6, kinds=(transformers.Trainer, Trainer)):
+    native = one(kinds[0], case, folder, NATIVE, steps)
+    return native, one(kinds[1], case, folder, PIECES, steps, **SIZES, **case[3])
+
+
+def allowed(case, native, folder):
+    """Models compute their own losses in fp32, whatever the model: a last bit of fp64 moves some of
+    its roundings in 200 steps, and so do the samples in another order."""
+    if not LONG:
+        return 1e-9 if native.label_smoother else 1e-12  # the Trainer adds smoothed labels in fp32
+    collator = {} if case[1] is images else {"data_collator": reversed_collate}
+    moved = one(transformers.Trainer, case, folder, NATIVE, STEPS, **collator)
+    moved.train()
+    return max(1e-9, 10 * farthest(moved.model, native.model))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_trains_and_evaluates_as_the_whole_batch(case, tmp_path):
-    native, ours = both(case, tmp_path, 200 if LONG else 6)
+    case = CASES[case]
+    native, ours = both(case, tmp_path, STEPS)
     wanted, found = native.train(), ours.train()
     assert max(ours.last_report.micro_batch_sizes) <= 5
-    # The Trainer adds up smoothed labels in fp32.
-    rough = LONG or case == "label smoothing"
-    assert farthest(ours.model, native.model) < (1e-9 if rough else 1e-12)
+    assert farthest(ours.model, native.model) < allowed(case, native, tmp_path)
     assert found.training_loss == pytest.approx(wanted.training_loss, rel=1e-6)
     assert losses_of(ours) == pytest.approx(losses_of(native), rel=1e-6)
     assert found.global_step == wanted.global_step
@@ -138,8 +135,7 @@ def test_it_trains_and_evaluates_as_the_whole_batch(case, tmp_path):
 
 
 def test_a_compute_loss_of_a_subclass(tmp_path):
-    case = (language_model, texts, {}, {})
-    native, ours = both(case, tmp_path, kinds=(OwnLoss, OwnLossHere))
+    native, ours = both((language_model, texts, {}, {}), tmp_path, kinds=(OwnLoss, OwnLossHere))
     native.train(), ours.train()
     assert ours.last_report.micro_batch_sizes == [5] and farthest(ours.model, native.model) < 1e-12
     assert ours.evaluate()["eval_loss"] == pytest.approx(native.evaluate()["eval_loss"], rel=1e-6)
@@ -147,8 +143,8 @@ def test_a_compute_loss_of_a_subclass(tmp_path):
 
 def test_the_mean_that_accumulation_breaks(tmp_path):
     """What the Trainer itself makes of four batches: the mean of their means."""
-    native, accumulated = both(
-        "a mean over labels", tmp_path, kinds=(transformers.Trainer,) * 2, sizes={"callbacks": None}
-    )
+    case = CASES["a mean over labels"]
+    native = one(transformers.Trainer, case, tmp_path, NATIVE)
+    accumulated = one(transformers.Trainer, case, tmp_path, PIECES)
     native.train(), accumulated.train()
     assert farthest(accumulated.model, native.model) > 1e-4
