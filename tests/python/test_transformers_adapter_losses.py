@@ -15,6 +15,7 @@ from hf_support import (
     PAD,
     PIECES,
     SIZES,
+    STEPS,
     VOCABULARY,
     TokenTagger,
     farthest,
@@ -243,3 +244,12 @@ def test_weights_of_classes_between_two_looks(tmp_path, monkeypatch):
     start = torch.cat([p.detach().flatten() for p in Weighs().parameters()])
     error = float((found - wanted).norm() / (wanted - start).norm())
     assert 0.01 < error < 3
+
+
+def test_a_loss_that_is_not_finite(tmp_path):
+    """A training that diverges goes on as natively, and no loss is taken for another kind."""
+    native, ours = pair(tmp_path, learning_rate=1e200, max_grad_norm=0.0)
+    native.train(), ours.train()
+    assert ours.state.global_step == native.state.global_step == STEPS
+    found, wanted = (run.model.lm_head.weight.isnan().all() for run in (ours, native))
+    assert found and wanted
