@@ -180,16 +180,15 @@ def _refuse(trainer: Any) -> None:
             "model is wrapped already: Trainer(ib.unwrap(model), ..., memory_budget=...), or "
             "transformers.Trainer(model, ...)"
         )
-    if (
-        args.world_size > 1
-        or args.n_gpu > 1
-        or trainer.is_deepspeed_enabled
-        or trainer.is_fsdp_enabled
-    ):
+    if args.world_size > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise Unsupported(
-            f"infinitybatch's Trainer works on one device in one process, and finds "
-            f"{args.world_size} processes of {args.n_gpu} devices each: use "
-            f"transformers.Trainer(ib.wrap(model), ...), or set CUDA_VISIBLE_DEVICES=0"
+            f"infinitybatch's Trainer works in one process, without DeepSpeed or FSDP, and finds "
+            f"{args.world_size}: use transformers.Trainer(ib.wrap(model), ...)"
+        )
+    if args.n_gpu > 1:
+        raise Unsupported(
+            f"infinitybatch's Trainer works on one device, and finds {args.n_gpu}: "
+            f"set CUDA_VISIBLE_DEVICES=0"
         )
     if "lomo" in args.optim:
         raise Unsupported(

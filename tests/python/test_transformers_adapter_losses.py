@@ -135,7 +135,10 @@ def test_several_devices_are_refused():
 
     args = SimpleNamespace(world_size=2, n_gpu=1, optim="sgd")
     run = SimpleNamespace(args=args, model=None, is_deepspeed_enabled=False, is_fsdp_enabled=False)
-    with pytest.raises(ib.Unsupported, match=r"2 processes .*: use transformers.Trainer\(ib.wrap"):
+    with pytest.raises(ib.Unsupported, match=r"finds 2: use transformers.Trainer\(ib.wrap"):
+        _refuse(run)
+    args.world_size, args.n_gpu = 1, 4
+    with pytest.raises(ib.Unsupported, match="finds 4: set CUDA_VISIBLE_DEVICES=0"):
         _refuse(run)
 
 
