@@ -139,7 +139,7 @@ if ! $up_to_date; then
     note "  PIP_ARGS='--index-url https://download.pytorch.org/whl/cpu'. An existing torch is reused"
     note "  with PYTHON=/path/to/its/python or TORCH_ROOT=/path/to/site-packages/torch."
   fi
-  note "- Python packages into .venv (requirements-dev.txt, requirements-loops.txt): about 100 MB"
+  note "- Python packages into .venv (requirements-dev.txt, requirements-loops.txt): about 170 MB"
 fi
 [ "${1:-}" != "--dry-run" ] || exit 0
 

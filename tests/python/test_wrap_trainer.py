@@ -241,3 +241,17 @@ def test_it_generates(use_cache):
     model = wrap(inner)
     assert torch.equal(model.generate(ids, **options), inner.generate(ids, **options))
     assert (model.last_report is None) == use_cache
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}])
+def test_its_signature_stays_through_a_trainer(settings, tmp_path):
+    """accelerate sets another forward on the model; the Trainer chooses columns by its arguments."""
+    inner = language_model(use_cache=False)
+    wanted = inspect.signature(inner.forward)
+    model = wrap(inner)
+    run = trainer(model, tmp_path, LOOPS["a loss function"], **settings)
+    run.train()
+    assert inspect.signature(model.forward) == wanted
+    assert inspect.signature(copy.deepcopy(model).forward) == wanted
+    assert list(inspect.signature(type(model).forward).parameters)[0] == "self"
+    assert run._signature_columns[: len(wanted.parameters)] == list(wanted.parameters)
