@@ -277,3 +277,11 @@ def test_a_later_failure_leaves_the_training_alone() -> None:
     assert [r.verdict for r in watch.reports] == ["right", "right", "right", "undecided"]
     assert watch.report.verdict == "undecided" and "join=" in str(watch)
     watch.raise_if_wrong()
+
+
+def test_one_process_of_several_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed = torch.distributed
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ib.Unsupported, match="looks at one process, and there are 2"):
+        ib.audit.watch(MODEL)

@@ -280,7 +280,7 @@ def test_lbfgs_calls_back() -> None:
     def run(model: Any, optimizer: Any, batches: Any) -> None:
         for x, y in batches:
 
-            def closure() -> torch.Tensor:
+            def closure(x: Any = x, y: Any = y) -> torch.Tensor:
                 optimizer.zero_grad()
                 value = CRITERION(model(x), y)
                 value.backward()
@@ -378,3 +378,60 @@ def test_embeddings_with_sparse_gradients_and_unused_parameters() -> None:
     run = functools.partial(accumulate, weight=share)
     watch = watched(lambda m, o, b: run(m, o, b), model, loader(x=tokens))
     assert watch.ok, print(watch)
+
+
+def test_a_fused_optimizer_that_unscales_by_itself() -> None:
+    model = net().float()
+    optimizer = ADAM(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def run(model: Any, optimizer: Any, batches: Any) -> None:
+        for x, y in batches:
+            optimizer.zero_grad()
+            scaler.scale(CRITERION(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert watched(run, model, loader(12, x=X.float()), optimizer=optimizer).ok
+
+
+def test_a_critic_that_gets_gradients_in_the_generator_s_turn() -> None:
+    """They are dropped by the critic's own zero_grad, the last ones by nobody."""
+    critic, generator = net(), nn.Linear(6, 6).double()
+    optimizers = sgd(critic), sgd(generator)
+
+    def real(critic: Any, batch: Any) -> torch.Tensor:
+        return critic(batch[0])[:, 0].mean()
+
+    batches = loader(12)
+    with ib.audit.watch(critic, optimizers[0], batches, loss=real) as watch:
+        for batch in batches:
+            optimizers[0].zero_grad()
+            real(critic, batch).backward()
+            optimizers[0].step()
+            optimizers[1].zero_grad()
+            (-critic(generator(batch[0]))[:, 0].mean()).backward()
+            optimizers[1].step()
+    assert watch.ok and len(watch.reports) == 2, print(watch)
+
+
+def test_activation_checkpointing() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    for reentrant in (False, True):
+        model = Calls(
+            lambda self, x, r=reentrant: self.last(checkpoint(self.net, x, use_reentrant=r)),
+            net=with_dropout(),
+            last=nn.Linear(5, 5).double(),
+        )
+        x = X.clone().requires_grad_(reentrant)
+        batches = [(x[:12], Y[:12]), (x[12:24], Y[12:24])]
+
+        def run(model: Any, optimizer: Any, batches: Any) -> None:
+            accumulate(model, optimizer, batches, each, count=2)
+
+        if reentrant:
+            with pytest.raises(ib.Unsupported, match="could not be computed again.*use_reentrant"):
+                watched(run, model, batches)
+        else:
+            assert watched(run, model, batches).ok

@@ -141,23 +141,29 @@ class Experiment:
         _put_back(conditions.buffers)
         before = _random_state.capture()
         classes = (*_as_tuple(evaluated), *((_DropoutNd,) if quiet else ()))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_in_evaluation(self.model, classes))
-            # Neither the loop's autocast of this moment counts nor its cache of cast weights.
-            for kind in {"cpu", *(p.device.type for p in self.parameters)}:
-                dtype = dict(conditions.autocast).get(kind)
-                stack.enter_context(
-                    torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=False)
-                )
-            stack.enter_context(saved_tensors_hooks(self._note, lambda tensor: tensor))
-            batch = to_device(micro.batch, self.parameters[0].device)
-            value = scalar(self.loss(model, batch))
-        found = torch.autograd.grad(value * (scale * weight), self.parameters, allow_unused=True)
+        # Activation checkpointing runs forward again in backward: in the same mode.
+        with _in_evaluation(self.model, classes):
+            value = self._value(micro, model, dict(conditions.autocast))
+            found = torch.autograd.grad(
+                value * (scale * weight), self.parameters, allow_unused=True
+            )
         self.drew = not _same(before, _random_state.capture())
         return [
             torch.zeros_like(p) if g is None else _dense(g) / scale if half else _dense(g)
             for p, g in zip(self.parameters, found, strict=True)
         ]
+
+    def _value(self, micro: Micro, model: nn.Module, autocast: dict[str, torch.dtype]) -> Tensor:
+        with contextlib.ExitStack() as stack:
+            # Neither the loop's autocast of this moment counts nor its cache of cast weights.
+            for kind in {"cpu", *(p.device.type for p in self.parameters)}:
+                dtype = autocast.get(kind)
+                stack.enter_context(
+                    torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=False)
+                )
+            stack.enter_context(saved_tensors_hooks(self._note, lambda tensor: tensor))
+            batch = to_device(micro.batch, self.parameters[0].device)
+            return scalar(self.loss(model, batch))
 
     def values(self, micro: Micro, quiet: bool) -> None:
         """Runs the loss of a batch without a graph, for hooks."""

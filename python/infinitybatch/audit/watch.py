@@ -76,6 +76,8 @@ class Watch:
         self._disturbed: set[Optimizer] = set()
         #: Parameters whose gradient was examined with another optimizer's, at this backward pass.
         self._covered: dict[nn.Parameter, int] = {}
+        #: Backward passes that a right step's zero_grad dropped: those of another model's turn.
+        self._usually_dropped = 0
         self._reports: list[AuditReport] = []
         self._handles: list[Any] = []
 
@@ -162,7 +164,7 @@ class Watch:
         left = max(
             [self._passes_of(o) for o in optimizers] or [s.passes for s in slots.values()] or [0]
         )
-        left -= self._trace.skipped
+        left -= max(self._trace.skipped, self._usually_dropped)
         is_one_step = bool(self._skip and not self._begins)  # ib.audit, which says so itself
         if left > 0 and _are_finite(slots.values()) and not is_one_step:
             step = max([begin[0] for begin in self._begins.values()], default=0)
@@ -271,7 +273,7 @@ class Watch:
         try:
             with untouched(self._model):
                 self._reports.append(self._examine(optimizer, step, passes, groups))
-        except (Error, torch.OutOfMemoryError) as error:
+        except Exception as error:
             if not self._reports:
                 raise
             self._reports.append(self._undecided(step, error))
@@ -352,7 +354,11 @@ class Watch:
         )
         experiment = Experiment(self._model, parameters, batches.loss, self._budget)
         try:
-            return Examination(window, experiment, self._same_random_numbers).run()
+            report = Examination(window, experiment, self._same_random_numbers).run()
+            if report.ok:
+                dropped = [i + 1 for f in window.factors for i, by in enumerate(f) if by == 0.0]
+                self._usually_dropped = max([self._usually_dropped, *dropped])
+            return report
         except (Error, torch.OutOfMemoryError):
             raise
         except Exception as error:
