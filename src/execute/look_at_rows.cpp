@@ -3,9 +3,9 @@
 #include "core/pinned_copies.hpp"
 #include "coupled/fixed_ops.hpp"
 #include "execute/copied_batch.hpp"
-#include "execute/row_checks.hpp"
 #include "execute/findings.hpp"
 #include "execute/light_recording.hpp"
+#include "execute/row_checks.hpp"
 #include "tape/recorder.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -106,8 +106,8 @@ std::optional<TrialOutputs> RowChecks::try_forward(const Batch& inputs, int64_t 
 }
 
 std::optional<std::vector<at::Tensor>> RowChecks::try_gradients(const Batch& inputs, Rows rows,
-                                                               const std::vector<int64_t>& dims,
-                                                               const std::vector<bool>& compared) {
+                                                                const std::vector<int64_t>& dims,
+                                                                const std::vector<bool>& compared) {
   std::optional<std::vector<at::Tensor>> gradients;
   forwards_.aside(/*trial=*/true, [&] {
     forwards_.inputs = as_leaves(forwards_.wrote_inputs() ? copied(inputs) : inputs);
@@ -139,6 +139,7 @@ void RowChecks::compare_rows() {
   look.rows = rows;
   look.singles = rows == 1 && forwards_.first().size() == 1;
   look.again = known.looked > 0 && rows >= known.rows;
+  look.dims = known.dims;
   look.device = job_.device;
   if (high_water_) look.peak = room_for_a_look(high_water_->peak());
   if (job_.outside == nullptr) {
