@@ -139,6 +139,7 @@ void RowChecks::compare_rows() {
   look.rows = rows;
   look.singles = rows == 1 && forwards_.first().size() == 1;
   look.again = known.looked > 0 && rows >= known.rows;
+  look.dims = known.dims;
   look.device = problem_.device;
   if (high_water_) look.peak = room_for_a_look(high_water_->peak());
   if (problem_.loss.external() == nullptr) {

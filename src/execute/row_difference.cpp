@@ -33,7 +33,8 @@ class Leaves {
 
   /// How far the rows are apart, along the dimension that suits them best; nothing where they have
   /// no places.
-  std::optional<double> apart() const {
+  /// \param known see `RowsSeen::dims`
+  std::optional<double> apart(int64_t known) const {
     if (whole_.dim() != part_.dim()) return std::nullopt;
     std::optional<double> least;
     const auto meet = [&](double found) { least = std::min(least.value_or(kApart), found); };
@@ -43,6 +44,9 @@ class Leaves {
     }
     if (least) return least;
     if (compares()) return kApart;
+    if (known == 0 || known == kInterleaved) {
+      if (const auto found = apart_flattened(known == kInterleaved)) return found;
+    }
     if (part_.size(0) != rows_.size() || whole_.size(0) == all_) return std::nullopt;
     // A row for each sample of the part, but not of the whole.
     if (!else_alike(0) || whole_.size(0) % all_ == 0) return std::nullopt;
@@ -75,24 +79,15 @@ class Leaves {
 
   /// Of several places for each sample along the first dimension.
   Flattened order() const {
-    if (whole_.dim() != part_.dim() || part_.dim() == 0 || !else_alike(0)) return Flattened::no;
-    const int64_t places = part_.size(0) / rows_.size();
-    if (places < 2 || part_.size(0) != places * rows_.size()) return Flattened::no;
-    if (whole_.size(0) != places * all_) return Flattened::no;
-    const auto apart = [&](bool interleaved) {
-      Leaf like;
-      like.places = places;
-      like.interleaved = interleaved;
-      return relative_distance(part_, rows_of(whole_, like, rows_));
-    };
-    const double together = apart(false);
-    const double by_turns = apart(true);
+    const auto together = apart_flattened(false);
+    const auto by_turns = apart_flattened(true);
+    if (!together || !by_turns) return Flattened::no;
     // Rows that are nearly alike would pass for one another.
     constexpr double kClearly = 8;
-    const double near = std::min(together, by_turns);
-    const double far = std::max(together, by_turns);
+    const double near = std::min(*together, *by_turns);
+    const double far = std::max(*together, *by_turns);
     if (!(near <= rounding_of(part_)) || !(far > kClearly * near)) return Flattened::unknown;
-    return together < by_turns ? Flattened::together : Flattened::interleaved;
+    return *together < *by_turns ? Flattened::together : Flattened::interleaved;
   }
 
   /// Along several dimensions, as where samples are compared with each other.
@@ -107,6 +102,18 @@ class Leaves {
   }
 
  private:
+  /// How far several places of each sample along the first dimension are apart, in one order;
+  /// nothing where there are not several.
+  std::optional<double> apart_flattened(bool interleaved) const {
+    if (whole_.dim() != part_.dim() || part_.dim() == 0 || !else_alike(0)) return std::nullopt;
+    Leaf like;
+    like.places = part_.size(0) / rows_.size();
+    like.interleaved = interleaved;
+    if (like.places < 2 || part_.size(0) != like.places * rows_.size()) return std::nullopt;
+    if (whole_.size(0) != like.places * all_) return std::nullopt;
+    return relative_distance(part_, rows_of(whole_, like, rows_));
+  }
+
   bool else_alike(int64_t dim) const {
     for (int64_t d = 0; d < whole_.dim(); ++d) {
       if (d != dim && whole_.size(d) != part_.size(d)) return false;
@@ -222,7 +229,8 @@ std::optional<RowDifference> several_places(const RowsOfOutputs& whole, const Ro
 }
 
 std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOfOutputs& part,
-                                        const std::vector<bool>& compared, const Noise* noise) {
+                                        const std::vector<bool>& compared,
+                                        const std::vector<int64_t>& dims, const Noise* noise) {
   const at::NoGradGuard no_grad;
   const auto& here = part.outputs.leaves();
   const auto& there = whole.outputs.leaves();
@@ -231,7 +239,7 @@ std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOf
     if (i < compared.size() && !compared[i]) continue;
     if (!comparable(here[i].tensor) || !comparable(there[i].tensor)) continue;
     const Leaves leaves(there[i].tensor, here[i].tensor, part.rows, whole.rows.size());
-    const std::optional<double> apart = leaves.apart();
+    const std::optional<double> apart = leaves.apart(i < dims.size() ? dims[i] : -1);
     if (!apart || *apart <= rounding_of(here[i].tensor)) continue;
     if (noise != nullptr && i < noise->moved.leaves().size() &&
         noise->moved.leaves()[i].tensor.defined()) {

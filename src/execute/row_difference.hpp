@@ -45,9 +45,11 @@ struct Noise {
 ///
 /// Two numbers are the same where they are within `rounding_of` them.
 /// \param compared which leaves matter; empty: all
+/// \param dims     see `RowsSeen::dims`: several places of a sample are compared in a known order
 /// \param noise    may be null
 std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOfOutputs& part,
-                                        const std::vector<bool>& compared, const Noise* noise);
+                                        const std::vector<bool>& compared,
+                                        const std::vector<int64_t>& dims, const Noise* noise);
 
 /// Inputs moved by rounding: what outputs move then is no matter of other samples.
 Batch moved_by_rounding(const Batch& inputs);

@@ -159,7 +159,8 @@ RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, in
     }
     seen.compared = true;
     if (seen.dims.empty()) seen.dims = dims_of_rows(whole, part);
-    if (!difference(whole, part, look.compared, /*noise=*/nullptr)) continue;
+    const std::vector<int64_t>& dims = look.dims.empty() ? seen.dims : look.dims;
+    if (!difference(whole, part, look.compared, dims, /*noise=*/nullptr)) continue;
     // What one sample moves says little of what it might have: all of them are moved then.
     const bool all = fewer == 1;
     const std::optional<TrialOutputs> noisy =
@@ -168,7 +169,7 @@ RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, in
     const Batch& still = all ? of_whole->outputs : of_part->outputs;
     const auto beyond = [&](const Batch& moved, const auto& kind) {
       const Noise noise{still, moved, kind.times, kind.least};
-      return difference(whole, part, look.compared, &noise);
+      return difference(whole, part, look.compared, dims, &noise);
     };
     const auto differs = beyond(noisy->outputs, kSmooth);
     if (!differs) continue;

@@ -47,6 +47,7 @@ struct RowLook {
   std::optional<int64_t> peak;
   bool few = false;            ///< whether hardly more rows than a micro-batch's may be loaded
   std::vector<bool> compared;  ///< which leaves of the outputs matter; empty: all
+  std::vector<int64_t> dims;   ///< what is known of them; see `RowsSeen::dims`
   std::function<Batch(Rows)> load;
   /// Forward, with `coupled::FixedOps` and the same random state each time, undone. Nothing where
   /// what it gave cannot be compared.

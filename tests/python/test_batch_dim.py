@@ -442,6 +442,33 @@ def test_a_loss_of_all_sees_flattened_outputs_in_native_order(order: str, way: s
         close(grads(model), grads(twin))
 
 
+@pytest.mark.parametrize("way", ["wrap", "coupled", "separable"])
+def test_samples_that_are_combined_later_are_seen_in_flattened_outputs(way: str) -> None:
+    """By a number on the host, which no recording shows: rows are compared in steps 2, 4, 8."""
+    shift = [0.0]
+
+    def forward(self: Any, words: Tensor) -> Tensor:
+        states = torch.tanh(self.words(words))
+        if shift[0]:
+            states = states + shift[0] * float(words.double().mean())
+        return self.head(states).view(-1, WORDS)
+
+    model, _ = twins(Calls(forward, words=nn.Embedding(WORDS, 6), head=nn.Linear(6, WORDS)))
+    words, targets = torch.randint(WORDS, (T, N)), torch.randint(WORDS, (T * N,))
+    if way == "wrap":
+        wrapped = ib.wrap(model, batch_dim=1, micro_batch_size=3)
+        step = lambda: coupled(wrapped(words), targets).backward()  # noqa: E731
+    else:
+        loss = coupled if way == "coupled" else nn.CrossEntropyLoss()
+        batch = ib.VirtualBatch(model, loss, batch_dim=1, micro_batch_size=3)
+        step = lambda: batch.backward(words, targets)  # noqa: E731
+    step()
+    shift[0] = 0.5
+    with pytest.raises(ib.CouplingError, match="forward combines samples"):
+        for _ in range(3):
+            step()
+
+
 def test_a_head_that_begins_at_zero() -> None:
     """All rows are alike then, and tell no order."""
     model, _ = twins(tagger(flat=True))
