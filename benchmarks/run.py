@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 MODULES = {
     "time": "time_to_native",
     "loop": "loop_cost",
+    "trainer": "trainer_cost",
     "budget": "budget",
     "coupled": "coupled",
     "tape": "tape",
@@ -37,6 +38,7 @@ MODULES = {
 ROUNDS = {
     "time": 15,
     "loop": 100,
+    "trainer": 60,
     "budget": 12,
     "coupled": 6,
     "tape": 200,
@@ -50,6 +52,7 @@ ROUNDS = {
 UNTUNED = {
     "time": 3,
     "loop": 0,
+    "trainer": 0,
     "budget": 0,
     "coupled": 0,
     "tape": 0,

@@ -167,9 +167,9 @@ int64_t Executor::offload(Rows rows, int64_t segment, bool back) {
 void Executor::record(Rows rows, bool retain) {
   forwards_.load(rows);
   const bool outside = job_.outside != nullptr;
-  const bool first_of_several = forwards_.first().begin == rows.begin && rows.size() < job_.batch_size();
-  const bool asked = job_.learns_output_law(rows) || job_.examines(rows) ||
-                     checks_.asks(rows);
+  const bool first_of_several =
+      forwards_.first().begin == rows.begin && rows.size() < job_.batch_size();
+  const bool asked = job_.learns_output_law(rows) || job_.examines(rows) || checks_.asks(rows);
   const bool tells = (job_.use_tapes && asked) || (outside && first_of_several);
   const auto call = [&] {
     if (!outside || !retain) return forwards_.call(rows);
@@ -227,14 +227,16 @@ void Executor::whole_loss() {
 void Executor::replay(Rows rows) {
   if (job_.outside == nullptr) {
     forwards_.load(rows);
-    return two_pass_->again(rows, forwards_.inputs,
-                            [&] { return forwards_.uncounted([&] { return forwards_.call(rows); }); });
+    return two_pass_->again(rows, forwards_.inputs, [&] {
+      return forwards_.uncounted([&] { return forwards_.call(rows); });
+    });
   }
   if (job_.interrupt) job_.interrupt();
   // Gradients of the inputs arrive at the leaves that the graph began with.
   const Batch* of_graph = two_pass_->inputs_of_graph(rows);
   forwards_.inputs = of_graph != nullptr ? *of_graph : forwards_.load_inputs(rows);
-  two_pass_->again(rows, forwards_.inputs, [&] { return job_.outside->forward_again(forwards_.inputs); });
+  two_pass_->again(rows, forwards_.inputs,
+                   [&] { return job_.outside->forward_again(forwards_.inputs); });
 }
 
 bool Executor::is_last(Rows rows, int64_t segment) const {
@@ -261,13 +263,15 @@ void Executor::record_for_cuts(Rows rows) {
     Batch given = cut_pass_->checkpoint(rows, forwards_.inputs, [&] { return call(rows); });
     if (whole_) {
       given = whole_->add(rows, given);
-      if (job_.on_micro_batch) job_.on_micro_batch({rows.begin, rows.end, given, forwards_.targets});
+      if (job_.on_micro_batch)
+        job_.on_micro_batch({rows.begin, rows.end, given, forwards_.targets});
     }
     const Batch inputs = without_tensors(forwards_.inputs);
     checks_.look_at(rows, forwards_.inputs, cut_pass_->tape(rows), given);
     free();
     forwards_.learn_numbers();
-    if (job_.learns_output_law(rows)) checks_.learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
+    if (job_.learns_output_law(rows))
+      checks_.learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
     given = Batch();
     // Until a coupled loss is known the other micro-batches need the room.
     if (whole_ && job_.store != nullptr) {
@@ -286,7 +290,9 @@ void Executor::record_for_cuts(Rows rows) {
     forwards_.inputs = inputs;
     forwards_.targets = targets;
   };
-  const auto again = [&](bool as_first) { return forwards_.uncounted([&] { return call(rows); }, as_first); };
+  const auto again = [&](bool as_first) {
+    return forwards_.uncounted([&] { return call(rows); }, as_first);
+  };
   const auto depends_on_state = [&] {
     forwards_.learn_numbers(/*any=*/true);
     forwards_.inputs = inputs;
@@ -302,7 +308,8 @@ void Executor::record_for_cuts(Rows rows) {
   checks_.look_at(rows, inputs, cut_pass_->tape(rows), given);
   free();
   forwards_.learn_numbers();
-  if (job_.learns_output_law(rows)) checks_.learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
+  if (job_.learns_output_law(rows))
+    checks_.learn_outputs(rows, inputs, given, cut_pass_->tape(rows));
 }
 
 void Executor::load_for(Rows rows, int64_t segment) {
@@ -359,7 +366,10 @@ void Executor::backward(Rows rows, int64_t segment) {
     return job_.outside->collect(rows, forwards_.inputs);
   }
   if (two_pass_) return two_pass_->backward(rows);
-  if (!cut_pass_) return share_->differentiate();
+  if (!cut_pass_) {
+    sinks_.next_micro_batch();
+    return share_->differentiate();
+  }
   if (!is_last(rows, segment) || job_.outside != nullptr || whole_) {
     std::vector<at::Tensor> roots;
     std::vector<at::Tensor> gradients;
@@ -406,6 +416,7 @@ void Executor::release() {
 }
 
 void Executor::penalty() {
+  sinks_.end_micro_batches();
   const at::Tensor term = share_->penalty();
   if (term.defined()) total_.add(term);
 }
