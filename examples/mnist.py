@@ -22,11 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, channels=32):
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3, 1), nn.Conv2d(32, 64, 3, 1)
+        self.conv1 = nn.Conv2d(1, channels, 3, 1)
+        self.conv2 = nn.Conv2d(channels, 2 * channels, 3, 1)
         self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
-        self.fc1, self.fc2 = nn.Linear(9216, 128), nn.Linear(128, 10)
+        self.fc1, self.fc2 = nn.Linear(288 * channels, 128), nn.Linear(128, 10)
 
     def forward(self, x):
         x = F.relu(self.conv2(F.relu(self.conv1(x))))

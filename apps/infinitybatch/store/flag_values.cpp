@@ -39,8 +39,6 @@ FlagValues flags_of(const Settings& settings) {
   FlagValues flags = {
       {"data", settings.data.data},
       {"model", settings.model.model},
-      {"width", std::to_string(settings.model.width)},
-      {"depth", std::to_string(settings.model.depth)},
       {"context", std::to_string(settings.model.context)},
       {"batch-size", settings.batch_size},
       {"strategy", step.strategy},
@@ -54,6 +52,9 @@ FlagValues flags_of(const Settings& settings) {
   const auto add = [&](const char* flag, const std::string& value) {
     if (!value.empty()) flags.emplace_back(flag, value);
   };
+  // A shared library's network has its own where they are not given.
+  if (settings.model.width > 0) add("width", std::to_string(settings.model.width));
+  if (settings.model.depth > 0) add("depth", std::to_string(settings.model.depth));
   add("labels", settings.data.labels);
   add("inputs", settings.data.inputs);
   add("csv-header", settings.data.csv_header);
