@@ -38,7 +38,7 @@ MODULES = {
 ROUNDS = {
     "time": 15,
     "loop": 100,
-    "trainer": 60,
+    "trainer": 20,
     "budget": 12,
     "coupled": 6,
     "tape": 200,
@@ -66,7 +66,7 @@ UNTUNED = {
 WITH_PEERS = ("loop", "coupled", "losses")
 #: Processes for each setting, whose spread is shown: luck in where memory lies lasts for a process,
 #: so many short processes tell more than few long ones.
-PROCESSES = {"coupled": 5, "losses": 5}
+PROCESSES = {"trainer": 5, "coupled": 5, "losses": 5}
 TOY_ROUNDS = 4
 THREADS = [1, 2]
 LOOK = 2.0  # seconds between looks at what a running suite has found

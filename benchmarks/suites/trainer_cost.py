@@ -20,16 +20,17 @@ from workloads import mlp
 TITLE = "Cost of the trainer beside a loop by hand"
 EXPLANATION = (
     "An MLP (256-512-10) and SGD over a list of logical batches in micro-batches of 128, as large as "
-    "makes a step of about 10 ms, and of about 1 ms to show what a step costs at all. The loop by "
+    "makes a step of about 10 ms, and of about 1 ms to show what each step costs. The loop by "
     "hand is `optimizer.zero_grad(); batch.backward(x, y); optimizer.step()` over the same "
     "`VirtualBatch` options, reading each loss, as the trainer does; what that costs beside native "
     "is the suite `loop`. The trainer runs epochs over the same list: bare, with a history of losses "
     "and a file of JSON lines, and with the gradient noise scale. A sample is one epoch. Contestants "
     "run in turn, in a new order each round; CPU is the process's time over all threads, ratios are "
-    "medians of the rounds' ratios with 95 % bootstrap intervals."
+    "medians of the rounds' ratios with 95 % bootstrap intervals; `µs more` is between the rounds of "
+    "either that took least."
 )
 #: Samples of a logical batch, and logical batches of an epoch.
-LENGTHS = ((2048, 20), (256, 60))
+LENGTHS = ((1024, 10), (128, 60))
 SIZE = 128
 BY_HAND, BARE = "loop by hand", "Trainer"
 LIMIT = 1.01
@@ -87,12 +88,21 @@ def run(settings: Settings, save: Callable[[Findings], None]) -> Findings:
         table = Table(
             f"**Steps of {1000 * step:.1f} ms** ({samples} samples), {count} steps an epoch, "
             f"{settings.rounds} rounds",
-            ["contestant", "CPU ÷ loop by hand", "wall ÷ loop by hand", "CPU µs per step"],
+            [
+                "contestant",
+                "CPU ÷ loop by hand",
+                "wall ÷ loop by hand",
+                "CPU µs per step",
+                "µs more",
+            ],
         )
         for name, mine in taken.items():
             cpu, wall = (ratio_of(mine, taken[BY_HAND], clock) for clock in ("cpu", "wall"))
             each = 1e6 * median(mine, "cpu") / count
-            table.rows.append([name, str(cpu), str(wall), f"{each:.0f}"])
+            # The least of all rounds: what others on the machine do is never less than nothing.
+            least = [min(s.cpu for s in taken[who]) for who in (name, BY_HAND)]
+            more = 1e6 * (least[0] - least[1]) / count
+            table.rows.append([name, str(cpu), str(wall), f"{each:.0f}", f"{more:.0f}"])
             findings.figures.append(
                 {
                     "contestant": name,
@@ -101,11 +111,12 @@ def run(settings: Settings, save: Callable[[Findings], None]) -> Findings:
                     "step seconds": step,
                     "CPU ratio": cpu,
                     "wall ratio": wall,
+                    "CPU seconds more": more / 1e6,
                     "runs": mine,
                 }
             )
             if name == BARE and step >= LONG:
-                promise = f"steps of {1000 * step:.0f} ms: CPU over the loop by hand at most 1 %"
+                promise = "steps of about 10 ms: CPU over the loop by hand at most 1 %"
                 findings.goals.append(Goal(promise, str(cpu), cpu.median <= LIMIT))
         findings.tables.append(table)
         save(findings)
