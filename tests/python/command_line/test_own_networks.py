@@ -1,6 +1,7 @@
 """--model with a shared library, --amp, --ema and --metrics, and what resuming keeps of the data."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import numpy
@@ -73,6 +74,19 @@ def test_a_library_without_a_network(pair):
     torch_lib = Path(torch.__file__).parent / "lib/libc10.so"
     result = run("train", *pair, "--model", torch_lib)
     assert result.returncode == USAGE and "INFINITYBATCH_NETWORK(Net)" in result.stderr
+
+
+def test_a_library_for_another_torch(pair, tmp_path):
+    (tmp_path / "net.c").write_text(
+        'const char* infinitybatch_network_version(void) { return "interface 1, torch 1.0.0"; }\n'
+        "void infinitybatch_make_network(void) {}\n"
+    )
+    compiler = os.environ.get("CC", "cc")
+    command = [compiler, "-shared", "-fPIC", "net.c", "-o", "libnet.so"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    result = run("train", *pair, "--model", "./libnet.so", cwd=tmp_path)
+    assert result.returncode == USAGE
+    assert "was built for interface 1, torch 1.0.0, and this program has" in result.stderr
 
 
 @pytest.mark.parametrize("model", [MLP, ("--model", "resnet", "--width", "4")])
