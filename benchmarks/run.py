@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 MODULES = {
     "time": "time_to_native",
     "loop": "loop_cost",
+    "trainer": "trainer_cost",
     "budget": "budget",
     "coupled": "coupled",
     "tape": "tape",
@@ -38,6 +39,7 @@ MODULES = {
 ROUNDS = {
     "time": 15,
     "loop": 100,
+    "trainer": 20,
     "budget": 12,
     "coupled": 6,
     "tape": 200,
@@ -52,6 +54,7 @@ ROUNDS = {
 UNTUNED = {
     "time": 3,
     "loop": 0,
+    "trainer": 0,
     "budget": 0,
     "coupled": 0,
     "tape": 0,
@@ -67,7 +70,7 @@ UNTUNED = {
 WITH_PEERS = dict.fromkeys(("loop", "coupled", "losses"), "peers") | {"trainers": "trainers"}
 #: Processes for each setting, whose spread is shown: luck in where memory lies lasts for a process,
 #: so many short processes tell more than few long ones.
-PROCESSES = {"coupled": 5, "losses": 5}
+PROCESSES = {"trainer": 5, "coupled": 5, "losses": 5}
 TOY_ROUNDS = 4
 THREADS = [1, 2]
 LOOK = 2.0  # seconds between looks at what a running suite has found

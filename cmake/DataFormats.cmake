@@ -1,4 +1,4 @@
-# Libraries that the command line reads data with. Each is optional: without it the program says which
+# Libraries that the command line and the Python package read data with. Each is optional: without it the program says which
 # package is missing when such data are given. Both are linked statically or are headers, so that a
 # wheel needs none of them where it is installed (zlib aside, which every Linux has).
 #   minizip  .npz files; Debian: libminizip-dev
@@ -27,8 +27,8 @@ set(found OFF)
 if(INFINITYBATCH_WITH_MINIZIP AND INFINITYBATCH_MINIZIP_INCLUDE AND INFINITYBATCH_MINIZIP_LIBRARY
    AND ZLIB_FOUND)
   set(found ON)
-  target_include_directories(infinitybatch_cli SYSTEM PRIVATE "${INFINITYBATCH_MINIZIP_INCLUDE}")
-  target_link_libraries(infinitybatch_cli PRIVATE "${INFINITYBATCH_MINIZIP_LIBRARY}" ZLIB::ZLIB)
+  target_include_directories(infinitybatch_data SYSTEM PRIVATE "${INFINITYBATCH_MINIZIP_INCLUDE}")
+  target_link_libraries(infinitybatch_data PRIVATE "${INFINITYBATCH_MINIZIP_LIBRARY}" ZLIB::ZLIB)
 endif()
 infinitybatch_data_format(zip.cpp INFINITYBATCH_HAS_MINIZIP ".npz files" libminizip-dev "${found}")
 
@@ -36,6 +36,6 @@ find_path(INFINITYBATCH_STB_INCLUDE stb/stb_image.h)
 set(found OFF)
 if(INFINITYBATCH_WITH_STB AND INFINITYBATCH_STB_INCLUDE)
   set(found ON)
-  target_include_directories(infinitybatch_cli SYSTEM PRIVATE "${INFINITYBATCH_STB_INCLUDE}")
+  target_include_directories(infinitybatch_data SYSTEM PRIVATE "${INFINITYBATCH_STB_INCLUDE}")
 endif()
 infinitybatch_data_format(pixels.cpp INFINITYBATCH_HAS_STB "folders of images" libstb-dev "${found}")

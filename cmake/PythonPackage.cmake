@@ -47,7 +47,7 @@ if(bind_sources)
   Python_add_library(_C MODULE WITH_SOABI ${bind_sources})
   infinitybatch_target(_C)
   target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C)
-  target_link_libraries(_C PRIVATE infinitybatch TorchWheel::torch_python)
+  target_link_libraries(_C PRIVATE infinitybatch_data infinitybatch TorchWheel::torch_python)
   set_target_properties(_C PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${INFINITYBATCH_PYTHON_DIR}"
                                       BUILD_RPATH "${TORCH_WHEEL_LIB}")
 endif()

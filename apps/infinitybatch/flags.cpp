@@ -1,5 +1,7 @@
 #include "flags.hpp"
 
+#include "models/shared_library.hpp"
+#include "train/metrics.hpp"
 #include "train/schedule.hpp"
 
 #include <algorithm>
@@ -99,6 +101,20 @@ CLI::Validator one_of(const std::vector<std::string>& names) {
       "");
 }
 
+/// A name, or a shared library; what looks like a Python factory is told where it goes.
+CLI::Validator model_name() {
+  return CLI::Validator(
+      [](std::string& text) {
+        if (is_shared_library(text)) return std::string();
+        if (text.find(':') != std::string::npos) {
+          return "must be a name or a shared library here, not " + text +
+                 "; a factory in Python: python -m infinitybatch train --model " + text;
+        }
+        return one_of(model_names())(text);
+      },
+      "");
+}
+
 void add_data(CLI::App& app, Settings& settings) {
   app.add_option(
          "--data", settings.data.data,
@@ -141,9 +157,10 @@ void add_model(CLI::App& app, Settings& settings) {
   app.add_option(
          "--model", settings.model.model,
          "mlp, convnet, resnet (BatchNorm), resnet-groupnorm or transformer [what suits the "
-         "data]")
-      ->transform(one_of(model_names()))
-      ->type_name("NAME")
+         "data]; or a shared library with a network of your own; one in Python: python -m "
+         "infinitybatch train --model package.module:factory")
+      ->transform(model_name())
+      ->type_name("NAME|FILE.so")
       ->group("Model");
   app.add_option("--width", settings.model.width, "units, channels or embedding size")
       ->check(at_least(1))
@@ -231,6 +248,16 @@ void add_offload(CLI::App& app, Settings& settings) {
       ->group("Offload");
 }
 
+void add_metrics(CLI::App& app, Settings& settings) {
+  app.add_option("--metrics", settings.training.metrics,
+                 "of held-out samples, beside accuracy: top5, balanced-accuracy, macro-f1, "
+                 "perplexity, with commas")
+      ->delimiter(',')
+      ->transform(one_of(metric_names()))
+      ->type_name("NAMES")
+      ->group("Training");
+}
+
 void add_training(CLI::App& app, Settings& settings) {
   auto& training = settings.training;
   app.add_option("--epochs", training.epochs, "how often each sample is seen")
@@ -253,6 +280,14 @@ void add_training(CLI::App& app, Settings& settings) {
       ->check(between(1e-12, 1e12))
       ->type_name("NORM")
       ->group("Training");
+  app.add_flag("--amp", training.amp, "compute in bfloat16 where torch's autocast does")
+      ->group("Training");
+  app.add_option("--ema", training.ema,
+                 "measure and save averages of the parameters over the steps, as 0.999")
+      ->check(between(0.0, 0.9999999))
+      ->type_name("DECAY")
+      ->group("Training");
+  add_metrics(app, settings);
   add_micro_batch(app, settings);
   app.add_option("--strategy", training.step.strategy,
                  "auto, stream (micro-batches) or native (the whole batch at once)")
@@ -366,6 +401,7 @@ void add_train_flags(CLI::App& command, Settings& settings) {
 void add_evaluate_flags(CLI::App& command, Settings& settings) {
   add_file(command, settings);
   add_saved_model(command, settings);
+  add_metrics(command, settings);
 }
 
 void add_predict_flags(CLI::App& command, Settings& settings) {

@@ -22,4 +22,5 @@
 #include <infinitybatch/step/wrap.hpp>
 #include <infinitybatch/train/callback.hpp>
 #include <infinitybatch/train/evaluation.hpp>
+#include <infinitybatch/train/noise_scale.hpp>
 #include <infinitybatch/train/trainer.hpp>

@@ -69,9 +69,9 @@ class Watch:
         before, after = gone[0]
         self._places = now
         warnings.warn(
-            f"IB106: the model went from {_place(before)} to {_place(after)} between two epochs; "
-            f"{moved} tensors of the optimizer's state went after it. Move it before the trainer is "
-            f"made to have no state to move.",
+            f"IB106: the model was moved from {_place(before)} to {_place(after)} between two "
+            f"epochs; {moved} tensors of the optimizer's state followed. Call model.to(...) before "
+            f"ib.Trainer(...) and nothing has to follow.",
             MovedModelNotice,
             stacklevel=first_frame_outside(),
         )

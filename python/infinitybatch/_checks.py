@@ -82,8 +82,11 @@ def _from_torch(name: str, value: Any, make: Callable[[], torch.device]) -> torc
     try:
         return make()
     except (RuntimeError, AssertionError) as error:
-        why = str(error).split("\n")[0]
-        raise InvalidArgument(f"{name} is {value!r}, which is no device: {why}") from None
+        known, _, _ = str(error).partition(" device type")
+        why = "" if known != str(error) else f": {str(error).splitlines()[0]}"
+        raise InvalidArgument(
+            f"{name} is {value!r}, which is not a device; write 'cpu', 'cuda' or 'cuda:1'{why}"
+        ) from None
     except TypeError:
         raise InvalidType(
             f'{name} must be a torch.device or its name ("cpu"), not {type(value).__name__}'

@@ -23,8 +23,8 @@ class Epoch:
         number = sorted(handles)[batch] if batch < 0 and -batch <= len(handles) else batch
         if number not in handles:
             raise IndexError(
-                f"{self._container.name}[{self._epoch}][{batch}] is not kept; of epoch "
-                f"{self._epoch} are {_ranges(handles)}"
+                f"{self._container.name}[{self._epoch}][{batch}] is not kept; epoch "
+                f"{self._epoch} has batches {_ranges(handles)}"
             )
         return self._container._get(handles[number])
 
@@ -137,9 +137,8 @@ class Container:
     def __getitem__(self, epoch: int) -> Epoch:
         number = self.epochs[epoch] if epoch < 0 and -epoch <= len(self) else epoch
         if number not in self._epochs:
-            raise IndexError(
-                f"{self.name}[{epoch}] is not kept; there are epochs {_ranges(self._epochs)}"
-            )
+            what = f"there are epochs {_ranges(self._epochs)}" if self._epochs else "nothing is yet"
+            raise IndexError(f"{self.name}[{epoch}] is not kept; {what}")
         return Epoch(self, number)
 
     def __iter__(self) -> Iterator[Epoch]:

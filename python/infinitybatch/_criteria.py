@@ -207,8 +207,7 @@ def resolve(loss: Any) -> SeparableLoss | CoupledLoss:
         return _resolve_criterion(loss)
     if isinstance(loss, type):
         raise InvalidType(
-            f"loss is the class {loss.__name__} itself, which makes losses and is none; give one of "
-            f"them: {loss.__name__}()"
+            f"loss is the class {loss.__name__} itself, not an instance of it: {loss.__name__}()"
         )
     options: dict[str, Any] = {}
     function = loss

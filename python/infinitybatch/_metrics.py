@@ -45,6 +45,11 @@ class Metrics:
             metric.update(part.outputs, part.targets)
         for name, metric in self._callables.items():
             value = metric(part.outputs, part.targets)
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise InvalidType(
+                    f"metric '{name}' gave a tensor of shape {tuple(value.shape)} for one slice of "
+                    f"{rows} samples; reduce it with .mean()"
+                )
             self._sums[name] += rows * float(value)
 
     def results(self) -> dict[str, Any]:

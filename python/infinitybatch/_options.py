@@ -99,4 +99,15 @@ def _refuses(reasons: Mapping[str, str]) -> Callable[[_Function], _Function]:
 
 of_virtual_batch = _refuses(_RENAMED)
 of_wrap = _refuses({**_RENAMED, **_NOT_FOR_WRAP})
-of_trainer = _refuses({**_RENAMED, "scaler": "scaler is not an argument: use grad_scaler"})
+of_trainer = _refuses(
+    {
+        **_RENAMED,
+        "scaler": "scaler is not an argument: use grad_scaler",
+        "batch_size": "batch_size is not an argument: each batch of the loader is one step; for larger "
+        "ones, loader=ib.windows(loader, samples=4096)",
+        "epochs": "epochs is not an argument: trainer(epochs) trains as many",
+        "lr": "lr is not an argument: it is the optimizer's, "
+        "torch.optim.Adam(model.parameters(), lr=0.01)",
+        "metrics": "metrics is not an argument: trainer.evaluate(loader, metrics)",
+    }
+)

@@ -95,6 +95,16 @@ def checked_format(format: Any) -> str | None:
     return format
 
 
+def planned(plan: Any) -> str:
+    """Which size a budget has led to, and which were tried."""
+    chosen = f"micro-batches of {plan.micro_batch_size:,} for {plan.batch_size:,} samples"
+    tried = [
+        f"{c.micro_batch_size:,} ({size(c.peak_bytes)}{'' if c.feasible else ', too much'})"
+        for c in plan.candidates
+    ]
+    return f"plan: {chosen} within {size(plan.budget_bytes)} · tried {', '.join(tried)}"
+
+
 class Times:
     """Of the batches of a run. The first one, which plans too, says nothing about later ones."""
 

@@ -72,7 +72,10 @@ def restore(trainer: "Trainer", state: dict[str, Any], copied: bool = False) -> 
     if trainer._loop.running:
         raise StateError("the trainer runs; load a state between two runs")
     if not isinstance(state, dict) or state.get("version") != 1 or not _KEYS <= state.keys():
-        raise InvalidArgument("this is no state of a Trainer; give what state_dict() returned")
+        raise InvalidArgument(
+            "this is not the state of a Trainer; give what trainer.state_dict() returned, or what "
+            "trainer.save(path) wrote"
+        )
     trainer._batches.check(state["loader"])
     parts = _parts_of(trainer)
     for name in ("schedule", "grad_scaler"):

@@ -27,6 +27,7 @@ __all__ = [
     "Event",
     "Failure",
     "MicroBatch",
+    "NoiseScale",
     "RunBegin",
     "RunEnd",
 ]
@@ -324,4 +325,5 @@ METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 for _name in METHODS:
     setattr(Callbacks, _name, _tells_all(_name))
 
-from ._ready_callbacks import EMA, Checkpoint, EarlyStopping  # noqa: E402 (they are Callbacks)
+from ._noise_scale import NoiseScale  # noqa: E402 (it is a Callback)
+from ._ready_callbacks import EMA, Checkpoint, EarlyStopping  # noqa: E402

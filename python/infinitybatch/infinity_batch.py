@@ -89,6 +89,12 @@ class InfinityBatch:
                 raise InvalidArgument(f"{name}= is no option of InfinityBatch nor of Trainer")
         self._options: dict[str, Any] = dict(options)
         self._trainer: Trainer | None = None
+        unknown = (keep or {}).keys() - inspect.signature(History.__init__).parameters.keys()
+        if unknown:
+            raise InvalidArgument(
+                f"keep has {sorted(unknown)[0]!r}; what can be kept are losses, metrics, outputs, "
+                f"inputs and targets, and where="
+            )
         self._containers = _Containers(**{"losses": last(10_000), **(keep or {})})
         self._own = _OwnLoop()
         self._switch = _Switch()
@@ -126,7 +132,12 @@ class InfinityBatch:
     @model.setter
     def model(self, model: nn.Module | None) -> None:
         if model is not None and not isinstance(model, nn.Module):
-            raise InvalidType(f"model must be a torch.nn.Module, not {type(model).__name__}")
+            given = model.__name__ if isinstance(model, type) else None
+            raise InvalidType(
+                f"model must be a torch.nn.Module, not the class {given}: {given}()"
+                if given
+                else f"model must be a torch.nn.Module, not {type(model).__name__}"
+            )
         if self._set_once("model", model):
             self.updateforwarddevice()
             self.checkdevices_()

@@ -17,11 +17,11 @@ from .callbacks import (
     RunBegin,
     RunEnd,
 )
-from .errors import InvalidArgument, InvalidType
+from .errors import Error, InvalidArgument, InvalidType
 
 __all__ = ["Progress"]
 
-DEFAULT_FIELDS = ("epoch", "batch", "loss", "seconds", "eta")
+DEFAULT_FIELDS = ("plan", "epoch", "batch", "loss", "seconds", "eta")
 
 
 class Progress(Callback):
@@ -31,7 +31,8 @@ class Progress(Callback):
     or without tqdm, lines follow each other. Each epoch and evaluation ends with a line that stays.
 
     Args:
-        fields: in this order: "epoch", "batch", "step", "loss", "samples", "seconds" (of a batch),
+        fields: in this order: "plan" (once, with a memory budget: the micro-batch size that it led
+            to, and those that were tried), "epoch", "batch", "step", "loss", "samples", "seconds" (of a batch),
             "rate" (samples a second), "micro_batch_size", "peak" (of a step's memory),
             "learning_rate", "elapsed", "eta" (time left of this run), and names of metrics. What is
             not known, such as an eta before a second batch, is left out.
@@ -68,6 +69,8 @@ class Progress(Callback):
         self._display: text.PlainLines | text.Bar | None = None
         self._shown = 0.0
         self._times = text.Times()
+        self._planned = format is not None
+        self._batch: Any = None  # of the first step
 
     def on_run_begin(self, event: RunBegin) -> None:
         self._values = {"epochs": event.epoch + event.epochs}
@@ -91,6 +94,8 @@ class Progress(Callback):
             self._shown = time.monotonic()
 
     def on_batch_begin(self, event: BatchBegin) -> None:
+        if "plan" in self._fields and not self._planned:
+            self._batch = (event.inputs, event.targets)
         self._times.batch_begins()
 
     def on_batch_end(self, event: BatchEnd) -> None:
@@ -111,7 +116,22 @@ class Progress(Callback):
             "elapsed": self._times.elapsed(),
             "eta": self._times.left(self._batches_left(event)),
         }
+        if self._batch is not None:
+            self._show_plan(event.trainer, *self._batch)
         self._maybe_show(event.batch + 1)
+
+    def _show_plan(self, trainer: Any, inputs: Any, targets: Any) -> None:
+        """After the first step, which has made it: nothing is measured once more."""
+        self._planned, self._batch = True, None
+        options = getattr(trainer, "_options", {})
+        if options.get("memory_budget") is None or options.get("micro_batch_size") is not None:
+            return
+        try:
+            plan = trainer._batch.plan(inputs, targets)
+        except Error:  # of a batch that forward or a hook has changed
+            return
+        if self._display is not None and plan.candidates:
+            self._display.say(text.planned(plan))
 
     def _batches_left(self, event: BatchEnd) -> int | None:
         epochs = self._values.get("epochs")
@@ -158,6 +178,7 @@ class Progress(Callback):
         self._end()
 
     def _end(self) -> None:
+        self._batch = None
         if self._display is not None:
             self._display.end()
 

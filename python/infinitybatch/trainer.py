@@ -21,7 +21,7 @@ from ._trainer_state import HISTORY, EpochSummary, restore, state_of, write
 from ._training import Parts
 from ._updates import Updates
 from .callbacks import Callback, Callbacks, EpochEnd
-from .errors import InvalidType, StateError, Unsupported
+from .errors import InvalidArgument, InvalidType, StateError, Unsupported
 from .virtual_batch import VirtualBatch
 from .wrap import wrap
 
@@ -283,6 +283,11 @@ class Trainer:
             StateError: within a step; where a part's state is none that `load` reads.
         """
         name = os.fspath(path)
+        folder = os.path.dirname(name)
+        if folder and not os.path.isdir(folder):
+            raise InvalidArgument(
+                f"path is '{name}': there is no folder {folder}: mkdir -p {folder}"
+            )
         beside = f"{name}.part"
         try:
             write(state_of(self, cloned=False), beside)
@@ -297,7 +302,16 @@ class Trainer:
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Reads what `save` has written; see `load_state_dict`."""
-        restore(self, torch.load(path, map_location="cpu", weights_only=True), copied=True)
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:
+            raise InvalidArgument(
+                f"path is '{os.fspath(path)}', which cannot be read as a checkpoint of a Trainer "
+                f"({type(error).__name__}); give a file that trainer.save(path) wrote"
+            ) from error
+        restore(self, state, copied=True)
 
     # Parts
 

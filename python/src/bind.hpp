@@ -21,6 +21,8 @@ void bind_step_report(pybind11::module_& module);
 void bind_virtual_batch(pybind11::module_& module);
 void bind_trainer(pybind11::module_& module);
 void bind_evaluation(pybind11::module_& module);
+void bind_noise_scale(pybind11::module_& module);
+void bind_data(pybind11::module_& module);
 void bind_wrap(pybind11::module_& module);
 void register_random_sources();
 

@@ -19,5 +19,7 @@ PYBIND11_MODULE(_C, module) {
   bind_wrap(module);
   bind_trainer(module);
   bind_evaluation(module);
+  bind_noise_scale(module);
+  bind_data(module);
   register_random_sources();
 }

@@ -67,6 +67,8 @@ struct GradientSinks::Slot {
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> variable;
   at::Tensor buffer;
   std::shared_ptr<Watcher> watcher;
+  std::shared_ptr<NormCounter> norms;  // of parameters, where somebody asks
+  int64_t counted_for = 0;             // the micro-batch whose gradient came in last
   std::thread::id thread = std::this_thread::get_id();
   bool open = true;
 };
@@ -92,6 +94,7 @@ class GradientSinks::Sink : public Node {
     }
     const at::Tensor variable = slot_->lock();
     if (!variable.defined()) return {};
+    if (slot_->norms) slot_->norms->add(gradients[0], slot_->counted_for);
     const void* incoming = address(gradients[0]);
     if (is_half(gradients[0])) {
       add_half(variable, gradients[0]);
@@ -138,13 +141,14 @@ struct GradientSinks::Entry {
 
 GradientSinks::GradientSinks(const std::vector<NamedParameter>& parameters, bool nested,
                              bool installed)
-    : watcher_(std::make_shared<Watcher>()), nested_(nested) {
+    : watcher_(std::make_shared<Watcher>()), norms_(NormMeter::counter()), nested_(nested) {
   std::unordered_set<c10::TensorImpl*> seen;
   for (const NamedParameter& parameter : parameters) {
     if (!parameter.tensor.requires_grad()) continue;
     if (!seen.insert(parameter.tensor.unsafeGetTensorImpl()).second) continue;  // tied weights
     Entry& entry = add(parameter.tensor);
     entry.parameter = parameter.tensor;
+    entry.slot->norms = norms_;
     entry.slot->open = false;
     if (installed) install(entry, "parameter '" + parameter.name + "'");
   }
@@ -156,10 +160,9 @@ void GradientSinks::install(Entry& entry, const std::string& which) {
   const auto* other = dynamic_cast<const Sink*>(current.get());
   if (other != nullptr && !(nested_ && other->is_around())) {
     uninstall();
-    throw StateError(
-        "another step is running on " + which +
-        "; a model can take one VirtualBatch step, or one backward through what wrap "
-        "made of it, at a time; give each thread a model of its own");
+    throw StateError("another step is running on " + which +
+                     "; a model can take one VirtualBatch step, or one backward through what wrap "
+                     "made of it, at a time; give each thread a model of its own");
   }
   entry.previous = std::move(current);
   compat::set_accumulator(entry.parameter, entry.sink);
@@ -306,8 +309,21 @@ void accumulate_all(const std::vector<GradBackup>& into, std::vector<at::Tensor>
 
 }  // namespace
 
+void GradientSinks::next_micro_batch() {
+  if (norms_) norms_->next_micro_batch();
+}
+
+void GradientSinks::end_micro_batches() {
+  if (!norms_ || norms_->ended()) return;
+  std::vector<at::Tensor> sums;
+  for (size_t i = 0; i < parameter_count_; ++i) sums.push_back(entries_[i]->slot->buffer);
+  norms_->end(sums);
+}
+
 void GradientSinks::hand_out() {
   uninstall();
+  end_micro_batches();
+  if (norms_) NormMeter::publish(norms_);
   std::vector<GradBackup> backups;
   std::vector<at::Tensor> sums;
   bool back_up_values = false;

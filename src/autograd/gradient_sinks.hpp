@@ -1,5 +1,7 @@
 #pragma once
 
+#include "autograd/gradient_norms.hpp"
+
 #include <infinitybatch/core/model.hpp>
 
 #include <functional>
@@ -60,6 +62,12 @@ class GradientSinks {
   /// \throws StateError as the constructor
   void install();
 
+  /// Gradients that come in from now on are the next micro-batch's; for whoever asks for their
+  /// norms (NormMeter).
+  void next_micro_batch();
+  /// What comes in from now on belongs to no micro-batch.
+  void end_micro_batches();
+
   /// Adds every buffer to its tensor's `.grad`, hooks included, and empties the buffers.
   /// `.grad` is as it was where a hook throws, whatever else the hooks did.
   void hand_out();
@@ -89,6 +97,7 @@ class GradientSinks {
 
   std::vector<std::unique_ptr<Entry>> entries_;
   std::shared_ptr<std::function<void(const SinkEvent&)>> watcher_;
+  std::shared_ptr<NormCounter> norms_;  ///< null where nobody asks
   size_t parameter_count_ = 0;
   bool nested_;
 };

@@ -213,7 +213,10 @@ void Executor::loss(Rows rows) {
 }
 
 void Executor::backward(Rows rows, int64_t segment) {
-  if (!pass_) return share_->differentiate();
+  if (!pass_) {
+    sinks_.next_micro_batch();
+    return share_->differentiate();
+  }
   if (share_ && is_last(rows, segment)) {
     share_->differentiate(pass_->leaves());
     return pass_->collect(rows, segment);
@@ -236,6 +239,7 @@ void Executor::release() {
 }
 
 void Executor::penalty() {
+  sinks_.end_micro_batches();
   const at::Tensor term = share_->penalty();
   if (term.defined()) total_.add(term);
 }

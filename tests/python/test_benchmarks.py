@@ -104,7 +104,7 @@ def test_sizes_of_the_sweep_are_all_that_there_are():
     assert grid_sizes(10) == [1, 2, 3, 4, 5, 7, 9]
 
 
-SUITES = "time loop budget coupled tape batchnorm sample losses heads mnist trainers".split()
+SUITES = "time loop trainer budget coupled tape batchnorm sample losses heads mnist trainers".split()
 #: Every one takes two minutes with others beside it.
 RUN = SUITES if LONG else "time budget coupled batchnorm heads".split()
 
@@ -143,7 +143,7 @@ def test_no_such_suite_is_said_in_one_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert (
-        "no such suite: tiem; there are time, loop, budget, coupled, tape, batchnorm, sample, losses, heads, mnist"
+        "no such suite: tiem; there are time, loop, trainer, budget, coupled, tape, batchnorm, sample, losses, heads, mnist"
         in done.stderr
     )
 

@@ -56,7 +56,7 @@ def test_what_is_not_kept_says_what_is():
     made = filled(selection.last(6))
     with pytest.raises(IndexError, match=r"outputs\[2\] is not kept; there are epochs 3 to 4"):
         made[2]
-    with pytest.raises(IndexError, match=r"outputs\[3\]\[1\] .* of epoch 3 are 2 to 3"):
+    with pytest.raises(IndexError, match=r"outputs\[3\]\[1\] .* epoch 3 has batches 2 to 3"):
         made[3][1]
     with pytest.raises(IndexError):
         made[-3]

@@ -502,7 +502,7 @@ MISUSES = {
     "a loss_device that is none": (
         lambda: ib.losses.coupled(lambda o: o.sum(), loss_device="foo"),
         ib.InvalidArgument,
-        "loss_device is 'foo', which is no device",
+        "loss_device is 'foo', which is not a device",
     ),
     "a criterion's class": (
         lambda: step(loss=nn.CrossEntropyLoss),

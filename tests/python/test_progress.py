@@ -1,6 +1,7 @@
 """What a progress callback shows: in a terminal, in a notebook, in a log."""
 
 import io
+import re
 import sys
 import time
 import types
@@ -8,6 +9,7 @@ import types
 import event_support
 import infinitybatch as ib
 import pytest
+import torch
 from event_support import run
 from infinitybatch import Progress, _progress_text
 from infinitybatch import callbacks as events
@@ -195,3 +197,29 @@ def test_a_failure_ends_the_line():
 def test_wrong_arguments(make, error, text):
     with pytest.raises(error, match=text):
         make()
+
+
+def test_the_plan_is_told_once_with_what_was_tried():
+    """With a budget: the size that it led to, and the others."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 4))
+    batches = [(torch.randn(400, 64), torch.randint(4, (400,)))] * 2
+    budget = ib.memory.stats().live + 2**20
+    for options, count in (
+        ({"memory_budget": budget}, 1),
+        ({"micro_batch_size": 32}, 0),
+        ({"memory_budget": budget, "micro_batch_size": 32}, 0),
+    ):
+        file = io.StringIO()
+        trainer = ib.Trainer(
+            model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 0.1), batches,
+            callbacks=Progress(file=file), **options,
+        )  # fmt: skip
+        trainer(2)
+        told = [line for line in file.getvalue().splitlines() if line.startswith("plan: ")]
+        assert len(told) == count
+        if told:
+            assert re.match(
+                r"plan: micro-batches of \d+ for 400 samples within \S+ MiB · tried \d+ \(\S+ KiB",
+                told[0],
+            ), told
+            assert "too much" in told[0]

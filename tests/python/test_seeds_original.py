@@ -208,7 +208,7 @@ def test_changemodeldevice_and_forward_device():
     ib.changemodeldevice("cpu")
     assert ib.forward_device == torch.device("cpu") == ib.backward_device
     ib.epoch()
-    with pytest.raises(InfinityBatchError, match="no device"):
+    with pytest.raises(InfinityBatchError, match="not a device"):
         ib.changemodeldevice("nowhere")
     with pytest.raises(InfinityBatchError, match="ib.model = "):
         InfinityBatch().changemodeldevice("cpu")
@@ -262,6 +262,10 @@ def test_a_name_that_is_misspelt_as_in_its_README():
         InfinityBatch(micro_batch_sice=3)
     with pytest.raises(InfinityBatchError, match="torch.nn.Module, not int"):
         ib.model = 3
+    with pytest.raises(InfinityBatchError, match=r"not the class Linear: Linear\(\)"):
+        ib.model = nn.Linear
+    with pytest.raises(InfinityBatchError, match="keep has 'gradients'; what can be kept are"):
+        InfinityBatch(keep={"gradients": 3})
 
 
 def test_stages_out_of_their_order():

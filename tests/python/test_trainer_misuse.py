@@ -1,8 +1,10 @@
 """What a Trainer refuses, and what it notices of parts that others have changed."""
 
 import re
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import infinitybatch as ib
@@ -101,6 +103,12 @@ def back_with_a_generator(event: str) -> Callable[[], None]:
         run(1)
 
     return go
+
+
+def written(content: bytes) -> str:
+    path = Path(tempfile.mkdtemp()) / "training.pt"
+    path.write_bytes(content)
+    return str(path)
 
 
 class Raises(ib.Callback):
@@ -217,7 +225,26 @@ MISUSE: dict[str, tuple[Callable[[], Any], type, str]] = {
     ),
     "metric": (lambda: make().evaluate(BATCHES, {"a": 3}), ib.InvalidType, "metric 'a'"),
     "evaluate nothing": (lambda: make().evaluate([]), ib.StateError, "no batch"),
-    "state": (lambda: make().load_state_dict({}), ib.InvalidArgument, "no state of a Trainer"),
+    "state": (lambda: make().load_state_dict({}), ib.InvalidArgument, "not the state of a Trainer"),
+    "a metric of rows": (
+        lambda: make().evaluate(BATCHES, {"right": lambda o, t: o.argmax(1) == t}),
+        ib.InvalidType,
+        "metric 'right' gave a tensor of shape (7,) for one slice",
+    ),
+    "a folder that is not there": (
+        lambda: make().save("/nowhere/training.pt"),
+        ib.InvalidArgument,
+        "there is no folder /nowhere: mkdir -p /nowhere",
+    ),
+    "batch_size": (lambda: make(batch_size=64), ib.InvalidArgument, "ib.windows(loader, samples"),
+    "epochs": (lambda: make(epochs=3), ib.InvalidArgument, "trainer(epochs)"),
+    "lr": (lambda: make(lr=0.1), ib.InvalidArgument, "torch.optim.Adam(model.parameters(), lr="),
+    "metrics": (lambda: make(metrics={}), ib.InvalidArgument, "trainer.evaluate(loader, metrics)"),
+    "file of something else": (
+        lambda: make().load(written(b"abc")),
+        ib.InvalidArgument,
+        "cannot be read as a checkpoint",
+    ),
     "state of a schedule": (other_state(schedule={}), ib.InvalidArgument, "has none for schedule"),
 }
 

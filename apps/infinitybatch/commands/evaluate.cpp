@@ -1,4 +1,5 @@
 #include "train/evaluate.hpp"
+#include "train/metrics.hpp"
 
 #include "commands/commands.hpp"
 #include "commands/saved_model.hpp"
@@ -24,28 +25,32 @@ ExitCode run_evaluate(const Settings& settings) {
   if (budget) limit.emplace(*budget, device);
   const memory::PeakScope peak(device);
   Scores all;
+  Metrics metrics(settings.training.metrics);
+  const auto each = [&](const MicroBatch& rows) { metrics.add(rows); };
   for (const Split* split : saved->splits) {
-    const Scores scores = evaluate(saved->network, *split, slice_of(settings));
+    const Scores scores = evaluate(saved->network, *split, slice_of(settings), each);
     const double share = static_cast<double>(split->size) / static_cast<double>(saved->size());
     all.loss += scores.loss * share;
     all.accuracy += scores.accuracy * share;
   }
+  const auto values = metrics.values(all.loss);
+  std::string more;
+  for (const auto& [name, value] : values) more += ", " + name + " " + fixed(value, 4);
   Terminal terminal(settings.json ? stderr : stdout);
   if (!saved->same_data) terminal.line(kOwnScale);
   terminal.line(settings.file + " on " + with_commas(saved->size()) + " samples of " +
                 saved->data.name + " (" + saved->samples + "): loss " + fixed(all.loss, 4) +
-                ", accuracy " + fixed(100 * all.accuracy, 1) + " %, peak " +
+                ", accuracy " + fixed(100 * all.accuracy, 1) + " %" + more + ", peak " +
                 format_bytes(peak.peak()));
   if (settings.json) {
-    write_json("evaluate", {{"file", settings.file},
-                            {"model", saved->description.model.model},
-                            {"data", saved->data.name},
-                            {"of", saved->samples},
-                            {"samples", saved->size()},
-                            {"loss", all.loss},
-                            {"accuracy", all.accuracy},
-                            {"same_data", saved->same_data},
-                            {"peak_bytes", peak.peak()}});
+    nlohmann::ordered_json fields = {
+        {"file", settings.file},    {"model", saved->description.model.model},
+        {"data", saved->data.name}, {"of", saved->samples},
+        {"samples", saved->size()}, {"loss", all.loss},
+        {"accuracy", all.accuracy}, {"same_data", saved->same_data},
+        {"peak_bytes", peak.peak()}};
+    for (const auto& [name, value] : values) fields["metrics"][name] = value;
+    write_json("evaluate", fields);
   }
   return ExitCode::ok;
 }

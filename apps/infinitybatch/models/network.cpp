@@ -1,6 +1,7 @@
 #include "models/network.hpp"
 
 #include "errors.hpp"
+#include "models/shared_library.hpp"
 
 #include <algorithm>
 
@@ -70,6 +71,10 @@ const std::vector<std::string>& model_names() {
 std::shared_ptr<Network> make_network(ModelOptions& options, const Dataset& data) {
   if (options.model.empty()) {
     options.model = suiting(data.kind);
+  }
+  if (is_shared_library(options.model)) {
+    return load_network(options.model,
+                        {data.sample_shape, data.classes, options.width, options.depth});
   }
   const auto found = std::find_if(kModels.begin(), kModels.end(), [&](const Description& model) {
     return model.name == options.model;

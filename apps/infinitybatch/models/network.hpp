@@ -2,7 +2,7 @@
 
 #include "data/dataset.hpp"
 
-#include <torch/nn/module.h>
+#include <infinitybatch/command_line/network.hpp>
 
 #include <cstdint>
 #include <memory>
@@ -12,14 +12,12 @@
 namespace infinitybatch::app {
 
 /// A model of one tensor that gives class scores: [n, classes], or [n, classes, context] for text.
-class Network : public torch::nn::Module {
- public:
-  virtual at::Tensor forward(const at::Tensor& inputs) = 0;
-};
+using Network = command_line::Network;
 
 /// Which model, and how large. 0 means the model's own default.
 struct ModelOptions {
-  std::string model;     ///< one of `model_names`; empty: what suits the data
+  /// One of `model_names`, or the path of a shared library; empty: what suits the data.
+  std::string model;
   int64_t width = 0;     ///< units, channels or embedding size
   int64_t depth = 0;     ///< hidden layers, convolutions, blocks a stage, transformer layers
   int64_t context = 64;  ///< bytes that a transformer sees at once

@@ -16,9 +16,10 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::vector<Column> columns(bool has_budget, bool utf8) {
-  std::vector<Column> all = {{"epoch"},        {"loss", 8},     {"held-out accuracy"},
-                             {"samples/s", 9}, {"micro-batch"}, {"peak", 9}};
+std::vector<Column> columns(bool has_budget, bool utf8, const std::vector<std::string>& metrics) {
+  std::vector<Column> all = {{"epoch"}, {"loss", 8}, {"held-out accuracy"}};
+  for (const std::string& name : metrics) all.push_back({name, 8});
+  all.insert(all.end(), {{"samples/s", 9}, {"micro-batch"}, {"peak", 9}});
   if (has_budget) {
     all.push_back({peak_heading(utf8)});
   }
@@ -39,7 +40,7 @@ TrainingReport::TrainingReport(Terminal& terminal, const Settings& settings)
     : terminal_(terminal),
       settings_(settings),
       budget_(settings.training.step.memory_budget),
-      table_(columns(budget_.has_value(), terminal.is_utf8())),
+      table_(columns(budget_.has_value(), terminal.is_utf8(), settings.training.metrics)),
       progress_(terminal, settings.training.epochs) {}
 
 std::optional<double> TrainingReport::share_of_budget(int64_t peak_bytes) const {
@@ -106,32 +107,35 @@ void TrainingReport::on_epoch(const EpochResult& result) {
     best_epoch_ = result.epoch;
   }
   const auto share = share_of_budget(result.peak_bytes);
-  std::vector<std::string> cells = {std::to_string(result.epoch),
-                                    fixed(result.loss, 4),
-                                    result.held_out ? percent(result.held_out->accuracy) : "-",
-                                    with_commas(static_cast<int64_t>(result.samples_per_second)),
-                                    with_commas(result.micro_batch_size),
-                                    format_bytes(result.peak_bytes)};
+  std::vector<std::string> cells = {std::to_string(result.epoch), fixed(result.loss, 4),
+                                    result.held_out ? percent(result.held_out->accuracy) : "-"};
+  for (size_t i = 0; i < settings_.training.metrics.size(); ++i) {
+    cells.push_back(i < result.metrics.size() ? fixed(result.metrics[i].second, 4) : "-");
+  }
+  cells.push_back(with_commas(static_cast<int64_t>(result.samples_per_second)));
+  cells.push_back(with_commas(result.micro_batch_size));
+  cells.push_back(format_bytes(result.peak_bytes));
   if (share) {
     cells.push_back(fixed(*share, 3));
   }
   terminal_.line(table_.row(cells));
   if (settings_.json) {
     const auto& scores = result.held_out;
-    write_json(
-        "epoch",
-        {{"epoch", result.epoch},
-         {"loss", result.loss},
-         {"held_out_loss", or_null(scores ? std::optional(scores->loss) : std::nullopt)},
-         {"held_out_accuracy", or_null(scores ? std::optional(scores->accuracy) : std::nullopt)},
-         {"seconds", result.seconds},
-         {"samples_per_second", result.samples_per_second},
-         {"micro_batch_size", result.micro_batch_size},
-         {"restarts", result.restarts},
-         {"steps", result.steps},
-         {"offloaded_bytes", result.offloaded_bytes},
-         {"peak_bytes", result.peak_bytes},
-         {"peak_over_budget", or_null(share)}});
+    Json fields = {
+        {"epoch", result.epoch},
+        {"loss", result.loss},
+        {"held_out_loss", or_null(scores ? std::optional(scores->loss) : std::nullopt)},
+        {"held_out_accuracy", or_null(scores ? std::optional(scores->accuracy) : std::nullopt)},
+        {"seconds", result.seconds},
+        {"samples_per_second", result.samples_per_second},
+        {"micro_batch_size", result.micro_batch_size},
+        {"restarts", result.restarts},
+        {"steps", result.steps},
+        {"offloaded_bytes", result.offloaded_bytes},
+        {"peak_bytes", result.peak_bytes},
+        {"peak_over_budget", or_null(share)}};
+    for (const auto& [name, value] : result.metrics) fields["held_out_metrics"][name] = value;
+    write_json("epoch", fields);
   }
 }
 

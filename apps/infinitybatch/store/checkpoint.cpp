@@ -15,6 +15,7 @@ using TrainingJson = nlohmann::ordered_json;
 
 constexpr const char* kTrainingKey = "infinitybatch.training";
 constexpr const char* kRandom = "random/cpu";
+const std::string kAverages = "ema/";
 
 at::Tensor random_state() {
   auto generator = at::detail::getDefaultCPUGenerator();
@@ -57,6 +58,9 @@ void save_checkpoint(const std::string& path, const Network& network,
   NamedTensors tensors = weights_of(network);
   for (auto& named : optimizer_state(optimizer)) tensors.push_back(std::move(named));
   tensors.emplace_back(kRandom, random_state());
+  for (const auto& [name, average] : snapshot.averages) {
+    tensors.emplace_back(kAverages + name, average);
+  }
   const TrainerState& state = snapshot.state;
   TrainingJson training = {{"flags", TrainingJson::object()},
                            {"epoch", state.epoch},
@@ -102,6 +106,11 @@ Snapshot snapshot_in(const StoredTensors& stored) {
     if (training.contains("first_loss")) snapshot.first_loss = training["first_loss"].get<double>();
   } catch (const TrainingJson::exception&) {
     refuse_damaged(stored);
+  }
+  for (const auto& [name, tensor] : stored.tensors) {
+    if (name.rfind(kAverages, 0) == 0) {
+      snapshot.averages.emplace_back(name.substr(kAverages.size()), tensor);
+    }
   }
   return snapshot;
 }

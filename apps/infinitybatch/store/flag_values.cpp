@@ -12,6 +12,10 @@ namespace {
 const std::vector<std::string> kFixed = {"model",    "width",      "depth",     "context",
                                          "held-out", "batch-size", "optimizer", "seed"};
 
+bool of_data(const std::string& flag) {
+  return flag == "labels" || flag == "inputs" || flag == "csv-header" || flag == "image-size";
+}
+
 std::string exactly(double number) {
   char text[40];
   std::snprintf(text, sizeof text, "%.17g", number);
@@ -35,8 +39,6 @@ FlagValues flags_of(const Settings& settings) {
   FlagValues flags = {
       {"data", settings.data.data},
       {"model", settings.model.model},
-      {"width", std::to_string(settings.model.width)},
-      {"depth", std::to_string(settings.model.depth)},
       {"context", std::to_string(settings.model.context)},
       {"batch-size", settings.batch_size},
       {"strategy", step.strategy},
@@ -50,10 +52,21 @@ FlagValues flags_of(const Settings& settings) {
   const auto add = [&](const char* flag, const std::string& value) {
     if (!value.empty()) flags.emplace_back(flag, value);
   };
+  // A shared library's network has its own where they are not given.
+  if (settings.model.width > 0) add("width", std::to_string(settings.model.width));
+  if (settings.model.depth > 0) add("depth", std::to_string(settings.model.depth));
   add("labels", settings.data.labels);
+  add("inputs", settings.data.inputs);
+  add("csv-header", settings.data.csv_header);
+  add("image-size", settings.data.image_size);
   if (settings.data.held_out) add("held-out", exactly(*settings.data.held_out));
   if (step.micro_batch_size) add("micro-batch-size", std::to_string(*step.micro_batch_size));
   if (training.clip) add("clip", exactly(*training.clip));
+  if (training.amp) add("amp", "true");
+  if (training.ema) add("ema", exactly(*training.ema));
+  std::string metrics;
+  for (const std::string& name : training.metrics) metrics += (metrics.empty() ? "" : ",") + name;
+  add("metrics", metrics);
   add("memory-budget", settings.memory_budget);
   add("host-budget", settings.host_budget);
   add("offload-directory", step.offload.directory);
@@ -67,7 +80,7 @@ FlagValues flags_of(const Settings& settings) {
 void read_checkpoint_flags(CLI::App& command, const std::string& path) {
   const bool has_data = command.get_option("--data")->count() > 0;
   for (const auto& [flag, value] : flags_in(read_safetensors(path))) {
-    if (flag == "labels" && has_data) continue;  // they are of the data of before
+    if (has_data && of_data(flag)) continue;  // of the data of before
     CLI::Option* option = command.get_option_no_throw("--" + flag);
     if (option == nullptr) {
       throw DataError(path + ": was saved with --" + flag +

@@ -2,6 +2,7 @@
 
 #include "build_info.hpp"
 #include "errors.hpp"
+#include "models/shared_library.hpp"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
@@ -68,6 +69,9 @@ Fields as_json(const ModelDescription& description) {
                  {"classes", classes},
                  {"data", data.data},
                  {"labels", data.labels},
+                 {"inputs", data.inputs},
+                 {"csv_header", data.csv_header},
+                 {"image_size", data.image_size},
                  {"held_out", data.held_out ? Fields(*data.held_out) : Fields()},
                  {"fingerprint", fingerprint}});
   return fields;
@@ -96,12 +100,18 @@ ModelDescription description_in(const StoredTensors& stored) {
     classes = fields.at("classes").get<int64_t>();
     data.data = fields.at("data").get<std::string>();
     data.labels = fields.at("labels").get<std::string>();
+    // Files of earlier versions do not have these.
+    data.inputs = fields.value("inputs", data.inputs);
+    data.csv_header = fields.value("csv_header", data.csv_header);
+    data.image_size = fields.value("image_size", data.image_size);
     if (!fields.at("held_out").is_null()) data.held_out = fields.at("held_out").get<double>();
     fingerprint = fields.at("fingerprint").get<std::string>();
   } catch (const Fields::exception&) {
     throw DataError(stored.path + ": the description of its model is damaged; save it again");
   }
-  const bool sane = description.model.width > 0 && description.model.depth > 0 &&
+  // A shared library may have no use for width and depth.
+  const auto& [name, width, depth, context] = description.model;
+  const bool sane = (is_shared_library(name) || (width > 0 && depth > 0)) &&
                     description.classes > 0 && !description.sample_shape.empty();
   if (!sane) {
     throw DataError(stored.path + ": the description of its model is damaged; save it again");

@@ -1,10 +1,10 @@
 #include "train/evaluate.hpp"
 
 #include "interrupt.hpp"
+#include "train/amp.hpp"
 #include "train/training.hpp"
 
 #include <infinitybatch/loss/criteria.hpp>
-#include <infinitybatch/step/module.hpp>
 #include <infinitybatch/train/evaluation.hpp>
 
 #include <ATen/Functions.h>
@@ -29,7 +29,7 @@ class EvaluationMode {
 }  // namespace
 
 Scores evaluate(const std::shared_ptr<Network>& network, const Split& split, int64_t slice,
-                const std::function<void(const MicroBatch&)>& each) {
+                const std::function<void(const MicroBatch&)>& each, bool amp) {
   const EvaluationMode mode(*network);
   double right = 0;
   double count = 0;
@@ -42,7 +42,7 @@ Scores evaluate(const std::shared_ptr<Network>& network, const Split& split, int
     count += static_cast<double>(targets.numel());
     if (each) each(rows);
   };
-  Evaluation evaluation(make_model(network), losses::cross_entropy(), std::move(options));
+  Evaluation evaluation(model_of(network, amp), losses::cross_entropy(), std::move(options));
   const at::Tensor all = at::arange(split.size, at::kLong);
   evaluation.add(source_of(split.inputs, all), source_of(split.targets, all));
   return {evaluation.loss(), right / count};

@@ -21,8 +21,9 @@ struct Scores {
 /// that it stays inside whatever limit is in force.
 /// \param slice samples at once; halved where they do not fit
 /// \param each  sees each slice's outputs once, in order
+/// \param amp   forward under autocast to bfloat16
 /// \throws Interrupted between slices; c10::OutOfMemoryError where a single sample does not fit
 Scores evaluate(const std::shared_ptr<Network>& network, const Split& split, int64_t slice,
-                const std::function<void(const MicroBatch&)>& each = {});
+                const std::function<void(const MicroBatch&)>& each = {}, bool amp = false);
 
 }  // namespace infinitybatch::app

@@ -1,5 +1,6 @@
 #include "errors.hpp"
 #include "interrupt.hpp"
+#include "train/amp.hpp"
 #include "train/step.hpp"
 
 #include <ATen/Functions.h>
@@ -13,15 +14,15 @@ namespace {
 
 class NativeStep final : public GradientStep {
  public:
-  NativeStep(std::shared_ptr<Network> network, at::Device device)
-      : network_(std::move(network)), device_(device) {}
+  NativeStep(std::shared_ptr<Network> network, at::Device device, bool amp)
+      : network_(std::move(network)), device_(device), amp_(amp) {}
 
   StepReport run(const LogicalBatch& batch, const OnMicroBatch& on_micro_batch) override {
     const int64_t size = batch.inputs.size;
     try {
       const at::Tensor images = batch.inputs.rows(0, size).tensor().to(device_);
       const at::Tensor labels = batch.targets.rows(0, size).tensor().to(device_);
-      const at::Tensor scores = network_->forward(images);
+      const at::Tensor scores = scores_of(*network_, images, amp_);
       const at::Tensor loss = at::cross_entropy_loss(scores, labels);
       loss.backward();
       on_micro_batch({0, size, scores.detach(), labels});
@@ -41,6 +42,7 @@ class NativeStep final : public GradientStep {
  private:
   std::shared_ptr<Network> network_;
   at::Device device_;
+  bool amp_;
 };
 
 }  // namespace
@@ -56,9 +58,9 @@ Options library_options(const StepOptions& options) {
   return result;
 }
 
-std::unique_ptr<GradientStep> make_native_step(std::shared_ptr<Network> network,
-                                               at::Device device) {
-  return std::make_unique<NativeStep>(std::move(network), device);
+std::unique_ptr<GradientStep> make_native_step(std::shared_ptr<Network> network, at::Device device,
+                                               bool amp) {
+  return std::make_unique<NativeStep>(std::move(network), device, amp);
 }
 
 }  // namespace infinitybatch::app

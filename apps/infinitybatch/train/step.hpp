@@ -24,6 +24,7 @@ Options library_options(const StepOptions& options);
 
 /// The whole batch in one piece, as plain PyTorch does it. The memory budget is the caller's
 /// memory::Limit: it ends the step with NativeOutOfMemory.
-std::unique_ptr<GradientStep> make_native_step(std::shared_ptr<Network> network, at::Device device);
+std::unique_ptr<GradientStep> make_native_step(std::shared_ptr<Network> network, at::Device device,
+                                               bool amp = false);
 
 }  // namespace infinitybatch::app

@@ -3,6 +3,9 @@
 #include "errors.hpp"
 #include "interrupt.hpp"
 #include "output/numbers.hpp"
+#include "train/amp.hpp"
+#include "train/averages.hpp"
+#include "train/metrics.hpp"
 #include "train/schedule.hpp"
 
 #include <infinitybatch/loss/criteria.hpp>
@@ -78,12 +81,30 @@ class Watched final : public GradientStep {
   std::optional<double> first_loss_;
 };
 
+/// Averages in place of the parameters, as long as it lives; none where there are none.
+class Averaged {
+ public:
+  explicit Averaged(Averages* averages) : averages_(averages) {
+    if (averages_ != nullptr) averages_->swap();
+  }
+  ~Averaged() {
+    if (averages_ != nullptr) averages_->swap();
+  }
+  Averaged(const Averaged&) = delete;
+  Averaged& operator=(const Averaged&) = delete;
+
+ private:
+  Averages* averages_;
+};
+
 /// Makes an observer's progress and epochs of the loop's events, and measures at their end.
 class Telling final : public Callback {
  public:
   Telling(std::shared_ptr<Network> network, const Dataset& data, const TrainingOptions& options,
-          std::shared_ptr<Watched> watched, TrainingObserver& observer)
+          std::shared_ptr<Watched> watched, std::shared_ptr<Averages> averages,
+          TrainingObserver& observer)
       : network_(std::move(network)),
+        averages_(std::move(averages)),
         data_(data),
         options_(options),
         watched_(std::move(watched)),
@@ -119,12 +140,7 @@ class Telling final : public Callback {
     result_.loss = event.loss;
     result_.seconds = seconds_since(begin_);
     result_.samples_per_second = static_cast<double>(data_.train.size - before_) / result_.seconds;
-    if (data_.held_out.size > 0) {
-      // What fits with gradients fits without; plain PyTorch has no such size to offer.
-      const bool is_native = options_.step.strategy == "native";
-      result_.held_out = evaluate(network_, data_.held_out,
-                                  is_native ? kNativeEvaluationSlice : result_.micro_batch_size);
-    }
+    if (data_.held_out.size > 0) measure();
     result_.peak_bytes = peak_->peak();
     peak_.reset();
     observer_.on_epoch(result_);
@@ -132,6 +148,17 @@ class Telling final : public Callback {
   }
 
  private:
+  void measure() {
+    // What fits with gradients fits without; plain PyTorch has no such size to offer.
+    const bool is_native = options_.step.strategy == "native";
+    const int64_t slice = is_native ? kNativeEvaluationSlice : result_.micro_batch_size;
+    const Averaged averaged(averages_.get());
+    Metrics metrics(options_.metrics);
+    const auto each = [&](const MicroBatch& rows) { metrics.add(rows); };
+    result_.held_out = evaluate(network_, data_.held_out, slice, each, options_.amp);
+    result_.metrics = metrics.values(result_.held_out->loss);
+  }
+
   /// \param before samples of the epoch that were trained on by another process
   void begin(int64_t epoch, int64_t before) {
     peak_.emplace(options_.device);
@@ -144,6 +171,7 @@ class Telling final : public Callback {
   }
 
   std::shared_ptr<Network> network_;
+  std::shared_ptr<Averages> averages_;  ///< null without --ema
   const Dataset& data_;
   const TrainingOptions& options_;
   std::shared_ptr<Watched> watched_;
@@ -161,8 +189,11 @@ class Telling final : public Callback {
 class Keeping final : public Callback {
  public:
   Keeping(const Checkpoints& checkpoints, torch::optim::Optimizer& optimizer,
-          std::shared_ptr<Watched> watched)
-      : checkpoints_(checkpoints), optimizer_(optimizer), watched_(std::move(watched)) {}
+          std::shared_ptr<Watched> watched, std::shared_ptr<Averages> averages)
+      : checkpoints_(checkpoints),
+        optimizer_(optimizer),
+        watched_(std::move(watched)),
+        averages_(std::move(averages)) {}
 
   void on_epoch_end(const events::EpochEnd& event) override {
     if (checkpoints_.save && checkpoints_.every > 0 &&
@@ -171,13 +202,15 @@ class Keeping final : public Callback {
     }
   }
   void save(const Trainer& trainer) const {
-    checkpoints_.save(optimizer_, {trainer.state(), watched_->first_loss()});
+    checkpoints_.save(optimizer_, {trainer.state(), watched_->first_loss(),
+                                   averages_ ? averages_->tensors() : NamedTensors()});
   }
 
  private:
   const Checkpoints& checkpoints_;
   torch::optim::Optimizer& optimizer_;
   std::shared_ptr<Watched> watched_;
+  std::shared_ptr<Averages> averages_;
 };
 
 /// What Ctrl-C left, and how to go on with it.
@@ -227,8 +260,9 @@ void set_epoch_lr(torch::optim::Optimizer& optimizer, const TrainingOptions& opt
 
 std::shared_ptr<GradientStep> step_for(const std::shared_ptr<Network>& network,
                                        const TrainingOptions& options) {
-  if (options.step.strategy == "native") return make_native_step(network, options.device);
-  return make_gradient_step(make_model(network), losses::cross_entropy(),
+  if (options.step.strategy == "native")
+    return make_native_step(network, options.device, options.amp);
+  return make_gradient_step(model_of(network, options.amp), losses::cross_entropy(),
                             library_options(options.step));
 }
 
@@ -257,11 +291,13 @@ void train(std::shared_ptr<Network> network, const Dataset& data, const Training
   const int64_t steps = (data.train.size + batch_size - 1) / batch_size;
   const auto watched = std::make_shared<Watched>(step_for(network, options), options.optimizer);
   const auto optimizer = make_optimizer(options.optimizer, network->parameters());
-  const auto keeping = std::make_shared<Keeping>(checkpoints, *optimizer, watched);
+  const auto averages = options.ema ? std::make_shared<Averages>(network, *options.ema) : nullptr;
+  const auto keeping = std::make_shared<Keeping>(checkpoints, *optimizer, watched, averages);
   TrainerOptions loop;
   const std::shared_ptr<Callback> telling =
-      std::make_shared<Telling>(network, data, options, watched, observer);
-  loop.callbacks = telling + std::shared_ptr<Callback>(keeping);
+      std::make_shared<Telling>(network, data, options, watched, averages, observer);
+  loop.callbacks = std::make_shared<Callbacks>(
+      std::vector<std::shared_ptr<Callback>>{averages, telling, keeping});
   loop.interrupt = check_interrupt;
   const Trainer* running = nullptr;
   loop.schedule = schedules::of([&](double) {
@@ -273,6 +309,7 @@ void train(std::shared_ptr<Network> network, const Dataset& data, const Training
   if (checkpoints.restore) {
     const Snapshot snapshot = checkpoints.restore(*optimizer);
     watched->set_first_loss(snapshot.first_loss);
+    if (averages) averages->restore(snapshot.averages);
     trainer.restore(snapshot.state);
   }
   set_epoch_lr(*optimizer, options, trainer.state().epoch);
@@ -281,6 +318,7 @@ void train(std::shared_ptr<Network> network, const Dataset& data, const Training
   } catch (const Interrupted& interrupted) {
     tell_interrupted(interrupted, trainer, steps, *keeping, checkpoints);
   }
+  if (averages) averages->swap();
 }
 
 }  // namespace infinitybatch::app

@@ -2,6 +2,7 @@
 
 #include "data/dataset.hpp"
 #include "models/network.hpp"
+#include "store/safetensors.hpp"
 #include "train/evaluate.hpp"
 #include "train/optimizer.hpp"
 #include "train/step.hpp"
@@ -22,6 +23,10 @@ struct TrainingOptions {
   OptimizerOptions optimizer;
   std::string schedule = "constant";  ///< of the learning rate, see `scheduled_lr`
   std::optional<double> clip;         ///< the most that the norm of all gradients may be
+  bool amp = false;                   ///< forward under autocast to bfloat16
+  /// Decay of averages of the parameters; the network has them once it is trained.
+  std::optional<double> ema;
+  std::vector<std::string> metrics;  ///< of held-out samples, see `metric_names`
   int64_t epochs = 40;
   uint64_t seed = 0;
   c10::Device device = c10::kCPU;
@@ -31,6 +36,7 @@ struct TrainingOptions {
 struct Snapshot {
   TrainerState state;
   std::optional<double> first_loss;  ///< of the first step, to tell when training diverges
+  NamedTensors averages;             ///< with `TrainingOptions::ema`
 };
 
 /// Where a training begins, and where its state is kept.
@@ -56,7 +62,9 @@ struct EpochResult {
   int64_t epoch = 0;
   double loss = 0;                 ///< mean over the epoch's samples, each before its step
   std::optional<Scores> held_out;  ///< empty where nothing is held out
-  double seconds = 0;              ///< of training; measuring is not in it
+  /// Of the held-out samples, as asked for.
+  std::vector<std::pair<std::string, double>> metrics;
+  double seconds = 0;  ///< of training; measuring is not in it
   double samples_per_second = 0;
   int64_t peak_bytes = 0;  ///< steps, optimizer and measuring
   int64_t micro_batch_size = 0;
