@@ -37,6 +37,7 @@ from ._build import VERSION as __version__
 from ._model import make_model
 from .bench import bench
 from .errors import (
+    AccumulationNotice,
     BatchError,
     BudgetExceeded,
     CoupledLossNotice,
@@ -68,6 +69,7 @@ _LATER = {
     "InfinityBatchWarning": "infinity_batch",
     "Progress": "progress",
     "histories": "",
+    "lightning": "",
     "progress": "",
     "statistics": "",
     "tools": "",
@@ -88,6 +90,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "AccumulationNotice",
     "BatchError",
     "BatchSource",
     "BenchReport",

@@ -7,6 +7,7 @@ back as the very objects that were raised.
 import torch
 
 __all__ = [
+    "AccumulationNotice",
     "BatchError",
     "BudgetExceeded",
     "CoupledLossNotice",
@@ -124,3 +125,7 @@ class UnwrappedMethodNotice(UserWarning):
 
 class MovedModelNotice(UserWarning):
     """IB106: a trainer's model was moved or cast between two epochs; its optimizer's state follows."""
+
+
+class AccumulationNotice(UserWarning):
+    """IB109: a training loop accumulates gradients of a module whose budget holds the whole batch."""

@@ -215,13 +215,14 @@ def make(
     def late(name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: getattr(model, name)(*args, **kwargs)
 
+    view = ModelView(model, options["batch_coupling"] == "exact")
+
     def step_of(forward: Callable[..., Any]) -> _C.Wrap:
-        view = ModelView(model, options["batch_coupling"] == "exact")
         return _C.Wrap(view, forward, agreement, **options)
 
     steps = {name: step_of(runs(late(name))) for name in methods}
     steps["forward"] = step_of(runs(model))
-    return wrapped(model, options, methods, agreement, steps, dropped)
+    return wrapped(model, options, methods, agreement, view, steps, dropped)
 
 
 def _methods_of(model: nn.Module, methods: Any) -> tuple[str, ...]:
