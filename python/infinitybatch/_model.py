@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ._coupled import first_frame_outside
-from .errors import InvalidType, StateError, UncompiledNotice, Unsupported
+from .errors import CouplingError, InvalidType, StateError, UncompiledNotice, Unsupported
 
 #: A buffer: its name, and the dict (or the module, in TorchScript) that holds it under a key.
 Slot = tuple[str, dict[str, torch.Tensor | None] | nn.Module, str]
@@ -86,7 +86,7 @@ class ModelView:
         self._exact_coupling = exact_coupling
         self._normalises = True  # until it is known that no layer does
         self.is_uncompiled = False  # whether compiled code has to run as it was written
-        self._always_uncompiled = False
+        self._has_compiled = self._always_uncompiled = False
         self._warned = False
 
     def is_training(self) -> bool:
@@ -151,6 +151,7 @@ class ModelView:
                     seen.add(id(buffer))
                     # TorchScript keeps no dict of its own: C++ asks the module for the attribute.
                     slots.append((prefix + key, owner if type(owner) is dict else module, key))
+        self._has_compiled = self.is_uncompiled
         beside = self.is_uncompiled and self._compiled_beside_coupled(model)
         self.is_uncompiled = beside or self._always_uncompiled
         return parameters, slots
@@ -190,8 +191,12 @@ class ModelView:
 
     def runs_uncompiled_after(self, error: Exception) -> bool:
         """Whether what `error` stopped can be tried again: it needed a recording of compiled code,
-        of which there is none, and from now on that code runs as it was written."""
-        if self._always_uncompiled or _NO_RECORDING not in str(error):
+        of which there is none, or found a layer in its kernels, where nobody can stand in for it.
+        From now on that code runs as it was written."""
+        hidden = (
+            self._has_compiled and isinstance(error, CouplingError) and "batch_norm" in error.op
+        )
+        if self._always_uncompiled or not (hidden or _NO_RECORDING in str(error)):
             return False
         self._always_uncompiled = self.is_uncompiled = True
         self._tell(str(error).partition(", and ")[0].partition(": ")[0])

@@ -215,7 +215,7 @@ CODE: list[Callable[[Any], None]] = [  # in the order of the rows
     lambda backend: steps(backend, plain, True, True, micro_batch_size=4, static_graph=True),
     segments,
     part_alone,
-    lambda backend: steps(backend, batch_normed, True, False),
+    lambda backend: steps(backend, batch_normed, True, True),
     lambda backend: steps(backend, centred, True, False),
     programs,
 ]
