@@ -112,7 +112,7 @@ class LeftTensorNotice(UserWarning):
 
 
 class UncompiledNotice(UserWarning):
-    """IB103: a compiled model runs uncompiled, for a layer in it needs the whole batch."""
+    """IB103: compiled code runs uncompiled, for the step needs a recording of it."""
 
 
 class DroppedCacheNotice(UserWarning):

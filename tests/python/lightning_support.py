@@ -1,5 +1,6 @@
 """LightningModules for the tests of `infinitybatch.lightning`, and a quiet Trainer."""
 
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,10 @@ def rows_seen(layer: nn.Module) -> Log:
     seen = Log()
     layer.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     return seen
+
+
+def go_on(trainer: Any, model: Any, data: Any, path: Path) -> None:
+    """Fits from a checkpoint that holds more than weights."""
+    more = {"weights_only": False}  # of newer versions; older ones have no such argument
+    known = inspect.signature(trainer.fit).parameters
+    trainer.fit(model, data, ckpt_path=str(path), **{k: v for k, v in more.items() if k in known})

@@ -10,6 +10,7 @@ from adapter_support import BATCH, MICRO_BATCH, STEPS, loader, moved_away, same_
 from lightning_support import (
     Adversarial,
     Contrastive,
+    go_on,
     infinity,
     pl,
     rows_seen,
@@ -44,8 +45,10 @@ def automatic(folder: Path, *callbacks: Any) -> dict[str, Any]:
             "plugins": [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)],
         }
         trainer = trainer_of(folder, average, *callbacks, max_steps=steps, **settings)
-        resume = {} if steps == MIDDLE else {"ckpt_path": str(path), "weights_only": False}
-        trainer.fit(model, loader(overflows=True), **resume)
+        if steps == MIDDLE:
+            trainer.fit(model, loader(overflows=True))
+        else:
+            go_on(trainer, model, loader(overflows=True), path)
         trainer.save_checkpoint(path)
     saved = torch.load(path, weights_only=False)["state_dict"]
     return {
@@ -63,8 +66,10 @@ def manual(folder: Path, *callbacks: Any) -> dict[str, Any]:
     path = folder / "middle.ckpt"
     for steps in (2 * MIDDLE, 2 * STEPS):  # of two optimizers
         trainer = trainer_of(folder, *callbacks, max_steps=steps)
-        resume = {} if steps == 2 * MIDDLE else {"ckpt_path": str(path), "weights_only": False}
-        trainer.fit(model, loader(), **resume)
+        if steps == 2 * MIDDLE:
+            trainer.fit(model, loader())
+        else:
+            go_on(trainer, model, loader(), path)
         trainer.save_checkpoint(path)
     saved = torch.load(path, weights_only=False)["state_dict"]
     return {"weights": model.state_dict(), "saved": saved, "rows": set(rows)}
