@@ -58,5 +58,7 @@ if(INFINITYBATCH_WHEEL_LAYOUT AND INFINITYBATCH_BUILD_PYTHON)
     PATTERN "py.typed"
     PATTERN "__pycache__" EXCLUDE)
   install(FILES "${INFINITYBATCH_PYTHON_DIR}/_build.py" DESTINATION . COMPONENT wheel)
-  install(FILES "${PROJECT_SOURCE_DIR}/python/infinitybatch_cli.py" DESTINATION .. COMPONENT wheel)
+  install(FILES "${PROJECT_SOURCE_DIR}/python/infinitybatch_cli.py"
+                "${PROJECT_SOURCE_DIR}/python/infinitybatch_lightning.py"
+          DESTINATION .. COMPONENT wheel)
 endif()

@@ -39,6 +39,7 @@ from ._model import make_model
 from .audit import AuditReport, audit
 from .bench import bench
 from .errors import (
+    AccumulationNotice,
     AuditError,
     BatchError,
     BudgetExceeded,
@@ -75,6 +76,7 @@ _LATER = {
     "InfinityBatchWarning": "infinity_batch",
     "Progress": "progress",
     "histories": "",
+    "lightning": "",
     "progress": "",
     "statistics": "",
     "tools": "",
@@ -95,6 +97,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "AccumulationNotice",
     "AuditError",
     "AuditReport",
     "BatchError",

@@ -10,10 +10,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ._coupled import first_frame_outside
-from .errors import InvalidType, StateError, UncompiledNotice, Unsupported
+from .errors import CouplingError, InvalidType, StateError, UncompiledNotice, Unsupported
 
 #: A buffer: its name, and the dict (or the module, in TorchScript) that holds it under a key.
 Slot = tuple[str, dict[str, torch.Tensor | None] | nn.Module, str]
+
+
+#: What the library says of code whose ops nobody sees (src/tape/program.cpp).
+_NO_RECORDING = "forward calls compiled code"
 
 
 class CallableModel:
@@ -82,6 +86,7 @@ class ModelView:
         self._exact_coupling = exact_coupling
         self._normalises = True  # until it is known that no layer does
         self.is_uncompiled = False  # whether compiled code has to run as it was written
+        self._has_compiled = self._always_uncompiled = False
         self._warned = False
 
     def is_training(self) -> bool:
@@ -146,6 +151,9 @@ class ModelView:
                     seen.add(id(buffer))
                     # TorchScript keeps no dict of its own: C++ asks the module for the attribute.
                     slots.append((prefix + key, owner if type(owner) is dict else module, key))
+        self._has_compiled = self.is_uncompiled
+        beside = self.is_uncompiled and self._compiled_beside_coupled(model)
+        self.is_uncompiled = beside or self._always_uncompiled
         return parameters, slots
 
     def _check(self, module: nn.Module) -> None:
@@ -165,26 +173,46 @@ class ModelView:
         if self._exact_coupling and (
             verdict == "compiled" or getattr(module, "_compiled_call_impl", None) is not None
         ):
-            self._check_compiled(module)
+            self.is_uncompiled = True
 
-    def _check_compiled(self, module: nn.Module) -> None:
-        # Inside a compiled region ops are not dispatched one by one: nobody could stand in for one
-        # that sees the whole batch.
-        for name, inner in module.named_modules():
+    def _compiled_beside_coupled(self, model: nn.Module) -> bool:
+        """Whether a layer of a model that is compiled, in part at least, needs the whole batch.
+
+        Nobody could stand in for it inside of a compiled region, whose ops are not dispatched one by
+        one; and a forward is cut before it, which takes a recording of all that is around it.
+        """
+        for name, inner in model.named_modules():
             op = _coupled_op(inner)
             if not op:
                 continue
-            self.is_uncompiled = True
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"IB103: {type(inner).__name__} ('{name}') of the compiled model needs the whole "
-                    f"batch ({op}), so the model runs uncompiled. Compile the parts without such "
-                    f"layers instead, or call model.eval() if the layer needs no training",
-                    UncompiledNotice,
-                    stacklevel=first_frame_outside(),
-                )
+            self._tell(f"{type(inner).__name__} ('{name}') needs the whole batch ({op})")
+            return True
+        return False
+
+    def runs_uncompiled_after(self, error: Exception) -> bool:
+        """Whether what `error` stopped can be tried again: it needed a recording of compiled code,
+        of which there is none, or found a layer in its kernels, where nobody can stand in for it.
+        From now on that code runs as it was written."""
+        hidden = (
+            self._has_compiled and isinstance(error, CouplingError) and "batch_norm" in error.op
+        )
+        if self._always_uncompiled or not (hidden or _NO_RECORDING in str(error)):
+            return False
+        self._always_uncompiled = self.is_uncompiled = True
+        self._tell(str(error).partition(", and ")[0].partition(": ")[0])
+        return True
+
+    def _tell(self, reason: str) -> None:
+        if self._warned:
             return
+        self._warned = True
+        warnings.warn(
+            f"IB103: {reason}, so the compiled parts of the model run uncompiled, at eager speed. To "
+            f"run them compiled wrap one that needs no more than its samples by itself: model.part = "
+            f"ib.wrap(torch.compile(model.part))",
+            UncompiledNotice,
+            stacklevel=first_frame_outside(),
+        )
 
 
 class _NormalisesOne(TorchFunctionMode):

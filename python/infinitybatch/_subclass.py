@@ -1,6 +1,7 @@
 """Subclasses of a module's class whose objects share that module's state."""
 
 import abc
+import functools
 import types
 from collections.abc import Iterator
 from types import FunctionType, MethodType
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_exporting
+from torch.compiler import is_compiling, is_exporting
 
 from ._programs import no_program
 
@@ -66,6 +67,13 @@ def with_state_of(inner: nn.Module, kind: type) -> Any:
     return module
 
 
+#: What fullgraph=True says.
+_WHY_NOT_COMPILED = (
+    "ib.wrap computes micro-batches outside of compiled code; compile inside of it, "
+    "ib.wrap(torch.compile(model)), or leave fullgraph out"
+)
+
+
 class Method:
     """A method of such a class. What is set in its place is the object's own (mixed precision sets
     forward); what is set on the inner module lies in the shared dict, and is run by that one."""
@@ -73,12 +81,15 @@ class Method:
     def __init__(self, name: str, function: FunctionType) -> None:
         self.name = name
         self.function = function
+        self.in_compiled_code = torch.compiler.disable(function, reason=_WHY_NOT_COMPILED)
 
     def __get__(self, module: Any, _: type | None = None) -> Any:
         if module is None:
             return self.function
         if is_exporting():  # which would stumble over the next lines
             raise no_program("torch.export")
+        if is_compiling():
+            return functools.partial(self.in_compiled_code, module)
         own = module._infinitybatch.own
         return own[self.name] if self.name in own else MethodType(self.function, module)
 

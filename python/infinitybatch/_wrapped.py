@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import is_grad_enabled, nn
 from torch.compiler import is_compiling
 from torch.jit import is_tracing
 
 from . import _C, _subclass, _tree
+from ._accumulation import tell_of_accelerate
 from ._caches import Dropped, is_cache, natively
 from ._methods import Watch, own_methods, watched
 from ._programs import no_program, outside_of_program
@@ -44,12 +45,14 @@ class State:
     options: dict[str, Any]
     methods: tuple[str, ...]  # computed in micro-batches beside forward
     agreement: Any  # of the ranks, or None
+    view: Any  # of the inner module: a ModelView
     steps: dict[str, _C.Wrap]  # by the name of the method
     last: _C.Wrap  # the one that was called last
     dropped: Dropped
     own: dict[str, Callable[..., Any]] = field(default_factory=dict)  # set on the object
     judged: set[str] = field(default_factory=set)  # other methods, once one call was watched
     watch: Watch | None = None
+    accumulates: bool = False  # others accumulate its gradients, and have been told
 
 
 class Wrapped(nn.Module):
@@ -139,6 +142,7 @@ def wrapped(
     options: dict[str, Any],
     methods: tuple[str, ...],
     agreement: Any,
+    view: Any,
     steps: dict[str, _C.Wrap],
     dropped: Dropped,
 ) -> Any:
@@ -148,7 +152,7 @@ def wrapped(
         module = _subclass.with_state_of(inner, _class_of(kind, methods))
     except TypeError:
         module = _subclass.with_state_of(inner, _class_of(nn.Module, methods))
-    state = State(inner, options, methods, agreement, steps, steps["forward"], dropped)
+    state = State(inner, options, methods, agreement, view, steps, steps["forward"], dropped)
     object.__setattr__(module, "_infinitybatch", state)
     fresh = nn.Module()
     for name in _SLOTS[1:]:
@@ -215,6 +219,8 @@ def in_micro_batches(name: str, like: Any) -> Any:
         for value in kwargs.values():
             if type(value) is not torch.Tensor and is_cache(value):
                 return natively(state.inner, name, args, kwargs)
+        if not state.accumulates and is_grad_enabled():
+            state.accumulates = tell_of_accelerate(stacklevel=5 if name == "forward" else 3)
         if state.agreement is not None:
             state.agreement.prepare(state.inner)
         step = state.last = state.steps[name]
@@ -227,8 +233,10 @@ def in_micro_batches(name: str, like: Any) -> Any:
         except BatchError as error:
             refuse_lists_of_samples(error, args, kwargs)
             return _without_rows(state, name, args, kwargs)
-        except (Error, torch.OutOfMemoryError):
-            raise
+        except (Error, torch.OutOfMemoryError) as error:
+            if not state.view.runs_uncompiled_after(error):
+                raise
+            outputs = step.forward(args, kwargs)
         except Exception as error:
             explain_lists(error, (args, kwargs))
             raise

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "AccumulationNotice",
     "AuditError",
     "BatchError",
     "BudgetExceeded",
@@ -164,7 +165,12 @@ class OffloadError(Error):
 
 
 class AuditError(Error):
-    """A gradient that reached `optimizer.step()` is not the whole batch's; see `ib.audit`."""
+    """A gradient that reached `optimizer.step()` is not the whole batch's; see `ib.audit`.
+
+    Comes at the end of an audit that was asked to raise. `report` names the cause and the sizes.
+
+    Way out: what the report says of its cause.
+    """
 
     #: The AuditReport.
     report: Any
@@ -196,10 +202,10 @@ class LeftTensorNotice(UserWarning):
 
 
 class UncompiledNotice(UserWarning):
-    """IB103: a compiled model runs uncompiled, for a layer in it needs the whole batch.
+    """IB103: compiled code runs uncompiled, for the step needs a recording of it.
 
-    Comes once for a compiled model with BatchNorm in training mode or its like. The gradient is
-    exact.
+    Comes once for a compiled model with BatchNorm in training mode or its like, with
+    `match_native_rng`, and where one sample is cut for memory. The gradient is exact.
 
     Way out: compile the parts without such layers, or `model.eval()` where the layer needs no
     training.
@@ -231,4 +237,14 @@ class MovedModelNotice(UserWarning):
     Comes at the first epoch after `model.to(...)` or `model.half()`.
 
     Way out: move the model before the optimizer and the trainer are made.
+    """
+
+
+class AccumulationNotice(UserWarning):
+    """IB109: a training loop accumulates gradients of a module whose budget holds the whole batch.
+
+    Comes once where accelerate or Lightning accumulates over batches of a wrapped module.
+
+    Way out: `gradient_accumulation_steps=1`, `accumulate_grad_batches=1`, and whole batches from the
+    loader.
     """

@@ -170,7 +170,9 @@ class VirtualBatch:
         except BatchError as error:
             refuse_lists_of_samples(error, inputs, targets)
             raise
-        except (Error, torch.OutOfMemoryError):
+        except (Error, torch.OutOfMemoryError) as error:
+            if self._view.runs_uncompiled_after(error):
+                return self.backward(inputs, targets)
             raise
         except Exception as error:
             explain_lists(error, inputs)

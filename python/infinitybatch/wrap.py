@@ -226,14 +226,15 @@ def make(
     def late(name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: getattr(model, name)(*args, **kwargs)
 
+    view = ModelView(model, options["batch_coupling"] == "exact")
+
     def step_of(name: str, forward: Callable[..., Any]) -> _C.Wrap:
-        view = ModelView(model, options["batch_coupling"] == "exact")
         own = _batch_dim.by_argument(options["batch_dim"], getattr(model, name))
         return _C.Wrap(view, forward, agreement, **{**options, "batch_dim": own})
 
     steps = {name: step_of(name, runs(late(name))) for name in methods}
     steps["forward"] = step_of("forward", runs(model))
-    return wrapped(model, options, methods, agreement, steps, dropped)
+    return wrapped(model, options, methods, agreement, view, steps, dropped)
 
 
 def _methods_of(model: nn.Module, methods: Any) -> tuple[str, ...]:

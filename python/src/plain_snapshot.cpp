@@ -45,10 +45,11 @@ bool is_foreign(PyTypeObject* type) {
   if (!module) PyErr_Clear();
   if (!module || PyUnicode_Check(module.ptr()) == 0) return false;
   const auto name = module.cast<std::string>();
-  constexpr std::array<std::string_view, 14> kFamilies{
-      "lightning",   "pytorch_lightning", "accelerate", "threading",       "_thread",
-      "queue",       "logging",           "asyncio",    "multiprocessing", "concurrent",
-      "torch.optim", "torch.utils.data",  "weakref",    "infinitybatch"};
+  constexpr std::array<std::string_view, 17> kFamilies{
+      "lightning",       "pytorch_lightning", "accelerate", "threading",       "_thread",
+      "queue",           "logging",           "asyncio",    "multiprocessing", "concurrent",
+      "torch.optim",     "torch.utils.data",  "weakref",    "infinitybatch",   "torch._dynamo",
+      "torch._inductor", "torch._functorch"};
   verdicts[type] = std::any_of(kFamilies.begin(), kFamilies.end(), [&](std::string_view family) {
     return name == family || (name.starts_with(family) && name[family.size()] == '.');
   });

@@ -137,7 +137,7 @@ void check_given(const Batch& batch, Side side, const char* name) {
       refuse(
           " is a sparse tensor, whose rows are no views; pass a BatchSource that makes the rows");
     }
-    if (tensor.is_inference()) {
+    if (tensor.is_inference() && at::GradMode::is_enabled()) {
       refuse(" was made in inference mode and cannot take part in autograd; clone it outside");
     }
     if (side == Side::given && tensor.requires_grad() && !tensor.is_leaf()) {

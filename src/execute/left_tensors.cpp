@@ -16,9 +16,11 @@ namespace {
 // As many values tell whether two tensors are the same.
 constexpr int64_t kSampled = 1024;
 
+/// Not those that a compiler traces with, which may have no numbers for sizes.
 bool has_extent(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   return tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.has_storage() &&
-         !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+         !impl->is_python_dispatch() && !impl->has_symbolic_sizes_strides();
 }
 
 }  // namespace

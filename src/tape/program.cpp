@@ -153,7 +153,11 @@ void Program::meet(const SeenOp& op) {
     if (name.starts_with("autograd::engine::")) {
       return give_up("gradients are computed inside of forward");
     }
-    if (name.starts_with("TorchDynamo")) return give_up("forward calls compiled code");
+    if (name.starts_with("TorchDynamo") || name.starts_with("Torch-Compiled")) {
+      // Rather than what its compiler did first, if this is the first call.
+      tape_.opaque = "forward calls compiled code";
+      return;
+    }
     return give_up(reason_of(name));
   }
   ++depth_;

@@ -125,30 +125,49 @@ def test_batch_norm_inside_sees_the_whole_batch(way):
         close(list(model.buffers()), list(native.buffers()))
 
 
-@pytest.mark.parametrize("way", ["stream", "wrap"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_batch_norm_without_statistics_in_a_compiled_region_is_refused(backend, way):
-    model = Calls(
+def without_statistics():
+    return Calls(
         lambda self, x: nn.functional.batch_norm(self.net(x), None, None, training=True) ** 3,
         net=nn.Linear(6, 4).double(),
     )
-    compiled, x = torch.compile(model, backend=backend), torch.randn(12, 6).double()
-    with pytest.raises(ib.CouplingError, match="batch_norm.* couples the samples of a batch"):
-        if way == "wrap":
-            contrastive(ib.wrap(compiled, micro_batch_size=4)(x)).backward()
-        else:
-            ib.VirtualBatch(compiled, nn.MSELoss(), micro_batch_size=4).backward(x, x[:, :4])
-    assert model.net.weight.grad is None
+
+
+def check_uncompiled(model, step, native_loss):
+    """Nobody sees such an op in a compiled region, or can stand in for it: it runs as written."""
+    native = copy.deepcopy(model)
+    with pytest.warns(ib.UncompiledNotice, match="IB103: aten::.*batch_norm.* eager speed"):
+        for n in (12, 9):
+            x = torch.randn(n, 6).double()
+            model.zero_grad(set_to_none=True)
+            native.zero_grad(set_to_none=True)
+            step(x)
+            native_loss(native(x), x).backward()
+            close(grads(model), grads(native))
+
+
+@pytest.mark.parametrize("way", ["stream", "wrap"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_batch_norm_without_statistics_in_a_compiled_region(backend, way):
+    model = without_statistics()
+    compiled = torch.compile(model, backend=backend)
+    if way == "wrap":
+        wrapped = ib.wrap(compiled, micro_batch_size=4)
+        check_uncompiled(
+            model, lambda x: contrastive(wrapped(x)).backward(), lambda z, _: contrastive(z)
+        )
+    else:
+        batch = ib.VirtualBatch(compiled, nn.MSELoss(), micro_batch_size=4)
+        check_uncompiled(
+            model, lambda x: batch.backward(x, x[:, :4]), lambda z, x: nn.MSELoss()(z, x[:, :4])
+        )
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a compiler")
 @pytest.mark.parametrize("options", [{}, {"memory_budget": "64MiB"}])
 def test_where_inductor_shows_no_op_at_all_too(options):
     """Forward over the whole batch sees the op; a recording of compiled code does not."""
-    model = Calls(
-        lambda self, x: nn.functional.batch_norm(self.net(x), None, None, training=True) ** 3,
-        net=nn.Linear(6, 4).double(),
-    )
+    model = without_statistics()
     wrapped = ib.wrap(torch.compile(model), micro_batch_size=4, **options)
-    with pytest.raises(ib.CouplingError, match="batch_norm.* couples .*batch_coupling="):
-        contrastive(wrapped(torch.randn(12, 6).double())).backward()
+    check_uncompiled(
+        model, lambda x: contrastive(wrapped(x)).backward(), lambda z, _: contrastive(z)
+    )

@@ -157,6 +157,8 @@ def test_wheel_holds_everything_and_no_path_of_the_build_machine(installed):
         "share/cmake/infinitybatch/infinitybatch-config.cmake",
     ):  # fmt: skip
         assert (package / name).exists(), name
+    # Beside the package, which a Trainer that does not ask for it must not import.
+    assert (package.parent / "infinitybatch_lightning.py").exists()
     (extension,) = package.glob("_C.*.so")
     assert needed_paths(extension) == ["$ORIGIN/lib", "$ORIGIN/../torch/lib"]
     assert needed_paths(package / "lib/libinfinitybatch.so") == ["$ORIGIN/../../torch/lib"]
@@ -167,6 +169,19 @@ def test_wheel_holds_everything_and_no_path_of_the_build_machine(installed):
     for file in package.rglob("*"):
         if file.suffix in (".cmake", ".py"):
             assert str(ROOT) not in file.read_text(), file
+
+
+@pytest.mark.alone
+def test_lightning_finds_its_entry_points(installed):
+    output = run(
+        installed, "-c",
+        "import sys\n"
+        "from importlib.metadata import entry_points\n"
+        "for name in ('lightning.pytorch', 'pytorch_lightning'):\n"
+        "    (point,) = entry_points(group=f'{name}.callbacks_factory')\n"
+        "    print(point.name, point.load()(), 'infinitybatch' in sys.modules)\n",
+    )  # fmt: skip
+    assert output == "infinitybatch [] False\n" * 2
 
 
 @pytest.mark.alone
