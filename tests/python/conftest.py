@@ -29,16 +29,14 @@ def one_thread_one_seed():
     torch.set_num_threads(threads)
 
 
-def pytest_collection_finish(session):
-    """Modules, tests and torch itself are no garbage: collections need not visit them."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def no_garbage_of_other_tests():
-    """What earlier tests left in cycles goes before a test, not while it counts live bytes."""
+    """What earlier tests left in cycles goes before a test, not while it counts live bytes.
+
+    What stays (modules, torch and packages around it: half a second to visit) is looked at once.
+    """
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
