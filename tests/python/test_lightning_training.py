@@ -48,7 +48,7 @@ def automatic(folder: Path, *callbacks: Any) -> dict[str, Any]:
         if steps == MIDDLE:
             trainer.fit(model, loader(overflows=True))
         else:
-            go_on(trainer, model, loader(overflows=True), path)
+            go_on(trainer, model, loader(0, overflows=True), path)
         trainer.save_checkpoint(path)
     saved = torch.load(path, weights_only=False)["state_dict"]
     return {
@@ -69,7 +69,7 @@ def manual(folder: Path, *callbacks: Any) -> dict[str, Any]:
         if steps == 2 * MIDDLE:
             trainer.fit(model, loader())
         else:
-            go_on(trainer, model, loader(), path)
+            go_on(trainer, model, loader(0), path)
         trainer.save_checkpoint(path)
     saved = torch.load(path, weights_only=False)["state_dict"]
     return {"weights": model.state_dict(), "saved": saved, "rows": set(rows)}

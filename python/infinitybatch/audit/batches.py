@@ -22,7 +22,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 def keep(batch: Any) -> Any:
     """A copy that stays as it is when the loop writes into its batch."""
-    return map_tensors(lambda tensor: tensor.detach().clone(), batch)
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    return map_tensors(copy, batch)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

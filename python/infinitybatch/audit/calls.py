@@ -141,7 +141,7 @@ class Calls(TorchFunctionMode):
             kwargs=dict(keep(kwargs)) if self._inputs else {},
             rows=rows_of((args, kwargs)),
             conditions=self._conditions(),
-            is_inner=any(isinstance(x, Tensor) and x.requires_grad for x in leaves),
+            is_inner=any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves),
         )
         self.calls.append(call)
 

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from .. import _random_state
+from ..errors import Unsupported
 from ..wrap import Wrapped, unwrap, wrap
 from .batches import to_device
 from .calls import Buffers, Conditions
@@ -91,6 +92,8 @@ class Experiment:
         self.parameters = parameters
         self.loss = loss
         self.memory_budget = memory_budget
+        #: Names of those parameters that the loop's backward passes reached.
+        self.reached: dict[nn.Parameter, str] = {}
         #: Whether the last gradient drew random numbers.
         self.drew = False
         #: The coarsest type of a tensor that some backward has used.
@@ -108,7 +111,9 @@ class Experiment:
         """Of the whole batch, in one piece, or under the budget."""
         if self.memory_budget is None:
             try:
-                return self.gradient(micro, self.native, **how)
+                found = self.gradient(micro, self.native, **how)
+                self._check_reach()
+                return found
             except torch.OutOfMemoryError:
                 self.memory_budget = "auto"
         self.way = f"by infinitybatch.wrap(model, memory_budget={self.memory_budget!r})"
@@ -148,6 +153,7 @@ class Experiment:
                 value * (scale * weight), self.parameters, allow_unused=True
             )
         self.drew = not _same(before, _random_state.capture())
+        self._unreached = [p for p, g in zip(self.parameters, found, strict=True) if g is None]
         return [
             torch.zeros_like(p) if g is None else _dense(g) / scale if half else _dense(g)
             for p, g in zip(self.parameters, found, strict=True)
@@ -164,6 +170,15 @@ class Experiment:
             stack.enter_context(saved_tensors_hooks(self._note, lambda tensor: tensor))
             batch = to_device(micro.batch, self.parameters[0].device)
             return scalar(self.loss(model, batch))
+
+    def _check_reach(self) -> None:
+        lost = [self.reached[p] for p in self._unreached if p in self.reached]
+        if lost:
+            raise Unsupported(
+                f"the loss of a batch, computed again, does not reach {lost[0]}, which your loop's "
+                f"backward() reached: give the loop's own loss=, and use_reentrant=False to "
+                f"torch.utils.checkpoint"
+            )
 
     def values(self, micro: Micro, quiet: bool) -> None:
         """Runs the loss of a batch without a graph, for hooks."""

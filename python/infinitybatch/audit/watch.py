@@ -353,6 +353,9 @@ class Watch:
             unseen=self._unseen(groups),
         )
         experiment = Experiment(self._model, parameters, batches.loss, self._budget)
+        experiment.reached = {
+            p: named[p] for p, slot in zip(parameters, slots, strict=True) if slot.passes
+        }
         try:
             report = Examination(window, experiment, self._same_random_numbers).run()
             if report.ok:

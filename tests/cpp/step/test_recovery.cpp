@@ -32,7 +32,8 @@ TEST_P(RecoveryRow, AnswersAreTriedInOrderAndTheFirstThatAppliesIsTaken) {
     if (!none) {
       EXPECT_EQ(*found, row.answers[applies]);
     }
-    const auto last = row.answers.begin() + static_cast<std::ptrdiff_t>(none ? applies : applies + 1);
+    const auto last =
+        row.answers.begin() + static_cast<std::ptrdiff_t>(none ? applies : applies + 1);
     EXPECT_EQ(tried, std::vector<Answer>(row.answers.begin(), last));
   }
 }
