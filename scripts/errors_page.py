@@ -72,8 +72,8 @@ def entry(node: ast.ClassDef) -> Entry:
 
 
 def entries(root: Path = ROOT) -> list[Entry]:
-    """Of all classes of the package that are errors or warnings, as they stand in its files."""
-    files = sorted((root / "python/infinitybatch").rglob("*.py"))
+    """Of all public classes that are errors or warnings, as they stand in the package's files."""
+    files = sorted((root / "python/infinitybatch").rglob("[!_]*.py"))
     nodes = [
         node
         for file in files

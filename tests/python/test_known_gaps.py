@@ -46,6 +46,23 @@ def wrong(model: nn.Module, loss: Any, targets: Any, native: Any = None) -> floa
     return worst(gradients(model), gradients(whole))
 
 
+@gap(0.1, 1.5)
+def targets_flattened_in_another_order_than_time_first() -> float:
+    """Targets [batch * time], and a separable loss that flattens outputs [time, batch, 3] likewise."""
+
+    def in_order(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(outputs.transpose(0, 1).reshape(-1, 3), targets, reduction="sum")
+
+    inputs, (_, targets) = torch.randn(5, N, 6, dtype=torch.float64), data(5 * N)
+    model = linear()
+    whole = copy.deepcopy(model)
+    (in_order(whole(inputs), targets) / len(targets)).backward()
+    loss = ib.losses.separable(in_order, len)
+    batch = ib.VirtualBatch(model, loss, micro_batch_size=SIZE, batch_dim=1)
+    batch.backward(inputs, targets)
+    return worst(gradients(model), gradients(whole))
+
+
 @gap(0.3, 0.6)
 def values_left_for_a_log() -> float:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:

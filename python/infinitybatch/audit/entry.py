@@ -24,10 +24,11 @@ _ATTEMPTS = 20
 class Audit:
     """Is the gradient that reaches `optimizer.step()` the whole batch's? `docs/audit.md`.
 
-    report = ib.audit(step, model, batch)             # one step, without training
-    with ib.audit.watch(model, optimizer) as watched:  # around any training loop
-        train()
-    print(watched.report)
+    Example:
+        report = ib.audit(step, model, batch)  # one step, without training
+        with ib.audit.watch(model, optimizer) as watched:  # around any training loop
+            train()
+        print(watched.report)
     """
 
     def __call__(
