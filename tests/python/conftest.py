@@ -29,14 +29,18 @@ def one_thread_one_seed():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def no_garbage_of_other_tests():
-    """What earlier tests left in cycles goes before a test, not while it counts live bytes.
-
-    What stays (modules, torch and packages around it: half a second to visit) is looked at once.
-    """
+@pytest.fixture(scope="module", autouse=True)
+def no_garbage_of_other_files():
+    """Modules, and torch and packages around it, take half a second to visit: once for each file."""
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_of_other_tests():
+    """What earlier tests left in cycles goes before a test, not while it counts live bytes."""
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -219,7 +219,7 @@ def test_the_plan_is_told_once_with_what_was_tried():
         assert len(told) == count
         if told:
             assert re.match(
-                r"plan: micro-batches of \d+ for 400 samples within \S+ MiB · tried \d+ \(\S+ KiB",
+                r"plan: micro-batches of \d+ for 400 samples within \S+ MiB · tried \d+ \(\S+ [KM]iB",
                 told[0],
             ), told
             assert "too much" in told[0]

@@ -27,6 +27,7 @@ from hf_support import (
     transformers,
 )
 from infinitybatch.transformers import Trainer, TrainerMixin
+from measure import assert_within
 
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 
@@ -131,7 +132,8 @@ def test_it_trains_and_evaluates_as_the_whole_batch(case, tmp_path):
     evaluated, predicted = ours.evaluate(), ours.predict(ours.eval_dataset)
     assert evaluated["eval_loss"] == pytest.approx(native.evaluate()["eval_loss"], rel=1e-6)
     theirs = native.predict(native.eval_dataset)
-    torch.testing.assert_close(*(torch.as_tensor(p.predictions) for p in (predicted, theirs)))
+    found, wanted = ({"logits": torch.as_tensor(p.predictions)} for p in (predicted, theirs))
+    assert_within(found, wanted, least=1e-6)  # after trainings that GPT-2's loss rounds in float32
 
 
 def test_a_compute_loss_of_a_subclass(tmp_path):
