@@ -92,7 +92,8 @@ std::string describe(const CLI::App& app, const CLI::ParseError& error, const st
     return stray(app, extras.front(), *scope, command, arguments) + where;
   }
   if (app.get_subcommands().empty()) {
-    return "a command is needed: train, evaluate, predict, export, plan, verify, bench or doctor" + where;
+    return "a command is needed: train, evaluate, predict, export, plan, verify, bench or doctor" +
+           where;
   }
   return told(*scope, error) + where;
 }

@@ -100,8 +100,7 @@ struct FixedOps::Replaced : tape::OpContext {
 };
 
 FixedOps::FixedOps(const std::vector<at::Device>& devices, int64_t rows, const CouplingWatch& watch)
-    : rows_(rows),
-      watch_(watch) {
+    : rows_(rows), watch_(watch) {
   const auto know = [this](const at::Generator& generator) {
     generators_.emplace_back(generator, GeneratorState(generator));
   };

@@ -117,7 +117,9 @@ std::vector<Flattened> RowChecks::try_flattened(Rows rows) {
 
 void RowChecks::check_flattened_targets() {
   const int64_t rows = forwards_.smallest();
-  if (problem_.loss.separable() == nullptr || problem_.rehearses || resources_.findings->targets_checked) return;
+  if (problem_.loss.separable() == nullptr || problem_.rehearses ||
+      resources_.findings->targets_checked)
+    return;
   if (rows == 0 || rows >= problem_.batch_size() || !keeps_rows(*problem_.targets)) return;
   if (coupled::FixedOps::at_work()) return;  // this step is part of a forward that is looked at
   const Batch targets = problem_.targets->rows(0, 1);

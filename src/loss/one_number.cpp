@@ -9,7 +9,8 @@
 namespace infinitybatch {
 
 at::Tensor one_number(const at::Tensor& value, const std::string& what) {
-  if (!value.defined()) throw InvalidArgument(what + " returned no tensor; it must return a scalar tensor");
+  if (!value.defined())
+    throw InvalidArgument(what + " returned no tensor; it must return a scalar tensor");
   if (value.is_complex()) {
     throw InvalidArgument(what +
                           " returned a complex tensor; backward needs a real number, such as "

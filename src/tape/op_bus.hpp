@@ -50,8 +50,8 @@ struct OpContext : at::ObserverContext {
   std::unique_ptr<OpContext> next;  ///< another listener's, of the same op
 };
 
-/// Somebody who is told of each op that this thread dispatches, those inside of others too, in front
-/// of it and behind it. What goes wrong in here torch would only log: listeners keep it
+/// Somebody who is told of each op that this thread dispatches, those inside of others too, in
+/// front of it and behind it. What goes wrong in here torch would only log: listeners keep it
 /// (`CallbackErrors`), and nothing is thrown.
 class OpListener {
  public:

@@ -168,11 +168,11 @@ class ExactInFloat : public ::testing::Test {
           run_strategy<Strategy>(subject, *criterion, data, sizes, at::kFloat, family->autocast);
       const Gradients found = gradients_of(*subject, report.loss);
       if constexpr (requires { Strategy::kThreads; }) at::set_num_threads(Strategy::kThreads);
-      expect_none(excess_in_single(
-          found, reference, family->autocast ? at::kBFloat16 : at::kFloat, sizes.samples,
-          [&](const Way& way) {
-            return native(*subject, *criterion, data, family->autocast, way);
-          }));
+      expect_none(excess_in_single(found, reference, family->autocast ? at::kBFloat16 : at::kFloat,
+                                   sizes.samples, [&](const Way& way) {
+                                     return native(*subject, *criterion, data, family->autocast,
+                                                   way);
+                                   }));
       at::set_num_threads(1);
     }
   }

@@ -108,8 +108,7 @@ TEST(OpBus, ListenersInsideOfABackwardPassLeaveNothingBehind) {
   heard.clear();
   (void)torch::ones({1}).neg();
   EXPECT_TRUE(heard.empty());
-  EXPECT_EQ(
-      std::count(heard_inside.begin(), heard_inside.end(), "inner ends aten::neg"), 1);
+  EXPECT_EQ(std::count(heard_inside.begin(), heard_inside.end(), "inner ends aten::neg"), 1);
 }
 
 TEST(OpBus, AnOpThatBeganBeforeAListenerCameEndsWithoutIt) {
