@@ -2,11 +2,8 @@
 
 import difflib
 import inspect
-import io
-import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -16,9 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from . import _checks
 from ._containers import Container
+from ._infinity_parts import Containers, OwnLoop, Switch
 from ._trainer_options import TrainerOptions
 from ._updates import schedule_step
-from .callbacks import BatchEnd, Failure, RunEnd
 from .errors import Error, InvalidArgument, InvalidType, StateError
 from .histories import History, last
 from .progress import Progress
@@ -95,9 +92,9 @@ class InfinityBatch:
                 f"keep has {sorted(unknown)[0]!r}; what can be kept are losses, metrics, outputs, "
                 f"inputs and targets, and where="
             )
-        self._containers = _Containers(**{"losses": last(10_000), **(keep or {})})
-        self._own = _OwnLoop()
-        self._switch = _Switch()
+        self._containers = Containers(**{"losses": last(10_000), **(keep or {})})
+        self._own = OwnLoop()
+        self._switch = Switch()
         self._forward_device: torch.device | None = None
         self._backward_device: torch.device | None = None
         self.verbose_mode = verbose
@@ -434,64 +431,6 @@ _EXAMPLES = {
     "optimizer": "torch.optim.Adam(ib.model.parameters())",
     "dataloader": "loader",
 }
-
-
-class _Containers(History):
-    """Counts epochs from where they were cleared; leaves no gradients behind a run, which would add
-    to those of a loop of the user's own."""
-
-    first = 0
-
-    def on_batch_end(self, event: BatchEnd) -> None:
-        super().on_batch_end(replace(event, epoch=event.epoch - self.first))
-
-    def on_run_end(self, event: RunEnd) -> None:
-        event.trainer.zero_grad()
-
-    def on_failure(self, event: Failure) -> None:
-        super().on_failure(event)
-        event.trainer.zero_grad()
-
-
-class _OwnLoop:
-    """Where a loop of the user's own is."""
-
-    def __init__(self) -> None:
-        self.epoch = self.batch = 0
-        self.stepped = False
-        self.in_epoch = False  # epochstart_ was called, and no run since
-        self.steps = 0  # of this epoch
-        self.samples = self.counted = 0  # of the last batch_; that `sum` is of
-        self.sum: Any = 0.0
-        self.drop()
-
-    def count(self, loss: Tensor | float) -> None:
-        value = loss.detach() if isinstance(loss, Tensor) else loss
-        if isinstance(value, Tensor):
-            self.last = value
-        self.sum = self.sum + value * self.samples  # read when a schedule asks for it
-        self.counted += self.samples
-
-    def drop(self) -> None:
-        self.inputs: Any = None
-        self.outputs: Any = None
-        self.loss: Tensor | None = None
-        self.last: Tensor | None = None  # what a schedule reads
-
-
-class _Switch(io.TextIOBase):
-    """Standard error, as long as it is on."""
-
-    on = True
-
-    def write(self, text: str) -> int:
-        return sys.stderr.write(text) if self.on else len(text)
-
-    def flush(self) -> None:
-        sys.stderr.flush()
-
-    def isatty(self) -> bool:
-        return sys.stderr.isatty()
 
 
 def _lacks(name: str) -> StateError:
