@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
-/// A model of your own for the command line, in a shared library: infinitybatch train --model
-/// ./libnet.so
+/// A model of your own for the command line, in a shared library that `train --model libnet.so`
+/// names:
 ///
 ///     #include <infinitybatch/command_line/network.hpp>
 ///     struct Net final : infinitybatch::command_line::Network {
