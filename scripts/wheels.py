@@ -14,6 +14,7 @@ tests said goes to tests/results/DATE-wheels.md. The exit status is 1 where a wh
 import argparse
 import datetime
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -94,7 +95,7 @@ def test(python: Path, wheel: Path, files: list[str]) -> tuple[str, bool]:
     return re.sub(r"^=+ | =+$", "", lines[-1]), done.returncode == 0
 
 
-def page(results: list[Result], command: str) -> str:
+def page(results: list[Result], arguments: list[str]) -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=ROOT,
@@ -102,12 +103,18 @@ def page(results: list[Result], command: str) -> str:
         text=True,
         check=False,
     ).stdout.strip()
+    failed = [result.wheel for result in results if not result.passed]
     rows = [
         f"| {r.python} | {r.torch} | `{r.wheel}` | {r.seconds:.0f} | {r.tests} |" for r in results
     ]
     return "\n".join((
-        "# Wheels", "",
-        f"{datetime.date.today()}, commit {commit}, {os.cpu_count()} cores: `{command}`", "",
+        f"# `make wheels`, {datetime.date.today()}", "",
+        "| | |", "|---|---|",
+        f"| Command | `make wheels` with `WHEELS=\"{shlex.join(arguments)}\"` |",
+        f"| Commit | {commit} |",
+        f"| Machine | {platform.machine()}, {os.cpu_count()} cores, {platform.system()} |",
+        f"| Tests that failed | {', '.join(failed) or 'of no wheel'} |",
+        "| Skipped | as many as each row says; `pytest -rs` says why |", "",
         "| Python | torch | wheel | seconds to build | tests of the installed wheel |",
         "|---|---|---|---|---|", *rows, "",
     ))  # fmt: skip
@@ -140,7 +147,7 @@ def main() -> int:
         said, passed = test(interpreter, wheel, arguments.tests)
         results.append(Result(Path(python).name, torch, wheel.name, seconds, said, passed))
     out = ROOT / "tests" / "results" / f"{datetime.date.today()}-wheels.md"
-    out.write_text(page(results, shlex.join(["python", "scripts/wheels.py", *sys.argv[1:]])))
+    out.write_text(page(results, sys.argv[1:]))
     print(out.read_text())
     return 0 if all(result.passed for result in results) else 1
 
