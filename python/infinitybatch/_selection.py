@@ -1,6 +1,7 @@
 """Which entries of an endless row a container keeps."""
 
 import random
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -9,32 +10,32 @@ from . import _checks
 from .errors import InvalidArgument
 
 
-class Selector:
+class Selector(ABC):
     """Decides about entries as they come, counted from 0. What it remembers is no more than what it
     keeps."""
 
+    @abstractmethod
     def wants(self, number: int) -> bool:
         """Whether entry `number`, the next one, is to be kept; the same however often it is asked."""
-        raise NotImplementedError
 
+    @abstractmethod
     def admit(self, number: int) -> int | None:
         """Entry `number`, which is wanted, is there: the number of the one that leaves for it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state(self) -> list[Any]:
         """As plain numbers, for checkpoints."""
-        raise NotImplementedError
 
-    def load(self, state: list[Any]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def load(self, state: list[Any]) -> None: ...
 
 
 @dataclass(frozen=True)
-class Selection:
+class Selection(ABC):
     """Which entries are kept: `last`, `every`, `reservoir`, `everything`."""
 
-    def start(self) -> Selector:
-        raise NotImplementedError
+    @abstractmethod
+    def start(self) -> Selector: ...
 
 
 @dataclass(frozen=True)

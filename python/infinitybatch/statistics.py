@@ -5,6 +5,7 @@ trainer = ib.Trainer(..., callbacks=ib.statistics.JsonLines("run.jsonl"))
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -31,8 +32,8 @@ Kind = Literal["batch", "epoch", "evaluation"]
 AnyPath = str | os.PathLike[str]
 
 
-class Statistics(Callback):
-    """Makes a row of each event; what writes rows overrides `write`.
+class Statistics(Callback, ABC):
+    """Makes a row of each event; a subclass writes it somewhere.
 
     Columns of a batch: epoch, step, batch, loss, samples, seconds, learning_rate (of the first
     group), peak_bytes, micro_batch_size, restarts. Of an epoch: epoch, step, loss, samples, batches,
@@ -41,10 +42,10 @@ class Statistics(Callback):
 
     _began = 0.0
 
+    @abstractmethod
     def write(self, kind: str, row: Mapping[str, Any]) -> None:
         """`kind`: "batch", "epoch", "evaluation", or what happens rarely: "run", "end",
         "checkpoint", "failure"."""
-        raise NotImplementedError
 
     def on_batch_begin(self, event: BatchBegin) -> None:
         self._began = time.perf_counter()

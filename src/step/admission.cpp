@@ -65,6 +65,17 @@ void admit(Problem& problem) {
   admit_model(problem);
 }
 
+Problem admitted(const Model& model, const std::variant<SeparableLoss, CoupledLoss>& loss,
+                 const BatchSource& inputs, const BatchSource& targets) {
+  Problem problem;
+  problem.model = &model;
+  problem.loss = loss;
+  problem.inputs = &inputs;
+  problem.targets = &targets;
+  admit(problem);
+  return problem;
+}
+
 void admit_model(Problem& problem) {
   refuse_transforms();
   problem.parameters = problem.model->parameters();

@@ -15,6 +15,10 @@ namespace infinitybatch {
 /// `problem.model`, `problem.loss`, `problem.inputs` and `problem.targets` are set already.
 void admit(Problem& problem);
 
+/// A problem that is admitted; \param inputs, targets outlive it, as model and loss do
+Problem admitted(const Model& model, const std::variant<SeparableLoss, CoupledLoss>& loss,
+                 const BatchSource& inputs, const BatchSource& targets);
+
 /// Targets as a source of `size` rows. A loss that needs none is called with what the user passed:
 /// an empty tuple, say.
 BatchSource targets_source(const Batch& targets, int64_t size);

@@ -301,12 +301,7 @@ BenchReport bench(const Model& model, const Loss& loss, const BatchSource& input
   options.loss_scale = nullptr;
   options.keep_outputs = false;
   VirtualBatch(model, loss, options);  // throws what it does not take
-  Problem problem;
-  problem.model = &model;
-  problem.loss = loss;
-  problem.inputs = &inputs;
-  problem.targets = &targets;
-  admit(problem);
+  const Problem problem = admitted(model, loss, inputs, targets);
   return Race(problem, loss, native, options, how).run();
 }
 

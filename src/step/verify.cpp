@@ -302,12 +302,7 @@ VerifyReport verify(const Model& model, const Loss& loss, const BatchSource& inp
   options.on_micro_batch = nullptr;
   options.loss_scale = nullptr;
   options.keep_outputs = false;
-  Problem problem;
-  problem.model = &model;
-  problem.loss = loss;
-  problem.inputs = &inputs;
-  problem.targets = &targets;
-  admit(problem);
+  const Problem problem = admitted(model, loss, inputs, targets);
   return Examination(problem, loss, native, options).run();
 }
 

@@ -167,17 +167,22 @@ class OwnMean(transformers.Trainer):
         return (value, outputs) if return_outputs else value
 
 
+THREE_BATCHES = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 3,
+    "max_steps": 2,
+    "report_to": [],
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
 def train(model: Any, folder: Path, kind: Any = transformers.Trainer, **options: Any) -> None:
     settings = transformers.TrainingArguments(
         output_dir=str(folder),
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=3,
-        max_steps=2,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
+        **THREE_BATCHES,
         seed=0,
         **options,
     )
@@ -272,14 +277,7 @@ def test_sentence_transformers_compare_a_micro_batch_s_own_negatives(tmp_path: P
 
     settings = sentences.SentenceTransformerTrainingArguments(
         output_dir=str(tmp_path),
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=3,
-        max_steps=2,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
+        **THREE_BATCHES,
         max_grad_norm=0.0,
     )
     data = datasets.Dataset.from_dict(
