@@ -64,23 +64,20 @@ uint32_t ask_switches(const at::Context& context) {
 /// turned while no byte of it has changed. (Settings that it keeps elsewhere, in maps, are no
 /// switches.)
 struct LastSwitches {
-  std::array<std::byte, sizeof(at::Context)> context{};
+  alignas(at::Context) std::array<std::byte, sizeof(at::Context)> context{};
   uint32_t bits = 0;
-  bool settled = false;  // nobody turned one while they were asked for
+  bool known = false;
 };
 
 uint32_t read_switches() {
   thread_local LastSwitches last;
   const at::Context& context = at::globalContext();
-  const auto changed = [&] {
-    return std::memcmp(last.context.data(), &context, sizeof(context)) != 0;
-  };
-  if (!last.settled || changed()) {
-    // Copied first: a switch that another thread turns meanwhile, and perhaps back afterwards, is
-    // found next time.
+  if (!last.known || std::memcmp(last.context.data(), &context, sizeof(context)) != 0) {
+    // The copy is asked, not the context: another thread that turns a switch meanwhile, and back,
+    // would leave the bytes of one moment with the switches of another. Each getter reads one bool.
     std::memcpy(last.context.data(), static_cast<const void*>(&context), sizeof(context));
-    last.bits = ask_switches(context);
-    last.settled = !changed();
+    last.bits = ask_switches(*reinterpret_cast<const at::Context*>(last.context.data()));
+    last.known = true;
   }
   return last.bits;
 }

@@ -75,7 +75,7 @@ TEST(Modes, WarningOnlyIsSeen) {
   EXPECT_NE(Modes::current(), strict);
 }
 
-// Torch's own switches have no lock; what was asked for while somebody turned one is not kept.
+// Torch's own switches have no lock; what is kept of one moment is of that moment alone.
 TEST(Modes, ASwitchThatAnotherThreadTurnsThereAndBackIsSeenAsItEnds) {
   at::Context& context = at::globalContext();
   const bool before = context.deterministicMkldnn();
