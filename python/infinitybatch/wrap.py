@@ -119,11 +119,10 @@ def wrap(
             forward; where a call begins again it is called again for micro-batches that are computed
             again.
         reduce: what an output that is one number for each micro-batch is: a "sum" or a "mean" over
-            samples. A mean over tokens some of whose labels are ignored (a Hugging Face model's own
-            loss) is no mean over samples: take the loss of the logits, or VirtualBatch with
-            `losses.from_model`. Without it such outputs raise BatchError, unless they are the same
-            for any samples (a temperature, a penalty): these stand once, as natively, whatever
-            `reduce` says.
+            samples. A cross entropy that forward returns as it is need not be said: its mean is joined
+            by the targets that count, whatever is ignored. Without it other such outputs raise
+            BatchError, unless they are the same for any samples (a temperature, a penalty): these
+            stand once, as natively, whatever `reduce` says.
         output_batch_dim: the dimension of outputs along which samples lie, where several could be
             it (by default the one whose size follows the micro-batch's).
         methods: names of more methods that are computed as forward is, ("encode",): on the whole

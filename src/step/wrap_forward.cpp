@@ -163,6 +163,7 @@ Batch ForwardPass::run(Split split) {
     if (retains || instruction.operation == Operation::record) {
       this->run(run.rows_of(instruction), retains);
     } else {
+      const tape::OpBus::Scope listening(own_losses_, {.results = true});
       run.run(i, i + 1);
     }
   }
@@ -176,6 +177,7 @@ void ForwardPass::take_outputs_of_cuts() {
   for (Batch& part : call_->run->take_outputs()) {
     const Rows rows{row, row + row_counts_[outputs_.size()]};
     outputs_.push_back(without_left(std::move(part), /*keep=*/true));
+    losses_.push_back(own_losses_.of(outputs_.back()));
     show(rows, outputs_.back());
     row = rows.end;
   }
@@ -202,7 +204,11 @@ void ForwardPass::run(Rows rows, bool keep) {
 }
 
 Batch ForwardPass::run_model(const Batch& micro) {
-  const auto forward = [&] { return call_->wrapped->model.forward(micro); };
+  const auto forward = [&] {
+    own_losses_.watch(micro);
+    const tape::OpBus::Scope listening(own_losses_, {.results = true});
+    return call_->wrapped->model.forward(micro);
+  };
   if (!left_) return forward();
   Batch outputs = left_->with_left(batch_size(micro, "inputs"), forward);
   if (left_->count() > 0) call_->wrapped->joining = true;
@@ -222,6 +228,8 @@ Batch ForwardPass::meet(const Batch& inputs, Batch outputs) {
     note_sources(call_->run->engine().tape(rows_at_work_));
   }
   Batch given = without_left(std::move(outputs), /*keep=*/true);
+  losses_.push_back(own_losses_.of(given));
+  own_losses_.forget();
   if (!recording_) return given;
   const std::vector<at::Tensor> left = call_->run->engine().forwards().state().take_left();
   note_graph(given, inputs, first_node_);
@@ -356,8 +364,8 @@ Batch ForwardPass::finish() {
     run.keep_numbers({row, row + row_counts_[i]}, numbers_of(outputs_[i]));
     row += row_counts_[i];
   }
-  JoinedOutputs joined =
-      join(std::move(outputs_), row_counts_, from_samples_, call_->findings.rows_seen.dims, own_);
+  JoinedOutputs joined = join(std::move(outputs_), row_counts_, from_samples_,
+                              call_->findings.rows_seen.dims, losses_, own_);
   if (!run.engine().checks().found()) check_reduce(joined);
   run.finish_forward();
   if (cut() && options_.static_graph) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "step/own_losses.hpp"
 #include "step/wrap_run.hpp"
 #include "step/wrapped_call.hpp"
 
@@ -73,8 +74,8 @@ class ForwardPass {
  private:
   void read(const Batch& inputs);
   void read(const NamedParameter& parameter);
-  /// Whether an output that is one number is the sum or mean over samples that the user says: once
-  /// for each kind of batch. \throws BatchError
+  /// Whether an output that is one number is the sum or mean that the user says, or that its op is
+  /// known to be: where rows are looked at. \throws BatchError
   void check_reduce(const JoinedOutputs& joined);
   /// The user's forward; with what it leaves beside its outputs behind them.
   Batch run_model(const Batch& micro);
@@ -117,8 +118,10 @@ class ForwardPass {
   uint64_t first_node_ = 0;     // of its graph, or before it
   std::vector<Batch> outputs_;  // of a model that is cut
   std::vector<int64_t> row_counts_;
-  std::vector<bool> wants_gradient_;  // of each leaf of the outputs
-  std::vector<bool> from_samples_;    // the same; empty where nothing was recorded
+  OwnLosses own_losses_;
+  std::vector<std::vector<OwnLoss>> losses_;  // of each micro-batch
+  std::vector<bool> wants_gradient_;          // of each leaf of the outputs
+  std::vector<bool> from_samples_;            // the same; empty where nothing was recorded
   // What the node's edges need; the call itself holds inputs without their graph.
   Batch inputs_;
   bool ambiguous_ = false;  // along which dimension outputs lie

@@ -13,7 +13,6 @@
 #include <ATen/Functions.h>
 
 #include <algorithm>
-#include <numeric>
 #include <sstream>
 #include <utility>
 
@@ -81,32 +80,30 @@ struct Joining {
   }
 };
 
-at::Tensor reduced(const Joining& joining, Reduce reduce, const std::string& name) {
+/// See `JoinedOutputs::shares`.
+std::vector<at::Tensor> shares_of(const Joining& joining,
+                                  const std::vector<std::vector<OwnLoss>>& losses, Reduce reduce,
+                                  const std::string& name) {
   const at::Tensor& first = joining.tensor(0);
-  const auto& [parts, row_counts, leaf, from_samples, known_dim] = joining;
-  if (reduce == Reduce::none) {
+  std::vector<OwnLoss> here;
+  for (const std::vector<OwnLoss>& part : losses) here.push_back(part.at(joining.leaf));
+  here.resize(joining.parts.size());
+  std::vector<at::Tensor> shares = infinitybatch::shares_of(here, joining.row_counts, reduce);
+  if (shares.empty()) {
     throw BatchError(
         name + " is one number for each micro-batch" +
-        (from_samples ? "" : ", and not the same one,") +
+        (joining.from_samples ? "" : ", and not the same one,") +
         " which cannot be joined; say "
-        "reduce=\"sum\" or \"mean\" if it is a sum or a mean over samples (a mean over "
-        "tokens, some of them ignored, as a language model's own loss is none), or "
-        "return one value for each sample");
+        "reduce=\"sum\" or \"mean\" if it is a sum or a mean over samples, or return one value for "
+        "each sample. (A cross entropy's own mean or sum need not be said where forward returns it "
+        "as it is)");
   }
   if (reduce == Reduce::mean && !first.is_floating_point() && !first.is_complex()) {
     throw BatchError(name +
                      " is a whole number, of which no mean can be taken; return it as a "
                      "floating point number, or say reduce=\"sum\"");
   }
-  const double total = static_cast<double>(
-      std::accumulate(row_counts.begin(), row_counts.end(), static_cast<int64_t>(0)));
-  at::Tensor sum;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    at::Tensor term = parts[i].leaves()[leaf].tensor;
-    if (reduce == Reduce::mean) term = term.mul(static_cast<double>(row_counts[i]) / total);
-    sum = sum.defined() ? sum.add(term) : term;
-  }
-  return sum;
+  return shares;
 }
 
 /// Along which dimension samples lie in a leaf that has one place for each. Nothing where it stands
@@ -168,7 +165,7 @@ bool is_ambiguous(const Batch& outputs, int64_t rows, const std::vector<bool>& f
 
 JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_counts,
                    const std::vector<bool>& from_samples, const std::vector<int64_t>& known_dims,
-                   const WrapOptions& options) {
+                   const std::vector<std::vector<OwnLoss>>& losses, const WrapOptions& options) {
   const size_t count = parts.front().leaves().size();
   for (const Batch& part : parts) {
     bool alike = part.leaves().size() == count;
@@ -190,6 +187,7 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
   }
   JoinedOutputs joined;
   joined.once.resize(count, false);
+  joined.shares.resize(count);
   std::vector<Leaf> leaves = parts.front().leaves();
   for (size_t leaf = 0; leaf < count; ++leaf) {
     const at::Tensor first = leaves[leaf].tensor;
@@ -207,7 +205,15 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
       continue;
     }
     if (*dim == Leaf::kShared) {
-      leaves[leaf].tensor = reduced(joining, options.reduce, name);
+      const std::vector<at::Tensor> shares = shares_of(joining, losses, options.reduce, name);
+      std::vector<at::Tensor> numbers;
+      int64_t row = 0;
+      for (size_t i = 0; i < parts.size(); ++i) {
+        numbers.push_back(joining.tensor(i));
+        joined.shares[leaf].emplace(row, shares[i]);
+        row += row_counts[i];
+      }
+      leaves[leaf].tensor = reduced(numbers, shares);
       continue;
     }
     std::vector<at::Tensor> tensors;
@@ -221,8 +227,6 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
     leaves[leaf].tensor = join_rows(tensors, leaves[leaf], name);
   }
   joined.whole = Batch(std::move(leaves), parts.front().structure());
-  joined.reduce = options.reduce;
-  joined.rows = std::accumulate(row_counts.begin(), row_counts.end(), static_cast<int64_t>(0));
   return joined;
 }
 
@@ -231,8 +235,45 @@ at::Tensor JoinedOutputs::part_of_gradient(size_t index, const at::Tensor& gradi
   const Leaf& like = whole.leaves()[index];
   if (like.batch_dim != Leaf::kShared) return rows_of(gradient, like, part);
   if (once[index]) return part.begin == 0 ? gradient : at::Tensor();
-  if (reduce == Reduce::sum) return gradient;
-  return gradient.mul(static_cast<double>(part.size()) / static_cast<double>(rows));
+  return gradient.mul(shares[index].at(part.begin));
+}
+
+std::vector<at::Tensor> shares_of(const std::vector<OwnLoss>& losses,
+                                  const std::vector<int64_t>& row_counts, Reduce reduce) {
+  const auto all = [&](OwnLoss::Kind kind) {
+    return std::all_of(losses.begin(), losses.end(),
+                       [&](const OwnLoss& each) { return each.kind == kind; });
+  };
+  const bool weighed = reduce != Reduce::sum && all(OwnLoss::Kind::mean);
+  const bool summed = reduce == Reduce::sum || (reduce == Reduce::none && all(OwnLoss::Kind::sum));
+  if (reduce == Reduce::none && !weighed && !summed) return {};
+  std::vector<at::Tensor> shares;
+  at::Tensor total;
+  for (size_t i = 0; i < losses.size(); ++i) {
+    if (weighed) {
+      const at::Tensor& weight = losses[i].weight;
+      shares.push_back(weight.to(weight.is_mps() ? at::kFloat : at::kDouble));
+    } else {
+      shares.push_back(at::scalar_tensor(summed ? 1.0 : static_cast<double>(row_counts[i]),
+                                         at::TensorOptions().dtype(at::kDouble)));
+    }
+    total = total.defined() ? total.add(shares.back()) : shares.back();
+  }
+  if (summed) return shares;
+  for (at::Tensor& share : shares) share = share.div(total);
+  return shares;
+}
+
+at::Tensor reduced(const std::vector<at::Tensor>& numbers, const std::vector<at::Tensor>& shares) {
+  const at::ScalarType type = numbers.front().scalar_type();
+  at::Tensor sum;
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    at::Tensor term = numbers[i].mul(shares[i]);
+    // A mean over nothing is NaN, and no part of the mean over all.
+    term = term.masked_fill(shares[i].eq(0), 0);
+    sum = sum.defined() ? sum.add(term) : term;
+  }
+  return sum.to(type);
 }
 
 }  // namespace infinitybatch

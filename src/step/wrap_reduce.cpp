@@ -1,8 +1,10 @@
-// The part of ForwardPass that tests what the user says of an output that is one number.
+// The part of ForwardPass that tests what an output that is one number is said to be.
+#include "step/wrap_forward.hpp"
+
 #include "core/out_of_memory.hpp"
 #include "coupled/row_errors.hpp"
+#include "execute/moved_values.hpp"
 #include "execute/relative_distance.hpp"
-#include "step/wrap_forward.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -16,49 +18,98 @@
 
 namespace infinitybatch {
 
+namespace {
+
+struct Trial {
+  TrialOutputs outputs;
+  std::vector<OwnLoss> losses;
+};
+
+struct Trials {
+  Trial whole, first, second;
+  bool finite = true;
+};
+
+/// Like `RowLook`, at a few places: samples that weigh alike tell nothing.
+std::vector<int64_t> places(int64_t total, int64_t rows, int64_t step) {
+  const int64_t count = std::min<int64_t>(4, (total + rows - 1) / rows);
+  std::vector<int64_t> begins;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t begin = count == 1 ? 0 : i * (total - rows) / (count - 1);
+    begins.push_back((begin + (step - 1) * rows) % (total - rows + 1));
+  }
+  return begins;
+}
+
+}  // namespace
+
 void ForwardPass::check_reduce(const JoinedOutputs& joined) {
-  if (own_.reduce == Reduce::none || row_counts_.size() < 2) return;
-  if (!exact_ || cut()) return;
-  if (call_->findings.reduce_checked) return;
-  std::vector<size_t> reduced;
-  for (size_t i = 0; i < joined.whole.leaves().size(); ++i) {
-    const Leaf& leaf = joined.whole.leaves()[i];
-    if (leaf.tensor.defined() && leaf.batch_dim == Leaf::kShared && !joined.once[i]) {
-      reduced.push_back(i);
-    }
+  Executor& engine = call_->run->engine();
+  if (row_counts_.size() < 2 || !exact_) return;
+  if (call_->findings.reduce_checked && !engine.checks().looked()) return;
+  std::vector<size_t> numbers;
+  for (size_t i = 0; i < joined.shares.size(); ++i) {
+    if (!joined.shares[i].empty()) numbers.push_back(i);
   }
-  if (reduced.empty()) return;
-  const int64_t all =
-      std::min(batch_size(inputs_, "inputs"), std::max<int64_t>(2, row_counts_.front()));
+  if (numbers.empty()) return;
+  const int64_t total = batch_size(inputs_, "inputs");
+  const int64_t all = std::min(total, std::max<int64_t>(2, row_counts_.front()));
   const int64_t half = all / 2;
-  std::optional<TrialOutputs> whole, first, second;
-  try {
-    Executor& engine = call_->run->engine();
-    const Batch inputs = call_->micro_batch({0, all});
-    whole = engine.checks().try_forward(inputs, all);
-    first = engine.checks().try_forward(rows(inputs, 0, half), half);
-    second = engine.checks().try_forward(rows(inputs, half, all), all - half);
-  } catch (...) {
-    const std::exception_ptr error = std::current_exception();
-    if (!is_out_of_memory(error) && !coupled::may_be_of_rows(error)) throw;
-    return;  // nobody can tell
-  }
-  if (!whole || !first || !second) return;
-  if (whole->strayed || first->strayed || second->strayed) return;
-  const bool mean = own_.reduce == Reduce::mean;
-  const double a = mean ? static_cast<double>(half) / static_cast<double>(all) : 1;
-  const double b = mean ? 1 - a : 1;
-  for (const size_t i : reduced) {
-    const auto of = [i](const TrialOutputs& trial) { return trial.outputs.leaves()[i].tensor; };
-    const at::Tensor wanted = of(*whole);
-    const at::Tensor found = of(*first).mul(a).add(of(*second).mul(b)).to(wanted.scalar_type());
-    if (relative_distance(wanted, found) <= rounding_of(wanted)) continue;
-    const std::string name = mean ? "mean" : "sum";
-    throw BatchError("outputs" + joined.whole.structure()->leaf_name(i) + " is no " + name +
-                     " over samples, as reduce=\"" + name + "\" says: of " + std::to_string(all) +
-                     " samples it is " + std::to_string(wanted.item<double>()) +
-                     ", and its two halves give " + std::to_string(found.item<double>()) +
-                     "; return one value for each sample, and let the loss reduce them");
+  const auto number = [](const Trial& trial, size_t i) {
+    return trial.outputs.outputs.leaves()[i].tensor;
+  };
+  const auto attempt = [&](Rows part) -> std::optional<Trial> {
+    auto outputs = engine.checks().try_forward(call_->micro_batch(part), part.size());
+    if (!outputs || outputs->strayed) return std::nullopt;
+    std::vector<OwnLoss> losses = own_losses_.of(outputs->outputs);
+    return Trial{std::move(*outputs), std::move(losses)};
+  };
+  /// Nothing where nobody can tell.
+  const auto split = [&](int64_t begin) -> std::optional<Trials> {
+    auto whole = attempt({begin, begin + all});
+    auto first = whole ? attempt({begin, begin + half}) : std::nullopt;
+    auto second = first ? attempt({begin + half, begin + all}) : std::nullopt;
+    if (!second) return std::nullopt;
+    Trials trials{std::move(*whole), std::move(*first), std::move(*second)};
+    for (const size_t i : numbers) {
+      trials.finite = trials.finite && number(trials.whole, i).isfinite().item<bool>();
+    }
+    return trials;
+  };
+  // Of a fresh model's losses one is much like another, and so are their means.
+  MovedValues moved(recording_ ? setup_.problem.parameters : std::vector<NamedParameter>(), {},
+                    engine.forwards().watch().memory());
+  for (const int64_t begin :
+       places(total, all, std::max<int64_t>(1, call_->findings.rows_seen.steps))) {
+    std::optional<Trials> trials;
+    try {
+      if (!moved.empty()) moved.on();
+      trials = split(begin);
+      moved.off();
+      if (trials && !trials->finite) trials = split(begin);
+    } catch (...) {
+      const std::exception_ptr error = std::current_exception();
+      moved.off();
+      if (!is_out_of_memory(error) && !coupled::may_be_of_rows(error)) throw;
+    }
+    if (!trials) return;
+    for (const size_t i : numbers) {
+      const std::vector<OwnLoss> losses{trials->first.losses.at(i), trials->second.losses.at(i)};
+      const auto shares = shares_of(losses, {half, all - half}, own_.reduce);
+      if (shares.empty()) continue;
+      const at::Tensor wanted = number(trials->whole, i);
+      const at::Tensor found =
+          reduced({number(trials->first, i), number(trials->second, i)}, shares);
+      if (relative_distance(wanted, found) <= rounding_of(wanted)) continue;
+      const bool sum = own_.reduce == Reduce::sum || losses.front().kind == OwnLoss::Kind::sum;
+      const std::string name = sum ? "sum" : "mean";
+      throw BatchError(
+          "outputs" + joined.whole.structure()->leaf_name(i) + " is no " + name + " over samples" +
+          (own_.reduce == Reduce::none ? "" : ", as reduce=\"" + name + "\" says") + ": of " +
+          std::to_string(all) + " samples it is " + std::to_string(wanted.item<double>()) +
+          ", and its two halves give " + std::to_string(found.item<double>()) +
+          "; return one value for each sample, and let the loss reduce them");
+    }
   }
   call_->findings.reduce_checked = true;
 }

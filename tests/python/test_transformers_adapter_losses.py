@@ -121,13 +121,22 @@ def test_a_compute_loss_of_the_model_s_own(tmp_path):
             return 2 * super().compute_loss(model, inputs, False, num_items_in_batch)
 
     given = (tmp_path, texts(29))
-    run = trainer(More, language_model(), *given, PIECES, **SIZES)
+    native = trainer(Twice, language_model(), *given, NATIVE)
+    native.train()
+    for more in ({}, {"stream_loss": True}):
+        run = trainer(More, language_model(), *given, PIECES, **more, **SIZES)
+        run.train()
+        assert farthest(run.model, native.model) < 1e-12
+
+    def smoothed(logits, labels, vocab_size, num_items_in_batch=None, **_):
+        flat = logits[:, :-1].reshape(-1, vocab_size)
+        return nn.functional.cross_entropy(flat, labels[:, 1:].flatten(), label_smoothing=0.1)
+
+    model = language_model()
+    model.loss_function = smoothed
+    run = trainer(More, model, *given, PIECES, **SIZES)
     with pytest.raises(ib.BatchError, match="More computes its loss from .* stream_loss=True"):
         run.train()
-    native = trainer(Twice, language_model(), *given, NATIVE)
-    streamed = trainer(More, language_model(), *given, PIECES, stream_loss=True, **SIZES)
-    native.train(), streamed.train()
-    assert farthest(streamed.model, native.model) < 1e-12
 
 
 def test_several_devices_are_refused():

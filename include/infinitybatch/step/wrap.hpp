@@ -18,9 +18,9 @@ namespace infinitybatch {
 
 /// What becomes of an output that is one number for each micro-batch.
 enum class Reduce {
-  none,  ///< refuse it: nobody knows what it means
+  none,  ///< refuse it, but for a cross entropy's own sum or mean: nobody knows what it means
   sum,   ///< it is a sum over samples
-  mean,  ///< it is a mean over samples: weighted by the rows of each micro-batch
+  mean,  ///< it is a mean over samples; of a cross entropy's over the targets that count
 };
 
 /// What only a Wrap has, beside `Options`.
