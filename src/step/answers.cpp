@@ -52,8 +52,7 @@ bool VirtualBatch::State::answer(Setup& setup, const std::optional<int64_t>& bud
   const bool runs_again = failure != Failure::no_plan && failure != Failure::no_room_to_look &&
                           failure != Failure::no_room_to_offload && failure != Failure::other;
   if (runs_again && !settled) check_inputs();
-  const auto found = recover(failure, [&](Answer each) { return apply(each, setup, budget); });
-  if (found) return is_restart(*found);
+  if (const auto found = recover(failure, answers(setup, budget))) return is_restart(*found);
   switch (failure) {
     case Failure::other_segments:
       throw CouplingError("aten::batch_norm",
@@ -79,46 +78,38 @@ bool VirtualBatch::State::answer(Setup& setup, const std::optional<int64_t>& bud
   }
 }
 
-bool VirtualBatch::State::apply(Answer answer, Setup& setup, const std::optional<int64_t>& budget) {
-  CheckpointPlanner* const segments = memory_->checkpoints ? &*memory_->checkpoints : nullptr;
-  switch (answer) {
-    case Answer::rerun_forwards:
-      use_tapes_ = false;
-      setup.strategy.second_forward = Strategy::SecondForward::rerun_after_mismatch;
-      return true;
-    case Answer::record_anew:
-      return true;
-    case Answer::follow_segments:
-      segments_ = failed_.segments;
-      return ++segments_changed_ <= 3;
-    case Answer::cut:
-      return begin_cuts(setup);
-    case Answer::stop_cutting:
-      return end_cuts(setup);
-    case Answer::whole_batch:
-      return begin_whole_batch(setup);
-    case Answer::larger_micro_batches:
-      return begin_larger(setup);
-    case Answer::drop_graphs:
-      return false;  // nobody else keeps any
-    case Answer::copy_in_turn:
-      return begin_turns(setup);
-    case Answer::smaller_micro_batches:
-      return plan_smaller(*budget);
-    case Answer::second_forwards:
-      return give_up_graphs();
-    case Answer::offload:
-      return begin_offload(setup);
-    case Answer::checkpoint:
-      return begin_checkpoints(setup);
-    case Answer::smaller_segments:
-      return segments->ran_out_of_memory();
-    case Answer::forward_again:
-      return begin_again(setup, *segments);
-    case Answer::forget_frontiers:
-      return begin_forgetting(*segments);
-  }
-  return false;
+Answers VirtualBatch::State::answers(Setup& setup, const std::optional<int64_t>& budget) {
+  Answers answers{
+      {Answer::rerun_forwards, [&] { return begin_reruns(setup); }},
+      {Answer::record_anew, [] { return true; }},
+      {Answer::follow_segments, [this] { return follow_segments(); }},
+      {Answer::cut, [&] { return begin_cuts(setup); }},
+      {Answer::stop_cutting, [&] { return end_cuts(setup); }},
+      {Answer::whole_batch, [&] { return begin_whole_batch(setup); }},
+      {Answer::larger_micro_batches, [&] { return begin_larger(setup); }},
+      {Answer::copy_in_turn, [&] { return begin_turns(setup); }},
+      {Answer::smaller_micro_batches, [&] { return plan_smaller(*budget); }},
+      {Answer::second_forwards, [this] { return give_up_graphs(); }},
+      {Answer::offload, [&] { return begin_offload(setup); }},
+      {Answer::checkpoint, [&] { return begin_checkpoints(setup); }},
+  };
+  if (!memory_->checkpoints) return answers;
+  CheckpointPlanner* const segments = &*memory_->checkpoints;
+  answers[Answer::smaller_segments] = [segments] { return segments->ran_out_of_memory(); };
+  answers[Answer::forward_again] = [&, segments] { return begin_again(setup, *segments); };
+  answers[Answer::forget_frontiers] = [this, segments] { return begin_forgetting(*segments); };
+  return answers;
+}
+
+bool VirtualBatch::State::begin_reruns(Setup& setup) {
+  use_tapes_ = false;
+  setup.strategy.second_forward = Strategy::SecondForward::rerun_after_mismatch;
+  return true;
+}
+
+bool VirtualBatch::State::follow_segments() {
+  segments_ = failed_.segments;
+  return ++segments_changed_ <= 3;
 }
 
 /// What other errors mean, where a step knows it.

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -83,15 +84,14 @@ class Failed::Scope {
   Failed& failed_;
 };
 
-/// Goes through the answers to a failure. Nothing where none applies.
-/// \param apply does it, from now on; false where it is not possible, or would not help
-std::optional<Answer> recover(Failure failure, const std::function<bool(Answer)>& apply);
+/// How each answer is given, from now on: false where it is not possible, or would not help. What
+/// is not among them is never possible.
+using Answers = std::map<Answer, std::function<bool()>>;
+/// Goes through the answers to a failure. The first that could be given; nothing where none could.
+std::optional<Answer> recover(Failure failure, const Answers& answers);
 
 /// Whether the attempt that follows is one that reports count: memory has run out, or what was
 /// believed was wrong.
 bool is_restart(Answer answer) noexcept;
-
-const char* name_of(Failure failure) noexcept;
-const char* name_of(Answer answer) noexcept;
 
 }  // namespace infinitybatch

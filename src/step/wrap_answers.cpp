@@ -22,9 +22,7 @@ bool ForwardCall::answer(const memory::Limit* limit) {
       refused_ = limit->refused() > 0;
     }
   }
-  if (const auto found = recover(failure, [&](Answer each) { return apply(each); })) {
-    return is_restart(*found);
-  }
+  if (const auto found = recover(failure, answers())) return is_restart(*found);
   switch (failure) {
     case Failure::other_segments:
       throw CouplingError("aten::batch_norm",
@@ -43,39 +41,31 @@ bool ForwardCall::answer(const memory::Limit* limit) {
   }
 }
 
-bool ForwardCall::apply(Answer answer) {
-  switch (answer) {
-    case Answer::record_anew:
-      return true;
-    case Answer::follow_segments:
-      rerunnable_.check();
-      wrapped_->segments = failed_.segments;
-      return ++changes_ <= 3;
-    case Answer::cut:
-      return begin_cuts();
-    case Answer::stop_cutting:
-      return end_cuts();
-    case Answer::whole_batch:
-      return begin_whole_batch();
-    case Answer::larger_micro_batches:
-      return begin_larger();
-    case Answer::drop_graphs:
-      return budget_ && drop_graphs(*wrapped_);
-    case Answer::smaller_micro_batches:
-      return plan_smaller();
-    case Answer::second_forwards:
-      return give_up_graphs();
-    case Answer::offload:
-      // What the system refused of a given size comes back as it is.
-      return budget_ && (failed_.failure == Failure::no_plan || !is_given_to_the_system()) &&
-             begin_offload();
-    default:
-      return false;  // VirtualBatch's alone
-  }
+Answers ForwardCall::answers() {
+  return {
+      {Answer::record_anew, [] { return true; }},
+      {Answer::follow_segments, [this] { return follow_segments(); }},
+      {Answer::cut, [this] { return begin_cuts(); }},
+      {Answer::stop_cutting, [this] { return end_cuts(); }},
+      {Answer::whole_batch, [this] { return begin_whole_batch(); }},
+      {Answer::larger_micro_batches, [this] { return begin_larger(); }},
+      {Answer::drop_graphs, [this] { return budget_ && drop_graphs(*wrapped_); }},
+      {Answer::smaller_micro_batches, [this] { return plan_smaller(); }},
+      {Answer::second_forwards, [this] { return give_up_graphs(); }},
+      {Answer::offload, [this] { return begin_offload(); }},
+  };
+}
+
+bool ForwardCall::follow_segments() {
+  rerunnable_.check();
+  wrapped_->segments = failed_.segments;
+  return ++changes_ <= 3;
 }
 
 /// From now on what waits of batches of this kind leaves the device; false where it cannot.
 bool ForwardCall::begin_offload() {
+  // What the system refused of a given size comes back as it is.
+  if (!budget_ || (failed_.failure != Failure::no_plan && is_given_to_the_system())) return false;
   const bool keeps = with_gradients_ && options_.retained_micro_batches > 0;
   const bool possible =
       options_.offload.when != Offload::When::never &&

@@ -42,7 +42,8 @@ class ForwardCall {
     wrapped_->known.of(kind_).few_rows.forget_error();
   }
   bool answer(const memory::Limit* limit);
-  bool apply(Answer answer);
+  Answers answers();
+  bool follow_segments();
   bool begin_cuts();
   bool end_cuts();
   bool begin_whole_batch();
