@@ -18,13 +18,14 @@ class NarrowPlaces;
 /// Chooses where the tape of a micro-batch whose graph does not fit is cut.
 ///
 /// A light recording tells what each op keeps. Cuts are looked for where little waits
-/// (`plan::NarrowPlaces`, `plan::CutSearch`): of each stretch of equal bytes the narrowest place; of
-/// a tape of more ops than places, where these are too far apart for the budget, any op. Segments
-/// are not of equal size: backward begins with few sums, and ends with little that waits. What the
-/// estimate cannot know (workspace) is learned: a measured peak, or running out of memory, corrects
-/// it. The problem is that of Feng and Huang, "Optimal Gradient Checkpoint Search for Arbitrary
-/// Computation Graphs" (2018), on a line of ops. Where ops see the whole batch each stretch between
-/// two of them is such a line by itself, beside what all micro-batches leave in front of these ops.
+/// (`plan::NarrowPlaces`, `plan::CutSearch`): of each stretch of equal bytes the narrowest place;
+/// of a tape of more ops than places, where these are too far apart for the budget, any op.
+/// Segments are not of equal size: backward begins with few sums, and ends with little that waits.
+/// What the estimate cannot know (workspace) is learned: a measured peak, or running out of memory,
+/// corrects it. The problem is that of Feng and Huang, "Optimal Gradient Checkpoint Search for
+/// Arbitrary Computation Graphs" (2018), on a line of ops. Where ops see the whole batch each
+/// stretch between two of them is such a line by itself, beside what all micro-batches leave in
+/// front of these ops.
 class CheckpointPlanner : public Checkpoints {
  public:
   /// What it chooses for.
