@@ -80,7 +80,7 @@ class Planner {
   void observe_two_pass(const Piece& piece, const Measurement& measured);
   void observe_streamed(const Piece& piece, const Measurement& measured);
   void learn_times(const Piece& piece, const Measurement& measured);
-  /// Nothing smaller is planned for. \throws BudgetExceeded where no size is left
+  /// Where nothing fits: a last resort. \throws BudgetExceeded where none is left
   void find_smallest(int64_t needed_bytes);
   void forget_settled_plan();
   Plan make_plan() const;
