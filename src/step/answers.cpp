@@ -55,15 +55,12 @@ bool VirtualBatch::State::answer(Setup& setup, const std::optional<int64_t>& bud
   if (const auto found = recover(failure, answers(setup, budget))) return is_restart(*found);
   switch (failure) {
     case Failure::other_segments:
-      throw CouplingError("aten::batch_norm",
-                          "the model does not run its layers that see the whole batch equally "
-                          "often each time; give micro_batch_size, put them into eval mode, or "
-                          "accept another gradient with batch_coupling=\"per_micro_batch\"");
+      refuse_segments("give micro_batch_size");
     case Failure::coupling:
       std::rethrow_exception(knowledge_->why_coupled ? knowledge_->why_coupled : error);
     case Failure::no_plan:
     case Failure::out_of_memory:
-      refuse_budget(setup);
+      refuse_budget(failed_, knowledge_->few_rows, setup.problem.batch_size());
     case Failure::segment_out_of_memory:
     case Failure::loss_out_of_memory:
       give_up_checkpoints(
@@ -276,14 +273,6 @@ bool VirtualBatch::State::begin_whole_batch(const Setup& setup) {
 bool VirtualBatch::State::begin_larger(const Setup& setup) {
   if (!planning_ || inputs_written_ || setup.strategy.checkpoints()) return false;
   return knowledge_->few_rows.meet(failed_rows_, setup.problem.batch_size(), failed_.error);
-}
-
-void VirtualBatch::State::refuse_budget(const Setup& setup) {
-  if (knowledge_->few_rows.failing() != 0) {
-    knowledge_->few_rows.refuse(setup.problem.batch_size(), *failed_.refusal);
-  }
-  if (failed_.failure == Failure::no_plan) std::rethrow_exception(failed_.error);
-  throw *failed_.refusal;
 }
 
 }  // namespace infinitybatch

@@ -69,6 +69,21 @@ std::optional<Answer> recover(Failure failure, const Answers& answers) {
   return std::nullopt;
 }
 
+void refuse_segments(const std::string& way_out) {
+  throw CouplingError("aten::batch_norm",
+                      "the model does not run its layers that see the whole batch equally often "
+                      "each time; " +
+                          way_out +
+                          ", put them into eval mode, or accept another gradient with "
+                          "batch_coupling=\"per_micro_batch\"");
+}
+
+void refuse_budget(const Failed& failed, FewRows& few_rows, int64_t samples) {
+  if (few_rows.failing() != 0) few_rows.refuse(samples, *failed.refusal);
+  if (failed.failure == Failure::no_plan) std::rethrow_exception(failed.error);
+  throw *failed.refusal;
+}
+
 bool is_restart(Answer answer) noexcept {
   switch (answer) {
     case Answer::follow_segments:

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "step/few_rows.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 
 #include <cstdint>
@@ -7,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -89,6 +92,13 @@ class Failed::Scope {
 using Answers = std::map<Answer, std::function<bool()>>;
 /// Goes through the answers to a failure. The first that could be given; nothing where none could.
 std::optional<Answer> recover(Failure failure, const Answers& answers);
+
+/// Where no answer could be given: what the user sees.
+/// \param way_out of which the error tells first
+[[noreturn]] void refuse_segments(const std::string& way_out);
+/// \param failed   whose refusal that is, unless forward fails on a few samples
+/// \param samples of the batch
+[[noreturn]] void refuse_budget(const Failed& failed, FewRows& few_rows, int64_t samples);
 
 /// Whether the attempt that follows is one that reports count: memory has run out, or what was
 /// believed was wrong.

@@ -81,8 +81,6 @@ class VirtualBatch::State {
   bool begin_whole_batch(const Setup& setup);
   /// Larger micro-batches, where a few samples were what forward failed on; false where not.
   bool begin_larger(const Setup& setup);
-  /// \throws BudgetExceeded
-  [[noreturn]] void refuse_budget(const Setup& setup);
   /// From now on batches of this kind are computed so; false where they cannot be.
   bool begin_checkpoints(Setup& setup);
   /// No more: samples are coupled.

@@ -25,17 +25,16 @@ bool ForwardCall::answer(const memory::Limit* limit) {
   if (const auto found = recover(failure, answers())) return is_restart(*found);
   switch (failure) {
     case Failure::other_segments:
-      throw CouplingError("aten::batch_norm",
-                          "the model does not run its layers that see the whole batch equally "
-                          "often each time; give micro_batch_size alone, put them into eval mode, "
-                          "or accept another gradient with batch_coupling=\"per_micro_batch\"");
+      refuse_segments("give micro_batch_size alone");
     case Failure::coupling:
       std::rethrow_exception(coupling_ ? coupling_ : failed_.error);
     case Failure::no_plan:
-    case Failure::out_of_memory:
+    case Failure::out_of_memory: {
       if (coupling_ && failure == Failure::no_plan) std::rethrow_exception(coupling_);
       if (!failed_.refusal) std::rethrow_exception(failed_.error);
-      refuse_budget();
+      const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+      refuse_budget(failed_, wrapped_->known.of(kind_).few_rows, rows_.size);
+    }
     default:
       std::rethrow_exception(failed_.error);
   }
@@ -119,16 +118,6 @@ bool ForwardCall::begin_larger() {
   if (!planned_ || !rerunnable_.holds()) return false;
   const std::lock_guard<std::mutex> lock(wrapped_->mutex);
   return wrapped_->known.of(kind_).few_rows.meet(failed_rows_, rows_.size, failed_.error);
-}
-
-void ForwardCall::refuse_budget() {
-  {
-    const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-    FewRows& few_rows = wrapped_->known.of(kind_).few_rows;
-    if (few_rows.failing() != 0) few_rows.refuse(rows_.size, *failed_.refusal);
-  }
-  if (failed_.failure == Failure::no_plan) std::rethrow_exception(failed_.error);
-  throw *failed_.refusal;
 }
 
 bool ForwardCall::plan_smaller() {

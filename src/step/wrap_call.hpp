@@ -53,8 +53,6 @@ class ForwardCall {
   bool is_given_to_the_system() const { return options_.micro_batch_size && !refused_; }
   bool plan_smaller();
   void refuse_smaller();
-  /// \throws BudgetExceeded
-  [[noreturn]] void refuse_budget();
   void rehearse();
   Split choose();
   Split split() const {
