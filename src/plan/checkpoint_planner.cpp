@@ -1,11 +1,10 @@
 #include "plan/checkpoint_planner.hpp"
 
+#include "plan/cut_search.hpp"
 #include "plan/narrow_places.hpp"
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
-#include <numeric>
 #include <set>
 #include <utility>
 
@@ -18,23 +17,12 @@ namespace {
 constexpr size_t kPlaces = 384;
 // Ops that keep less than this share of an average op's bytes are no place by themselves.
 constexpr size_t kFinest = 4;
-// Bounds on the graph of a segment that are tried, from the whole graph down.
-constexpr int kBounds = 40;
-// Between the least bound that was kept and the largest that was not.
-constexpr int kHalvings = 8;
 // Programs whose cuts are remembered: sizes of micro-batches, and ways that forward can take.
 constexpr size_t kPrograms = 8;
 // After running out of memory: what the estimate is taken to have been short by, at least.
 constexpr double kShort = 1.25;
 // Larger segments are looked for where there is so much more room, as a share of what there was.
 constexpr int64_t kMoreRoom = 16;
-
-/// A choice of cuts, as indices into the places.
-struct Choice {
-  std::vector<size_t> cuts;
-  int64_t peak = 0;
-  int64_t overlapped = 0;  ///< the same, with the next frontier on its way
-};
 
 /// Of what the model returned.
 int64_t result_bytes(const tape::Tape& tape) {
@@ -49,109 +37,6 @@ int64_t result_bytes(const tape::Tape& tape) {
 }
 
 }  // namespace
-
-/// Cuts of one stretch of a tape.
-class CheckpointPlanner::Search {
- public:
-  struct Beside {
-    bool offloaded = false;  // what waits leaves the device
-    int64_t others = 0;      // micro-batches at all of whose cuts something waits
-    int64_t elsewhere = 0;   // bytes that are there all the while
-  };
-  /// \param begin, end of the stretch, as indices into the places
-  Search(const plan::NarrowPlaces& places, size_t begin, size_t end, const Beside& beside)
-      : places_(places),
-        begin_(begin),
-        ends_(places.positions().begin() + static_cast<std::ptrdiff_t>(begin),
-              places.positions().begin() + static_cast<std::ptrdiff_t>(end) + 1),
-        beside_(beside) {}
-
-  /// Without cuts; more than any budget where no segment may be as long.
-  int64_t whole() const { return peak({}, /*overlapped=*/false); }
-  /// A bound that tells no segment from any other.
-  int64_t loosest() const {
-    const size_t end = ends_.size() - 1;
-    if (end <= places_.reach()) return whole();
-    int64_t most = 0;
-    for (size_t i = 0; i < end; ++i) {
-      most = std::max(most, at_work(i, std::min(end, i + places_.reach())));
-    }
-    return most;
-  }
-  /// Of the gradients' sums and what is elsewhere, which no choice can do without.
-  int64_t sums() const { return places_.gradients(ends_[0]) + beside_.elsewhere; }
-
-  /// No segment can keep less.
-  int64_t smallest_step() const { return places_.smallest_step(); }
-
-  /// Cuts with which no segment needs more than `bound`; nothing where there are none. Every
-  /// segment but the last is computed exactly once more, so the longest last segment takes the
-  /// least time, whatever the ops cost; in front of it the least waits. Where the cuts of other
-  /// micro-batches hold something too, the least waits altogether.
-  std::optional<Choice> within(int64_t bound) const {
-    constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
-    const size_t end = ends_.size() - 1;
-    std::vector<int64_t> waits(ends_.size(), kNever);
-    std::vector<size_t> before(ends_.size(), 0);
-    waits[0] = 0;
-    for (size_t j = 1; j < ends_.size(); ++j) {
-      for (size_t i = j; i-- > 0;) {
-        const int64_t own = at_work(i, j);
-        if (own > bound) break;
-        if (waits[i] == kNever) continue;
-        const int64_t arrives = places_.short_waits(ends_[i]);
-        const int64_t sum = waits[i] + arrives;
-        if (own + (beside_.offloaded ? arrives : sum) > bound) continue;
-        const bool longest = j == end && beside_.others == 0;
-        if (sum > waits[j] && !longest) continue;
-        waits[j] = sum;
-        before[j] = i;
-      }
-      if (waits[j] == kNever) return std::nullopt;
-    }
-    Choice choice;
-    for (size_t j = end; before[j] != 0;) choice.cuts.push_back(j = before[j]);
-    std::reverse(choice.cuts.begin(), choice.cuts.end());
-    choice.peak = peak(choice.cuts, /*overlapped=*/false);
-    choice.overlapped = peak(choice.cuts, beside_.offloaded);
-    return choice;
-  }
-
-  std::vector<uint32_t> ops(const Choice& choice) const {
-    std::vector<uint32_t> positions;
-    for (const size_t cut : choice.cuts) positions.push_back(ends_[cut]);
-    return positions;
-  }
-
- private:
-  int64_t at_work(size_t i, size_t j) const {
-    return places_.at_work(begin_ + i, begin_ + j) + beside_.elsewhere;
-  }
-
-  /// What waits in front of a segment, and what it takes while it is at work.
-  int64_t peak(const std::vector<size_t>& cuts, bool overlapped) const {
-    std::vector<uint32_t> positions{ends_[0]};
-    for (const size_t cut : cuts) positions.push_back(ends_[cut]);
-    const std::vector<int64_t> arrives = places_.waiting(positions);  // in front of each segment
-    int64_t waiting = 0;
-    const int64_t elsewhere =
-        beside_.others * std::accumulate(arrives.begin(), arrives.end(), int64_t{0});
-    int64_t most = 0;
-    for (size_t s = 0; s <= cuts.size(); ++s) {
-      const size_t begin = s == 0 ? 0 : cuts[s - 1];
-      const size_t end = s == cuts.size() ? ends_.size() - 1 : cuts[s];
-      waiting = (beside_.offloaded ? 0 : waiting) + arrives[s];
-      const int64_t coming = overlapped && s > 1 ? arrives[s - 1] : 0;
-      most = std::max(most, waiting + coming + at_work(begin, end));
-    }
-    return most + (beside_.offloaded ? 0 : elsewhere);
-  }
-
-  const plan::NarrowPlaces& places_;
-  size_t begin_;
-  std::vector<uint32_t> ends_;
-  Beside beside_;
-};
 
 void CheckpointPlanner::begin(const Situation& situation) {
   chosen_ = false;
@@ -241,7 +126,7 @@ void CheckpointPlanner::search(const tape::Tape& tape, const std::vector<uint32_
 void CheckpointPlanner::search(const tape::Tape& tape, const std::vector<uint32_t>& ops,
                                const plan::NarrowPlaces& places, Known& known) const {
   const std::vector<uint32_t>& positions = places.positions();
-  Search::Beside beside{offloaded()};
+  plan::CutSearch::Beside beside{offloaded()};
   const int64_t others = situation_.micro_batches - 1;
   int64_t outputs = 0;  // of all, and their gradient
   if (situation_.coupled) {
@@ -266,68 +151,25 @@ void CheckpointPlanner::search(const tape::Tape& tape, const std::vector<uint32_
       const int64_t own = places.waiting({positions[begin]}).front();
       beside.elsewhere += others * (waiting + handed) + std::max<int64_t>(0, waiting - own);
     }
-    if (begin < end) search(Search(places, begin, end, beside), known);
+    if (begin < end) add_cuts(plan::CutSearch(places, begin, end, beside), known);
     begin = end;
   }
 }
 
-/// Adds the cuts of one stretch. The stretch that needs the most stands for all.
-void CheckpointPlanner::search(const Search& search, Known& known) const {
-  // What no choice can do without is known exactly; the estimate is of the rest.
-  const auto sums = static_cast<double>(search.sums());
-  const double whole = static_cast<double>(search.whole()) - sums;
-  const double loosest = static_cast<double>(search.loosest()) - sums;
-  const double room = (static_cast<double>(situation_.available) - sums) / correction_;
-  const double narrowest = std::min(static_cast<double>(search.smallest_step()), loosest);
-  const std::optional<int64_t>& fixed = situation_.fixed;
-  Choice best{{}, search.whole(), search.whole()};
-  bool smallest = whole > 0 && (fixed || whole > room);
-  const auto weigh = [&](double above) {
-    const auto choice = search.within(static_cast<int64_t>(std::ceil(sums + above)));
-    if (!choice) return false;
-    if (fixed) {
-      best = *choice;
-      return static_cast<int64_t>(best.cuts.size()) + 1 < *fixed;
-    }
-    if (choice->peak < best.peak) best = *choice;
-    smallest = static_cast<double>(best.peak) - sums > room;
-    return smallest;
-  };
-  if (!fixed && room > 0 && smallest) weigh(room);
-  if (smallest) {
-    double above = loosest;
-    double too_small = 0;
-    bool going_on = true;
-    for (int step = 0; step < kBounds && going_on; ++step) {
-      const double next =
-          loosest * std::pow(narrowest / loosest, static_cast<double>(step) / (kBounds - 1));
-      going_on = weigh(next);
-      if (going_on) above = next;
-      if (!going_on && smallest) too_small = next;
-    }
-    // The least bound that any cuts keep, where none of these is inside the budget.
-    for (int step = 0; step < kHalvings && !fixed && smallest; ++step) {
-      const double next = (above + too_small) / 2.0;
-      (weigh(next) || !smallest ? above : too_small) = next;
-    }
-  }
-  const int64_t coming = best.overlapped - best.peak;
-  if (may_overlap() && !fixed && coming > 0) {
-    // Room for a frontier on its way, where smaller segments give it.
-    const double less = room - static_cast<double>(coming);
-    const auto choice = search.within(static_cast<int64_t>(std::ceil(sums + less)));
-    if (choice && static_cast<double>(choice->overlapped) - sums <= room) best = *choice;
-  }
+/// Of one stretch. The stretch that needs the most stands for all.
+void CheckpointPlanner::add_cuts(const plan::CutSearch& search, Known& known) const {
+  const int64_t sums = search.sums();
+  const plan::CutSearch::Choice choice =
+      search.choose({situation_.available, correction_, situation_.fixed, may_overlap()});
+  known.cuts.insert(known.cuts.end(), choice.ops.begin(), choice.ops.end());
   const auto corrected = [&](int64_t peak) {
-    return search.sums() + static_cast<int64_t>((static_cast<double>(peak) - sums) * correction_);
+    return sums + static_cast<int64_t>(static_cast<double>(peak - sums) * correction_);
   };
-  const std::vector<uint32_t> cuts = search.ops(best);
-  known.cuts.insert(known.cuts.end(), cuts.begin(), cuts.end());
-  if (corrected(best.peak) < known.estimate) return;
-  known.smallest = smallest;
-  known.sums = search.sums();
-  known.estimate = corrected(best.peak);
-  known.overlapped = corrected(best.overlapped);
+  if (corrected(choice.peak) < known.estimate) return;
+  known.smallest = choice.smallest;
+  known.sums = sums;
+  known.estimate = corrected(choice.peak);
+  known.overlapped = corrected(choice.overlapped);
 }
 
 void CheckpointPlanner::start_over() {

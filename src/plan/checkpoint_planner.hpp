@@ -11,23 +11,21 @@
 namespace infinitybatch {
 
 namespace plan {
+class CutSearch;
 class NarrowPlaces;
-}
+}  // namespace plan
 
 /// Chooses where the tape of a micro-batch whose graph does not fit is cut.
 ///
-/// A light recording tells what each op keeps. Cuts are looked for where little waits: of each
-/// stretch of equal bytes the narrowest place (of a tape of more ops than places, where these are
-/// too far apart for the budget, any op). By dynamic programming over these, for a bound on
-/// what is there at once (what waits in front of a segment, and what the segment takes while it is
-/// played and its backward runs), the cuts are found whose last segment, which is not computed
-/// again, is the longest, and in front of it those at which the least waits; the largest bound
-/// inside the budget wins. Segments are not of equal size: backward begins with few sums, and ends
-/// with little that waits. What the estimate cannot know (workspace) is learned: a measured peak,
-/// or running out of memory, corrects it. The problem is that of Feng and Huang, "Optimal Gradient
-/// Checkpoint Search for Arbitrary Computation Graphs" (2018), on a line of ops. Where ops see the
-/// whole batch each stretch between two of them is such a line by itself, beside what all
-/// micro-batches leave in front of these ops.
+/// A light recording tells what each op keeps. Cuts are looked for where little waits
+/// (`plan::NarrowPlaces`, `plan::CutSearch`): of each stretch of equal bytes the narrowest place;
+/// of a tape of more ops than places, where these are too far apart for the budget, any op.
+/// Segments are not of equal size: backward begins with few sums, and ends with little that waits.
+/// What the estimate cannot know (workspace) is learned: a measured peak, or running out of memory,
+/// corrects it. The problem is that of Feng and Huang, "Optimal Gradient Checkpoint Search for
+/// Arbitrary Computation Graphs" (2018), on a line of ops. Where ops see the whole batch each
+/// stretch between two of them is such a line by itself, beside what all micro-batches leave in
+/// front of these ops.
 class CheckpointPlanner : public Checkpoints {
  public:
   /// What it chooses for.
@@ -83,12 +81,11 @@ class CheckpointPlanner : public Checkpoints {
     static Known of(const tape::Tape& tape);
     bool is_program_of(const Known& other) const;
   };
-  class Search;
   /// \param ops that see the whole batch
   void search(const tape::Tape& tape, const std::vector<uint32_t>& ops, Known& known) const;
   void search(const tape::Tape& tape, const std::vector<uint32_t>& ops,
               const plan::NarrowPlaces& places, Known& known) const;
-  void search(const Search& search, Known& known) const;
+  void add_cuts(const plan::CutSearch& search, Known& known) const;
   /// Whether what waits is away, or was never there.
   bool offloaded() const noexcept { return situation_.offloaded || forget; }
   /// Whether frontiers may come back while others are at work.

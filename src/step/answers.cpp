@@ -52,19 +52,15 @@ bool VirtualBatch::State::answer(Setup& setup, const std::optional<int64_t>& bud
   const bool runs_again = failure != Failure::no_plan && failure != Failure::no_room_to_look &&
                           failure != Failure::no_room_to_offload && failure != Failure::other;
   if (runs_again && !settled) check_inputs();
-  const auto found = recover(failure, [&](Answer each) { return apply(each, setup, budget); });
-  if (found) return is_restart(*found);
+  if (const auto found = recover(failure, answers(setup, budget))) return is_restart(*found);
   switch (failure) {
     case Failure::other_segments:
-      throw CouplingError("aten::batch_norm",
-                          "the model does not run its layers that see the whole batch equally "
-                          "often each time; give micro_batch_size, put them into eval mode, or "
-                          "accept another gradient with batch_coupling=\"per_micro_batch\"");
+      refuse_segments("give micro_batch_size");
     case Failure::coupling:
       std::rethrow_exception(knowledge_->why_coupled ? knowledge_->why_coupled : error);
     case Failure::no_plan:
     case Failure::out_of_memory:
-      refuse_budget(setup);
+      refuse_budget(failed_, knowledge_->few_rows, setup.problem.batch_size());
     case Failure::segment_out_of_memory:
     case Failure::loss_out_of_memory:
       give_up_checkpoints(
@@ -79,46 +75,38 @@ bool VirtualBatch::State::answer(Setup& setup, const std::optional<int64_t>& bud
   }
 }
 
-bool VirtualBatch::State::apply(Answer answer, Setup& setup, const std::optional<int64_t>& budget) {
-  CheckpointPlanner* const segments = memory_->checkpoints ? &*memory_->checkpoints : nullptr;
-  switch (answer) {
-    case Answer::rerun_forwards:
-      use_tapes_ = false;
-      setup.strategy.second_forward = Strategy::SecondForward::rerun_after_mismatch;
-      return true;
-    case Answer::record_anew:
-      return true;
-    case Answer::follow_segments:
-      segments_ = failed_.segments;
-      return ++segments_changed_ <= 3;
-    case Answer::cut:
-      return begin_cuts(setup);
-    case Answer::stop_cutting:
-      return end_cuts(setup);
-    case Answer::whole_batch:
-      return begin_whole_batch(setup);
-    case Answer::larger_micro_batches:
-      return begin_larger(setup);
-    case Answer::drop_graphs:
-      return false;  // nobody else keeps any
-    case Answer::copy_in_turn:
-      return begin_turns(setup);
-    case Answer::smaller_micro_batches:
-      return plan_smaller(*budget);
-    case Answer::second_forwards:
-      return give_up_graphs();
-    case Answer::offload:
-      return begin_offload(setup);
-    case Answer::checkpoint:
-      return begin_checkpoints(setup);
-    case Answer::smaller_segments:
-      return segments->ran_out_of_memory();
-    case Answer::forward_again:
-      return begin_again(setup, *segments);
-    case Answer::forget_frontiers:
-      return begin_forgetting(*segments);
-  }
-  return false;
+Answers VirtualBatch::State::answers(Setup& setup, const std::optional<int64_t>& budget) {
+  Answers answers{
+      {Answer::rerun_forwards, [&] { return begin_reruns(setup); }},
+      {Answer::record_anew, [] { return true; }},
+      {Answer::follow_segments, [this] { return follow_segments(); }},
+      {Answer::cut, [&] { return begin_cuts(setup); }},
+      {Answer::stop_cutting, [&] { return end_cuts(setup); }},
+      {Answer::whole_batch, [&] { return begin_whole_batch(setup); }},
+      {Answer::larger_micro_batches, [&] { return begin_larger(setup); }},
+      {Answer::copy_in_turn, [&] { return begin_turns(setup); }},
+      {Answer::smaller_micro_batches, [&] { return plan_smaller(*budget); }},
+      {Answer::second_forwards, [this] { return give_up_graphs(); }},
+      {Answer::offload, [&] { return begin_offload(setup); }},
+      {Answer::checkpoint, [&] { return begin_checkpoints(setup); }},
+  };
+  if (!memory_->checkpoints) return answers;
+  CheckpointPlanner* const segments = &*memory_->checkpoints;
+  answers[Answer::smaller_segments] = [segments] { return segments->ran_out_of_memory(); };
+  answers[Answer::forward_again] = [&, segments] { return begin_again(setup, *segments); };
+  answers[Answer::forget_frontiers] = [this, segments] { return begin_forgetting(*segments); };
+  return answers;
+}
+
+bool VirtualBatch::State::begin_reruns(Setup& setup) {
+  use_tapes_ = false;
+  setup.strategy.second_forward = Strategy::SecondForward::rerun_after_mismatch;
+  return true;
+}
+
+bool VirtualBatch::State::follow_segments() {
+  segments_ = failed_.segments;
+  return ++segments_changed_ <= 3;
 }
 
 /// What other errors mean, where a step knows it.
@@ -285,14 +273,6 @@ bool VirtualBatch::State::begin_whole_batch(const Setup& setup) {
 bool VirtualBatch::State::begin_larger(const Setup& setup) {
   if (!planning_ || inputs_written_ || setup.strategy.checkpoints()) return false;
   return knowledge_->few_rows.meet(failed_rows_, setup.problem.batch_size(), failed_.error);
-}
-
-void VirtualBatch::State::refuse_budget(const Setup& setup) {
-  if (knowledge_->few_rows.failing() != 0) {
-    knowledge_->few_rows.refuse(setup.problem.batch_size(), *failed_.refusal);
-  }
-  if (failed_.failure == Failure::no_plan) std::rethrow_exception(failed_.error);
-  throw *failed_.refusal;
 }
 
 }  // namespace infinitybatch

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "execute/executor.hpp"
-#include "plan/planner.hpp"
+#include "plan/request.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 

@@ -58,14 +58,30 @@ Failed::Failed(std::exception_ptr what) : error(std::move(what)) {
   }
 }
 
-std::optional<Answer> recover(Failure failure, const std::function<bool(Answer)>& apply) {
+std::optional<Answer> recover(Failure failure, const Answers& answers) {
   for (const Recovery& row : recovery_table()) {
     if (row.failure != failure) continue;
     for (const Answer answer : row.answers) {
-      if (apply(answer)) return answer;
+      const auto given = answers.find(answer);
+      if (given != answers.end() && given->second()) return answer;
     }
   }
   return std::nullopt;
+}
+
+void refuse_segments(const std::string& way_out) {
+  throw CouplingError("aten::batch_norm",
+                      "the model does not run its layers that see the whole batch equally often "
+                      "each time; " +
+                          way_out +
+                          ", put them into eval mode, or accept another gradient with "
+                          "batch_coupling=\"per_micro_batch\"");
+}
+
+void refuse_budget(const Failed& failed, FewRows& few_rows, int64_t samples) {
+  if (few_rows.failing() != 0) few_rows.refuse(samples, *failed.refusal);
+  if (failed.failure == Failure::no_plan) std::rethrow_exception(failed.error);
+  throw *failed.refusal;
 }
 
 bool is_restart(Answer answer) noexcept {
@@ -79,74 +95,6 @@ bool is_restart(Answer answer) noexcept {
     default:
       return true;
   }
-}
-
-const char* name_of(Failure failure) noexcept {
-  switch (failure) {
-    case Failure::other_replay:
-      return "other replay";
-    case Failure::other_values:
-      return "other values";
-    case Failure::other_segments:
-      return "other segments";
-    case Failure::nothing_to_cut:
-      return "nothing to cut";
-    case Failure::coupling:
-      return "coupling";
-    case Failure::no_room_to_look:
-      return "no room to look";
-    case Failure::no_plan:
-      return "no plan";
-    case Failure::no_room_to_offload:
-      return "no room to offload";
-    case Failure::out_of_memory:
-      return "out of memory";
-    case Failure::segment_out_of_memory:
-      return "segment out of memory";
-    case Failure::loss_out_of_memory:
-      return "loss out of memory";
-    case Failure::other:
-      return "other";
-  }
-  return "";
-}
-
-const char* name_of(Answer answer) noexcept {
-  switch (answer) {
-    case Answer::rerun_forwards:
-      return "rerun forwards";
-    case Answer::record_anew:
-      return "record anew";
-    case Answer::follow_segments:
-      return "follow segments";
-    case Answer::cut:
-      return "cut";
-    case Answer::stop_cutting:
-      return "stop cutting";
-    case Answer::whole_batch:
-      return "whole batch";
-    case Answer::larger_micro_batches:
-      return "larger micro-batches";
-    case Answer::drop_graphs:
-      return "drop graphs";
-    case Answer::copy_in_turn:
-      return "copy in turn";
-    case Answer::smaller_micro_batches:
-      return "smaller micro-batches";
-    case Answer::second_forwards:
-      return "second forwards";
-    case Answer::offload:
-      return "offload";
-    case Answer::checkpoint:
-      return "checkpoint";
-    case Answer::smaller_segments:
-      return "smaller segments";
-    case Answer::forward_again:
-      return "forward again";
-    case Answer::forget_frontiers:
-      return "forget frontiers";
-  }
-  return "";
 }
 
 }  // namespace infinitybatch

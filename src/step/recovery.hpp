@@ -1,11 +1,15 @@
 #pragma once
 
+#include "step/few_rows.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -83,15 +87,21 @@ class Failed::Scope {
   Failed& failed_;
 };
 
-/// Goes through the answers to a failure. Nothing where none applies.
-/// \param apply does it, from now on; false where it is not possible, or would not help
-std::optional<Answer> recover(Failure failure, const std::function<bool(Answer)>& apply);
+/// How each answer is given, from now on: false where it is not possible, or would not help. What
+/// is not among them is never possible.
+using Answers = std::map<Answer, std::function<bool()>>;
+/// Goes through the answers to a failure. The first that could be given; nothing where none could.
+std::optional<Answer> recover(Failure failure, const Answers& answers);
+
+/// Where no answer could be given: what the user sees.
+/// \param way_out of which the error tells first
+[[noreturn]] void refuse_segments(const std::string& way_out);
+/// \param failed   whose refusal that is, unless forward fails on a few samples
+/// \param samples of the batch
+[[noreturn]] void refuse_budget(const Failed& failed, FewRows& few_rows, int64_t samples);
 
 /// Whether the attempt that follows is one that reports count: memory has run out, or what was
 /// believed was wrong.
 bool is_restart(Answer answer) noexcept;
-
-const char* name_of(Failure failure) noexcept;
-const char* name_of(Answer answer) noexcept;
 
 }  // namespace infinitybatch

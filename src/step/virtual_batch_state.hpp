@@ -70,7 +70,9 @@ class VirtualBatch::State {
   /// An attempt has thrown `failed_`. Returns whether the next one is a restart.
   /// \throws what the user should see, where there is no answer
   bool answer(Setup& setup, const std::optional<int64_t>& budget, const memory::Limit* limit);
-  bool apply(Answer answer, Setup& setup, const std::optional<int64_t>& budget);
+  Answers answers(Setup& setup, const std::optional<int64_t>& budget);
+  bool begin_reruns(Setup& setup);
+  bool follow_segments();
   void raise_explained(const Setup& setup, const std::optional<int64_t>& budget);
   void refuse_smaller(int64_t budget);
   bool plan_smaller(int64_t budget);
@@ -79,8 +81,6 @@ class VirtualBatch::State {
   bool begin_whole_batch(const Setup& setup);
   /// Larger micro-batches, where a few samples were what forward failed on; false where not.
   bool begin_larger(const Setup& setup);
-  /// \throws BudgetExceeded
-  [[noreturn]] void refuse_budget(const Setup& setup);
   /// From now on batches of this kind are computed so; false where they cannot be.
   bool begin_checkpoints(Setup& setup);
   /// No more: samples are coupled.

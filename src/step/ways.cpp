@@ -16,10 +16,6 @@
 namespace infinitybatch {
 namespace {
 
-void append(std::vector<int64_t>& to, const std::vector<int64_t>& from) {
-  to.insert(to.end(), from.begin(), from.end());
-}
-
 /// A rehearsal leaves out the last instruction.
 Piece prepare(Piece piece, bool hand_out) {
   auto& instructions = piece.plan.instructions;
@@ -93,7 +89,8 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Setup& se
   situation.available = budget ? *budget - baseline : kUnlimited;
   situation.offloaded = setup.strategy.offloads();
   situation.micro_batches = static_cast<int64_t>(sizes.size());
-  situation.coupled = setup.problem.loss.coupled() != nullptr;
+  const bool coupled = setup.problem.loss.coupled() != nullptr;
+  situation.coupled = coupled;
   situation.together = !setup.strategy.per_micro_batch();
   situation.fixed = options_.checkpoint_segments;
   planner.begin(situation);
@@ -109,9 +106,8 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Setup& se
     run(executor, piece, row, setup.problem.device);
     if (counts) most = std::max(most, peak.peak());
   };
-  const bool coupled = setup.problem.loss.coupled() != nullptr;
   // Nobody goes back before all have been forward.
-  const bool together = coupled || !setup.strategy.per_micro_batch();
+  const bool together = coupled || situation.together;
   const auto offloaded = [&](Plan plan) {
     return setup.strategy.offloads() ? with_offload(std::move(plan), planner.overlaps()) : plan;
   };
@@ -245,7 +241,7 @@ void VirtualBatch::State::choose_graphs(const Setup& setup, int64_t budget) {
 }
 
 bool VirtualBatch::State::give_up_graphs() {
-  return offloads_graphs() && graph_choices_.give_up(kind_.shapes());
+  return graph_choices_.give_up(kind_.shapes());
 }
 
 void VirtualBatch::State::follow_planner(Executor& executor, const Setup& setup, int64_t budget,
@@ -268,7 +264,8 @@ void VirtualBatch::State::follow_planner(Executor& executor, const Setup& setup,
   }
   int64_t row = 0;
   while (std::optional<Piece> piece = planner_.next()) {
-    append(report.micro_batch_sizes, piece->plan.micro_batch_sizes);
+    const std::vector<int64_t>& sizes = piece->plan.micro_batch_sizes;
+    report.micro_batch_sizes.insert(report.micro_batch_sizes.end(), sizes.begin(), sizes.end());
     // Set where one settled plan is the whole step, be it for the first time at this baseline.
     report.predicted_peak_bytes = piece->plan.predicted_peak_bytes;
     const int64_t rows = piece->plan.batch_size;

@@ -7,6 +7,7 @@
 #include "core/transforms.hpp"
 #include "execute/external_loss.hpp"
 #include "execute/schedule.hpp"
+#include "plan/shortages.hpp"
 #include "step/admission.hpp"
 #include "step/mark_batch.hpp"
 #include "step/options.hpp"
@@ -63,13 +64,10 @@ void forget_plans(Wrapped& wrapped) {
 }
 
 /// Where there was no room to join it, somebody else may have held the memory for a while: it is
-/// tried again as sizes are (`Planner::may_try_again`).
+/// tried again as sizes are.
 void try_joining_again(Wrapped& wrapped) {
-  constexpr int64_t kFirst = 16;
-  constexpr int64_t kMostDoublings = 20;
   if (wrapped.joins_left || wrapped.join_shortages == 0) return;
-  const int64_t doublings = std::min<int64_t>(wrapped.join_shortages - 1, kMostDoublings);
-  if (++wrapped.calls_unjoined <= kFirst << doublings) return;
+  if (!plan::is_time_to_try_again(++wrapped.calls_unjoined, wrapped.join_shortages)) return;
   const Planning planning(wrapped);
   if (!planning.allowed()) return;
   wrapped.joins_left = true;

@@ -22,60 +22,49 @@ bool ForwardCall::answer(const memory::Limit* limit) {
       refused_ = limit->refused() > 0;
     }
   }
-  if (const auto found = recover(failure, [&](Answer each) { return apply(each); })) {
-    return is_restart(*found);
-  }
+  if (const auto found = recover(failure, answers())) return is_restart(*found);
   switch (failure) {
     case Failure::other_segments:
-      throw CouplingError("aten::batch_norm",
-                          "the model does not run its layers that see the whole batch equally "
-                          "often each time; give micro_batch_size alone, put them into eval mode, "
-                          "or accept another gradient with batch_coupling=\"per_micro_batch\"");
+      refuse_segments("give micro_batch_size alone");
     case Failure::coupling:
       std::rethrow_exception(coupling_ ? coupling_ : failed_.error);
     case Failure::no_plan:
-    case Failure::out_of_memory:
+    case Failure::out_of_memory: {
       if (coupling_ && failure == Failure::no_plan) std::rethrow_exception(coupling_);
       if (!failed_.refusal) std::rethrow_exception(failed_.error);
-      refuse_budget();
+      const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+      refuse_budget(failed_, wrapped_->known.of(kind_).few_rows, rows_.size);
+    }
     default:
       std::rethrow_exception(failed_.error);
   }
 }
 
-bool ForwardCall::apply(Answer answer) {
-  switch (answer) {
-    case Answer::record_anew:
-      return true;
-    case Answer::follow_segments:
-      rerunnable_.check();
-      wrapped_->segments = failed_.segments;
-      return ++changes_ <= 3;
-    case Answer::cut:
-      return begin_cuts();
-    case Answer::stop_cutting:
-      return end_cuts();
-    case Answer::whole_batch:
-      return begin_whole_batch();
-    case Answer::larger_micro_batches:
-      return begin_larger();
-    case Answer::drop_graphs:
-      return budget_ && drop_graphs(*wrapped_);
-    case Answer::smaller_micro_batches:
-      return plan_smaller();
-    case Answer::second_forwards:
-      return give_up_graphs();
-    case Answer::offload:
-      // What the system refused of a given size comes back as it is.
-      return budget_ && (failed_.failure == Failure::no_plan || !is_given_to_the_system()) &&
-             begin_offload();
-    default:
-      return false;  // VirtualBatch's alone
-  }
+Answers ForwardCall::answers() {
+  return {
+      {Answer::record_anew, [] { return true; }},
+      {Answer::follow_segments, [this] { return follow_segments(); }},
+      {Answer::cut, [this] { return begin_cuts(); }},
+      {Answer::stop_cutting, [this] { return end_cuts(); }},
+      {Answer::whole_batch, [this] { return begin_whole_batch(); }},
+      {Answer::larger_micro_batches, [this] { return begin_larger(); }},
+      {Answer::drop_graphs, [this] { return budget_ && drop_graphs(*wrapped_); }},
+      {Answer::smaller_micro_batches, [this] { return plan_smaller(); }},
+      {Answer::second_forwards, [this] { return give_up_graphs(); }},
+      {Answer::offload, [this] { return begin_offload(); }},
+  };
+}
+
+bool ForwardCall::follow_segments() {
+  rerunnable_.check();
+  wrapped_->segments = failed_.segments;
+  return ++changes_ <= 3;
 }
 
 /// From now on what waits of batches of this kind leaves the device; false where it cannot.
 bool ForwardCall::begin_offload() {
+  // What the system refused of a given size comes back as it is.
+  if (!budget_ || (failed_.failure != Failure::no_plan && is_given_to_the_system())) return false;
   const bool keeps = with_gradients_ && options_.retained_micro_batches > 0;
   const bool possible =
       options_.offload.when != Offload::When::never &&
@@ -129,16 +118,6 @@ bool ForwardCall::begin_larger() {
   if (!planned_ || !rerunnable_.holds()) return false;
   const std::lock_guard<std::mutex> lock(wrapped_->mutex);
   return wrapped_->known.of(kind_).few_rows.meet(failed_rows_, rows_.size, failed_.error);
-}
-
-void ForwardCall::refuse_budget() {
-  {
-    const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-    FewRows& few_rows = wrapped_->known.of(kind_).few_rows;
-    if (few_rows.failing() != 0) few_rows.refuse(rows_.size, *failed_.refusal);
-  }
-  if (failed_.failure == Failure::no_plan) std::rethrow_exception(failed_.error);
-  throw *failed_.refusal;
 }
 
 bool ForwardCall::plan_smaller() {

@@ -42,7 +42,8 @@ class ForwardCall {
     wrapped_->known.of(kind_).few_rows.forget_error();
   }
   bool answer(const memory::Limit* limit);
-  bool apply(Answer answer);
+  Answers answers();
+  bool follow_segments();
   bool begin_cuts();
   bool end_cuts();
   bool begin_whole_batch();
@@ -52,8 +53,6 @@ class ForwardCall {
   bool is_given_to_the_system() const { return options_.micro_batch_size && !refused_; }
   bool plan_smaller();
   void refuse_smaller();
-  /// \throws BudgetExceeded
-  [[noreturn]] void refuse_budget();
   void rehearse();
   Split choose();
   Split split() const {

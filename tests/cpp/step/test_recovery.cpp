@@ -17,16 +17,88 @@
 namespace infinitybatch {
 namespace {
 
+const char* name_of(Failure failure) {
+  switch (failure) {
+    case Failure::other_replay:
+      return "other replay";
+    case Failure::other_values:
+      return "other values";
+    case Failure::other_segments:
+      return "other segments";
+    case Failure::nothing_to_cut:
+      return "nothing to cut";
+    case Failure::coupling:
+      return "coupling";
+    case Failure::no_room_to_look:
+      return "no room to look";
+    case Failure::no_plan:
+      return "no plan";
+    case Failure::no_room_to_offload:
+      return "no room to offload";
+    case Failure::out_of_memory:
+      return "out of memory";
+    case Failure::segment_out_of_memory:
+      return "segment out of memory";
+    case Failure::loss_out_of_memory:
+      return "loss out of memory";
+    case Failure::other:
+      return "other";
+  }
+  return "";
+}
+
+const char* name_of(Answer answer) {
+  switch (answer) {
+    case Answer::rerun_forwards:
+      return "rerun forwards";
+    case Answer::record_anew:
+      return "record anew";
+    case Answer::follow_segments:
+      return "follow segments";
+    case Answer::cut:
+      return "cut";
+    case Answer::stop_cutting:
+      return "stop cutting";
+    case Answer::whole_batch:
+      return "whole batch";
+    case Answer::larger_micro_batches:
+      return "larger micro-batches";
+    case Answer::drop_graphs:
+      return "drop graphs";
+    case Answer::copy_in_turn:
+      return "copy in turn";
+    case Answer::smaller_micro_batches:
+      return "smaller micro-batches";
+    case Answer::second_forwards:
+      return "second forwards";
+    case Answer::offload:
+      return "offload";
+    case Answer::checkpoint:
+      return "checkpoint";
+    case Answer::smaller_segments:
+      return "smaller segments";
+    case Answer::forward_again:
+      return "forward again";
+    case Answer::forget_frontiers:
+      return "forget frontiers";
+  }
+  return "";
+}
+
 class RecoveryRow : public ::testing::TestWithParam<Recovery> {};
 
 TEST_P(RecoveryRow, AnswersAreTriedInOrderAndTheFirstThatAppliesIsTaken) {
   const Recovery& row = GetParam();
   for (size_t applies = 0; applies <= row.answers.size(); ++applies) {
     std::vector<Answer> tried;
-    const std::optional<Answer> found = recover(row.failure, [&](Answer answer) {
-      tried.push_back(answer);
-      return tried.size() == applies + 1;
-    });
+    Answers answers;
+    for (const Answer answer : row.answers) {
+      answers[answer] = [&, answer] {
+        tried.push_back(answer);
+        return tried.size() == applies + 1;
+      };
+    }
+    const std::optional<Answer> found = recover(row.failure, answers);
     const bool none = applies == row.answers.size();
     ASSERT_EQ(found.has_value(), !none);
     if (!none) {
@@ -36,6 +108,13 @@ TEST_P(RecoveryRow, AnswersAreTriedInOrderAndTheFirstThatAppliesIsTaken) {
         row.answers.begin() + static_cast<std::ptrdiff_t>(none ? applies : applies + 1);
     EXPECT_EQ(tried, std::vector<Answer>(row.answers.begin(), last));
   }
+}
+
+TEST_P(RecoveryRow, WhatIsNotAmongTheAnswersIsPassedOver) {
+  const Recovery& row = GetParam();
+  EXPECT_EQ(recover(row.failure, {}), std::nullopt);
+  const Answer last = row.answers.back();
+  EXPECT_EQ(recover(row.failure, {{last, [] { return true; }}}), last);
 }
 
 INSTANTIATE_TEST_SUITE_P(Step, RecoveryRow, ::testing::ValuesIn(recovery_table()),

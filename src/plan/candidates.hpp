@@ -1,0 +1,61 @@
+#pragma once
+
+#include "plan/learned.hpp"
+#include "plan/prediction.hpp"
+#include "plan/request.hpp"
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace infinitybatch::plan {
+
+/// The ways to split a step that fit by all that is known, as upper ends of sizes, rising; and the
+/// choice among them: time first, inside the bytes. A logical batch is split evenly into
+/// micro-batches of at most that size, so that batches of different sizes share what was timed.
+///
+/// Where one split alone is exact, or possible, it is the only one. Else they are powers of two and
+/// the largest that fits.
+class Candidates {
+ public:
+  Candidates(const Request& request, const Learned& learned);
+
+  const std::vector<int64_t>& caps() const noexcept { return caps_; }
+  bool empty() const noexcept { return caps_.empty(); }
+
+  /// Of those that were timed the one with which the step takes the least time, with the second
+  /// forwards that it saves. Before: the largest that probes have shown to work, else the smallest
+  /// that fits.
+  int64_t fastest() const;
+  /// Whether a micro-batch of this size is the step that native takes: all samples, one forward.
+  bool stays_whole(int64_t size) const;
+
+  /// Whether each has been timed often enough to choose.
+  bool timed() const;
+  /// Where a step is: rows that have run, and what was timed last in it or the step before.
+  struct Progress {
+    int64_t row = 0;
+    int64_t timed_cap = 0;
+  };
+  /// The wanted one that was timed in the fewest pieces, of those that fit into the step's rest.
+  std::optional<int64_t> to_time(const Progress& progress) const;
+  /// How many micro-batches of `cap` the next timed piece runs.
+  int64_t count_to_time(int64_t cap, const Progress& progress) const;
+  /// Rows that are left, in the fastest size that fits there.
+  std::vector<int64_t> split_rest(int64_t row) const;
+
+ private:
+  void find();
+  std::optional<int64_t> largest_that_works() const;
+  bool fits_at(int64_t row, int64_t size) const { return row == 0 || prediction_.fits_later(size); }
+
+  const Request& request_;
+  const Learned& learned_;
+  Prediction prediction_;
+  std::vector<int64_t> caps_;
+};
+
+/// Whether the choice will not change any more unless memory runs out.
+bool is_settled(const Request& request, const Learned& learned);
+
+}  // namespace infinitybatch::plan

@@ -1,0 +1,22 @@
+#pragma once
+
+#include "plan/request.hpp"
+
+#include <cstdint>
+#include <vector>
+
+// The plans that a request asks for.
+namespace infinitybatch::plan {
+
+/// Micro-batches as they are measured: in a stream, or in a rehearsal.
+Plan measured_plan(const Request& request, std::vector<int64_t> sizes);
+/// How many micro-batches are traced together: of cut tapes, where there are rows enough, a second
+/// one tells what there is once.
+size_t probed_micro_batches(const Request& request);
+
+/// The whole step where there is a rehearsal.
+/// \param retained graphs that are kept
+/// \param overlap  of what is offloaded: copies run while other micro-batches compute
+Plan two_pass_plan(const Request& request, int64_t size, int64_t retained, bool overlap);
+
+}  // namespace infinitybatch::plan

@@ -1,0 +1,158 @@
+#include "plan/prediction.hpp"
+
+#include "execute/schedule.hpp"
+#include "execute/simulator.hpp"
+#include "plan/plans.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace infinitybatch::plan {
+
+int64_t Prediction::peak(int64_t size) const {
+  const double above = learned_.profile ? simulated_above(size) : bound_above(size);
+  const int64_t peak =
+      request_.baseline_bytes + static_cast<int64_t>(std::ceil(above * correction(size)));
+  return std::min(peak, measured_step(size).value_or(peak));
+}
+
+std::optional<int64_t> Prediction::measured_step(int64_t size) const {
+  if (learned_.irregular) return std::nullopt;
+  const auto found = learned_.steps.find({request_.batch_size, size});
+  if (found == learned_.steps.end()) return std::nullopt;
+  return request_.baseline_bytes + found->second;
+}
+
+double Prediction::correction(int64_t size) const {
+  const std::map<int64_t, double>& ratios = learned_.ratios;
+  if (!request_.measured || request_.two_pass || ratios.empty()) return learned_.correction;
+  // What is once, or rounded, is a smaller share of a larger size: a factor falls with the size.
+  const auto above = ratios.upper_bound(size);
+  return above == ratios.begin() ? above->second : std::prev(above)->second;
+}
+
+double Prediction::simulated_above(int64_t size) const {
+  if (!request_.two_pass) return streamed_above(size);
+  const bool overlap = request_.offloads_graphs && !learned_.shortages.in_turn();
+  const Plan plan = two_pass_plan(request_, size, /*retained=*/0, overlap);
+  return static_cast<double>(simulated(plan) - request_.baseline_bytes);
+}
+
+double Prediction::streamed_above(int64_t size) const {
+  const auto simulate = [&](std::vector<int64_t> sizes) {
+    const Plan plan = stream_plan(std::move(sizes), /*penalty=*/false);
+    return simulate_peak(plan, *learned_.profile, request_.baseline_bytes) -
+           request_.baseline_bytes;
+  };
+  constexpr int64_t kShort = 8;
+  const int64_t count = request_.count_under(size);
+  if (count <= kShort) {
+    return static_cast<double>(simulate(split_evenly(request_.batch_size, size)));
+  }
+  // From the second micro-batch on all are alike: what one leaves behind (kept outputs), all leave.
+  const int64_t largest = request_.size_under(size);
+  const int64_t shorter = simulate(std::vector<int64_t>(kShort - 1, largest));
+  const int64_t longer = simulate(std::vector<int64_t>(kShort, largest));
+  return static_cast<double>(longer + (longer - shorter) * (count - kShort));
+}
+
+/// Without a profile. Activations grow no faster than the samples, so the largest peak per sample
+/// is a bound.
+double Prediction::bound_above(int64_t size) const {
+  if (learned_.peaks.empty()) return 0;
+  const auto exact = learned_.peaks.find(size);
+  const bool known = exact != learned_.peaks.end();
+  const auto& [measured, peak] = known ? *exact : *learned_.peaks.rbegin();
+  double more = static_cast<double>(size) / static_cast<double>(measured);
+  if (learned_.ragged) {
+    const Lengths& lengths = learned_.lengths;
+    const auto work = lengths.works.find(measured);
+    more *= lengths.longest;
+    more /= work != lengths.works.end() ? work->second : lengths.longest;
+  }
+  const double bound = static_cast<double>(peak) * std::max(1.0, more);
+  return learned_.irregular ? bound * (1.0 + kIrregularMargin) : bound;
+}
+
+bool Prediction::fits_later(int64_t size) const {
+  if (!learned_.profile) return true;
+  const int64_t baseline = request_.baseline_bytes;
+  const int64_t peak = simulate_peak(measured_plan(request_, {size}), *learned_.profile, baseline,
+                                     /*begun=*/true);
+  const double above = std::ceil(static_cast<double>(peak - baseline) * correction(size));
+  return baseline + static_cast<int64_t>(above) <= request_.budget_bytes;
+}
+
+Plan Prediction::plan(int64_t size, int64_t retained) const {
+  const bool may_overlap = request_.offloaded && learned_.profile && !learned_.shortages.in_turn();
+  const bool overlap =
+      may_overlap && corrected(two_pass_plan(request_, size, /*retained=*/0, /*overlap=*/true)) <=
+                         request_.budget_bytes;
+  return two_pass_plan(request_, size, retained, overlap);
+}
+
+int64_t Prediction::retained(int64_t size) const {
+  const int64_t count = request_.count_under(size);
+  if (request_.offloaded || !request_.keeps_graphs || !learned_.profile ||
+      !whole_loss(static_cast<size_t>(count)))
+    return 0;
+  int64_t low = 0;
+  int64_t high = std::min(count, learned_.shortages.most_retained()) + 1;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    const Plan plan = two_pass_plan(request_, size, middle, /*overlap=*/false);
+    (corrected(plan) <= request_.budget_bytes ? low : high) = middle;
+  }
+  return low;
+}
+
+double Prediction::kept_share(int64_t size) const {
+  return request_.two_pass ? kept_share(size, retained(size)) : 0;
+}
+
+double Prediction::kept_share(int64_t size, int64_t retained) const {
+  const int64_t kept = std::min(size * retained, request_.batch_size);
+  return static_cast<double>(kept) / static_cast<double>(request_.batch_size);
+}
+
+int64_t Prediction::simulated(const Plan& plan) const {
+  return simulate_peak(plan, *learned_.profile, request_.baseline_bytes, /*begun=*/false,
+                       whole_loss_of(plan), request_.outputs_offload);
+}
+
+int64_t Prediction::corrected(const Plan& plan) const {
+  const int64_t baseline = request_.baseline_bytes;
+  const auto above = static_cast<double>(simulated(plan) - baseline);
+  return baseline + static_cast<int64_t>(std::ceil(above * learned_.correction));
+}
+
+std::optional<Prediction::Effect> Prediction::whole_loss(size_t micro_batches) const {
+  if (!request_.whole_loss) return Effect();
+  return learned_.whole_loss.of(request_.batch_size, micro_batches == 1);
+}
+
+bool Prediction::knows_whole_loss(size_t micro_batches) const {
+  return !request_.whole_loss || learned_.whole_loss.knows(request_.batch_size, micro_batches == 1);
+}
+
+int64_t Prediction::held_beside_joined(const Plan& plan) const {
+  const auto count = std::ssize(plan.micro_batch_sizes);
+  const bool copied = count > 1 || request_.copies_one;
+  if (!learned_.profile || !request_.whole_loss || !copied || plan.offloads_graphs) return 0;
+  int64_t bytes = 0;
+  for (int64_t i = count - plan.retained; i < count; ++i) {
+    const int64_t samples = plan.micro_batch_sizes[static_cast<size_t>(i)];
+    bytes += outputs_of(*learned_.profile, plan, samples);
+  }
+  return bytes;
+}
+
+Prediction::Effect Prediction::whole_loss_of(const Plan& plan) const {
+  const auto known = whole_loss(plan.micro_batch_sizes.size());
+  if (!known) return {};
+  const int64_t held = held_beside_joined(plan);
+  return {known->rise + held, known->net + held};
+}
+
+}  // namespace infinitybatch::plan
