@@ -105,14 +105,14 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
       return pass_->combine_gradients(segment);
     case Operation::restore:
     case Operation::prefetch:
-      copied_bytes_ = pass_->fetch(rows, segment, instruction.back,
-                                   /*ahead=*/instruction.operation == Operation::prefetch);
+      copied_bytes_ = pass_->restore(rows, segment, instruction.back,
+                                     /*ahead=*/instruction.operation == Operation::prefetch);
       return;
     case Operation::start_offload:
-      copied_bytes_ = pass_->leave(rows, segment);
+      copied_bytes_ = pass_->start_offload(rows, segment);
       return;
     case Operation::finish_offload:
-      copied_bytes_ = pass_->offload(rows, segment, instruction.back);
+      copied_bytes_ = pass_->finish_offload(rows, segment, instruction.back);
       return;
     case Operation::backward:
       return backward(rows, segment);
@@ -166,10 +166,6 @@ void Executor::replay(Rows rows) {
       pass_->resume(rows, forwards_.inputs, [&] { return loss->forward_again(forwards_.inputs); });
 }
 
-bool Executor::is_last(Rows rows, int64_t segment) const {
-  return segment + 1 == (strategy_.checkpoints() ? segments(rows) : segments());
-}
-
 void Executor::load_for(Rows rows, int64_t segment) {
   if (problem_.interrupt) problem_.interrupt();
   if (pass_->reads_inputs(rows, segment)) forwards_.inputs = forwards_.load_inputs(rows);
@@ -178,9 +174,9 @@ void Executor::load_for(Rows rows, int64_t segment) {
 void Executor::advance(Rows rows, int64_t segment, bool retain) {
   load_for(rows, segment);
   Batch outputs = pass_->advance(rows, forwards_.inputs, segment, retain);
-  if (is_last(rows, segment) && problem_.loss.external() != nullptr) {
+  if (pass_->is_last(rows, segment) && problem_.loss.external() != nullptr) {
     problem_.loss.external()->take(rows, Batch(), std::exchange(outputs, Batch()));
-  } else if (is_last(rows, segment)) {
+  } else if (pass_->is_last(rows, segment)) {
     const Batch& seen = whole_->add(rows, outputs);
     outputs = Batch();  // its graph holds what may leave the device now
     if (problem_.on_micro_batch) {
@@ -194,8 +190,7 @@ void Executor::advance(Rows rows, int64_t segment, bool retain) {
 void Executor::resume(Rows rows, int64_t segment) {
   load_for(rows, segment);
   forwards_.outputs = pass_->resume(rows, forwards_.inputs, segment);
-  if (!is_last(rows, segment)) return;
-  share_ ? forwards_.load_targets(rows) : pass_->compare(rows, forwards_.outputs);
+  if (share_ && pass_->is_last(rows, segment)) forwards_.load_targets(rows);
 }
 
 void Executor::loss(Rows rows) {
@@ -217,7 +212,7 @@ void Executor::backward(Rows rows, int64_t segment) {
     sinks_.next_micro_batch();
     return share_->differentiate();
   }
-  if (share_ && is_last(rows, segment)) {
+  if (share_ && pass_->is_last(rows, segment)) {
     share_->differentiate(pass_->leaves());
     return pass_->collect(rows, segment);
   }

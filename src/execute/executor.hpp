@@ -130,7 +130,6 @@ class Executor {
   void penalty();
   void hand_out();
   void finish();
-  bool is_last(Rows rows, int64_t segment) const;
 
   const Problem& problem_;
   const Strategy& strategy_;

@@ -98,7 +98,7 @@ void Executor::record_for_cuts(Rows rows) {
   }
   const Batch inputs = forwards_.inputs;
   const Batch targets = forwards_.targets;
-  const auto elsewhere = [&](Rows others, const Pass::Run& run) {
+  const auto elsewhere = [&](Rows others, const RecordableForward::Run& run) {
     forwards_.load(others);
     run(forwards_.inputs, [&] { return forwards_.uncounted([&] { return call(others); }); });
     forwards_.inputs = inputs;
@@ -117,8 +117,8 @@ void Executor::record_for_cuts(Rows rows) {
     if (std::exchange(recorded, true)) forwards_.state().runs().count_anew();
     return call(rows);
   };
-  const Pass::Forward forward{once, again, depends_on_state};
-  const Batch given = pass_->record(rows, inputs, forwards_.watch(), forward, elsewhere);
+  const Batch given =
+      pass_->record(rows, inputs, forwards_.watch(), {once, again, depends_on_state, elsewhere});
   checks_.look_at(rows, inputs, pass_->tape(rows), given);
   free();
   forwards_.learn_numbers();
