@@ -54,7 +54,7 @@ class BoundaryActivations {
   int64_t start_offload(offload::Store& store) {
     return values_.start_leaving(store) + gradients_.start_leaving(store);
   }
-  /// All but `some` has left the device.
+  /// All is offloaded but `some`.
   int64_t finish_offload(offload::Store& store, const Some& some = {}) {
     const int64_t bytes = values_.offload(store, some.values);
     return bytes + gradients_.offload(store, some.gradients);

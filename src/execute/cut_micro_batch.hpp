@@ -92,14 +92,15 @@ class CutMicroBatch {
   /// Backward needs no more what a segment was the first one to take.
   void forget_first_taken(int64_t segment);
 
-  // What is saved leaves the device and comes back. Each returns the bytes whose copies begin.
-  /// What a segment takes, on its way forward or back, is there; with `ahead` it begins to come.
+  // Offload of what is saved. Each returns the bytes whose copies begin.
+  /// What a segment takes, on its way forward or back, is on the device again; with `ahead` its
+  /// copies begin.
   int64_t restore(int64_t segment, bool back, bool ahead) {
     return boundaries_.restore(taken(segment, back), ahead);
   }
   int64_t start_offload(offload::Store& store) { return boundaries_.start_offload(store); }
   int64_t finish_offload(offload::Store& store) { return boundaries_.finish_offload(store); }
-  /// All has left but what a segment takes.
+  /// All is offloaded but what a segment takes.
   int64_t offload_but_for(offload::Store& store, int64_t segment, bool back) {
     return boundaries_.finish_offload(store, taken(segment, back));
   }

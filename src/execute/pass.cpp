@@ -4,6 +4,7 @@
 #include "core/batch_form.hpp"
 #include "execute/checkpoints.hpp"
 #include "execute/external_loss.hpp"
+#include "execute/separable_share.hpp"
 #include "execute/static_tapes.hpp"
 #include "execute/whole_outputs.hpp"
 
@@ -25,12 +26,13 @@ bool keeps_graph(const std::pair<const int64_t, RepeatableForward>& entry) {
 }  // namespace
 
 Pass::Pass(const Setup& setup, autograd::GradientSinks& sinks, BufferRule& buffers,
-           WholeOutputs* whole)
+           SeparableShare* share, WholeOutputs* whole)
     : problem_(setup.problem),
       strategy_(setup.strategy),
       resources_(setup.resources),
       sinks_(sinks),
       buffers_(buffers),
+      share_(share),
       whole_(whole),
       model_(setup),
       numbers_(problem_.match_native_rng && strategy_.is_cut() && !strategy_.per_micro_batch(),
@@ -211,6 +213,7 @@ Batch Pass::resume(Rows rows, const Batch& inputs, int64_t segment) {
 }
 
 void Pass::collect(Rows rows, int64_t segment) {
+  if (segment == kWhole) return;  // its leaves are the sinks'
   CutMicroBatch& micro_batch = cut_.at(rows.begin);
   micro_batch.collect(segment, work_);
   if (segment > 0) return;
@@ -248,6 +251,11 @@ at::Tensor Pass::gradient(Rows rows, size_t leaf, const at::Tensor& output) cons
 }
 
 void Pass::backward(Rows rows, int64_t segment, Batch outputs) {
+  if (share_ != nullptr && is_last(rows, segment)) {
+    if (segment == kWhole) sinks_.next_micro_batch();
+    share_->differentiate(leaves());
+    return collect(rows, segment);
+  }
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> gradients;
   for (size_t i = 0; i < outputs.leaves().size(); ++i) {
@@ -258,8 +266,7 @@ void Pass::backward(Rows rows, int64_t segment, Batch outputs) {
     roots.push_back(output);
     gradients.push_back(std::move(gradient));
   }
-  const bool cut = segment != kWhole;
-  if (cut) cut_.at(rows.begin).take_gradients(segment, work_, roots, gradients);
+  if (segment != kWhole) cut_.at(rows.begin).take_gradients(segment, work_, roots, gradients);
   // The graph keeps what it needs of them.
   outputs = Batch();
   work_.values.clear();
@@ -267,7 +274,7 @@ void Pass::backward(Rows rows, int64_t segment, Batch outputs) {
     sinks_.redirect_other_leaves(roots, leaves());
     autograd::run_backward_of_part(roots, gradients);
   }
-  if (cut) collect(rows, segment);
+  collect(rows, segment);
 }
 
 void Pass::free() {

@@ -22,26 +22,29 @@
 
 namespace infinitybatch {
 
+class SeparableShare;
 class WholeOutputs;
 
 /// Moves micro-batches forward, segment by segment, and back from a gradient of their outputs that
 /// is known later.
 ///
-/// A micro-batch that is not cut is one segment, -1 (`RepeatableForward`). Others are recorded
-/// first, by `CoupledRecorder`, or each by itself by `CheckpointRecorder`; then they have segments
-/// from 0 (`CutMicroBatch`). In front of each stretch of these but the first an op sees the whole
-/// batch (`StandIns`): all micro-batches go there (`advance`) before it is computed (`combine`),
-/// and back in the same way (`resume`, `backward`, `combine_gradients`). The outputs of second
-/// forwards are compared with those that the loss saw (`OutputComparison`).
+/// A micro-batch that is not cut is one segment, -1: its graph is used at once, where the loss is
+/// separable, or comes of a `RepeatableForward`. Others are recorded first, by `CoupledRecorder`,
+/// or each by itself by `CheckpointRecorder`; then they have segments from 0 (`CutMicroBatch`). In
+/// front of each stretch of these but the first an op sees the whole batch (`StandIns`): all
+/// micro-batches go there (`advance`) before it is computed (`combine`), and back in the same way
+/// (`resume`, `backward`, `combine_gradients`). The outputs of second forwards are compared with
+/// those that the loss saw (`OutputComparison`).
 class Pass {
  public:
+  /// \param share of a separable loss; null otherwise
   /// \param whole the outputs of all, of a loss that is computed on them; null otherwise
   Pass(const Setup& setup, autograd::GradientSinks& sinks, BufferRule& buffers,
-       WholeOutputs* whole);
+       SeparableShare* share, WholeOutputs* whole);
   Pass(const Pass&) = delete;
   Pass& operator=(const Pass&) = delete;
 
-  // Micro-batches that are not cut:
+  // Micro-batches that are not cut, of a loss of all outputs:
   /// Runs forward. Returns what the model gave, detached.
   /// \param keep    the graph for `resume`
   /// \param told    gets all that it gave, where somebody reads its recording; may be null
@@ -91,8 +94,6 @@ class Pass {
   void combine(int64_t stretch) { ops_.combine(stretch, buffers_); }
   /// Plays a segment with a graph. Returns the model's outputs where it is the last one.
   Batch resume(Rows rows, const Batch& inputs, int64_t segment);
-  /// Takes the gradients of `leaves`. `backward` does it by itself.
-  void collect(Rows rows, int64_t segment);
   /// The op in front of a stretch has seen the gradients of all rows.
   void combine_gradients(int64_t stretch) { ops_.before(stretch).combine_gradients(sinks_); }
 
@@ -117,12 +118,11 @@ class Pass {
   /// In front of a backward pass that is not the first, or not the last.
   /// \param keep another one may follow: what is saved stays
   void begin_backward(bool keep);
-  /// Leaves of the graph at work whose gradients belong here, not to the sinks.
-  std::vector<at::Tensor> leaves() const;
   /// For measuring: stands for the gradient of these outputs where no loss is computed.
   void seed(const Batch& outputs);
   /// Runs the graph at work backward.
-  /// \param outputs of the model, where it is the last segment: from their gradient
+  /// \param outputs of the model, where it is the last segment: from their gradient; not where a
+  ///                separable loss's share of them is at work
   void backward(Rows rows, int64_t segment, Batch outputs);
   /// Lets go of the graph at work.
   void free();
@@ -149,6 +149,10 @@ class Pass {
  private:
   static constexpr int64_t kWhole = -1;
 
+  /// Leaves of the graph at work whose gradients belong here, not to the sinks.
+  std::vector<at::Tensor> leaves() const;
+  /// Takes the gradients of these.
+  void collect(Rows rows, int64_t segment);
   CutMicroBatch& begin(Rows rows, std::shared_ptr<const Recorded> recorded,
                        StaticTapes* lent_by = nullptr);
   /// Whether what is saved in front of a segment is made again from the front of its stretch.
@@ -173,6 +177,7 @@ class Pass {
   const Resources& resources_;
   autograd::GradientSinks& sinks_;
   BufferRule& buffers_;
+  SeparableShare* share_;
   WholeOutputs* whole_;
   RecordedModel model_;
   NativeNumbers numbers_;

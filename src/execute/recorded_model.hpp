@@ -9,11 +9,11 @@ namespace infinitybatch {
 /// What every recording of a step's model starts from.
 struct RecordedModel {
   explicit RecordedModel(const Setup& setup)
-      : problem(setup.problem),
-        strategy(setup.strategy),
-        resources(setup.resources),
-        buffers(buffers_of(setup.problem)),
-        devices(devices_of(setup.problem)) {}
+      : problem(setup.problem), strategy(setup.strategy), resources(setup.resources) {
+    if (streams(problem, strategy)) return;  // nothing is recorded
+    buffers = buffers_of(problem);
+    devices = devices_of(problem);
+  }
 
   const Problem& problem;
   const Strategy& strategy;
