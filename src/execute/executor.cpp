@@ -33,13 +33,15 @@ Executor::Executor(const Setup& setup)
              /*installed=*/setup.strategy.is_cut() || setup.problem.loss.external() == nullptr),
       forwards_(setup, [this] { release(); }),
       checks_(setup, forwards_),
+      share_(
+          setup.problem.loss.separable() == nullptr
+              ? nullptr
+              : std::make_unique<SeparableShare>(setup.problem, *setup.resources.findings, sinks_)),
+      whole_(setup.problem.loss.coupled() == nullptr ? nullptr
+                                                     : std::make_unique<WholeOutputs>(setup)),
+      pass_(setup, sinks_, forwards_.buffers(), share_.get(), whole_.get()),
       total_(setup.problem.device) {
-  const LossPort& loss = setup.problem.loss;
-  if (loss.coupled() != nullptr) checks_.know(whole_.emplace(setup));
-  if (loss.separable() == nullptr || setup.strategy.is_cut()) {
-    pass_.emplace(setup, sinks_, forwards_.buffers(), whole_ ? &*whole_ : nullptr);
-  }
-  if (loss.separable() != nullptr) share_.emplace(setup.problem, *setup.resources.findings, sinks_);
+  if (whole_) checks_.know(*whole_);
   // Casts made before this step lead to the parameters' own accumulators, past the sinks.
   at::autocast::clear_cache();
 }
@@ -92,27 +94,27 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
     case Operation::replay:
       return replay(rows);
     case Operation::seed:
-      return pass_->seed(forwards_.outputs);
+      return pass_.seed(forwards_.outputs);
     case Operation::advance:
       return advance(rows, segment, /*retain=*/false);
     case Operation::advance_retained:
       return advance(rows, segment, /*retain=*/true);
     case Operation::combine:
-      return pass_->combine(segment);
+      return pass_.combine(segment);
     case Operation::resume:
       return resume(rows, segment);
     case Operation::combine_gradients:
-      return pass_->combine_gradients(segment);
+      return pass_.combine_gradients(segment);
     case Operation::restore:
     case Operation::prefetch:
-      copied_bytes_ = pass_->fetch(rows, segment, instruction.back,
-                                   /*ahead=*/instruction.operation == Operation::prefetch);
+      copied_bytes_ = pass_.restore(rows, segment, instruction.back,
+                                    /*ahead=*/instruction.operation == Operation::prefetch);
       return;
     case Operation::start_offload:
-      copied_bytes_ = pass_->leave(rows, segment);
+      copied_bytes_ = pass_.start_offload(rows, segment);
       return;
     case Operation::finish_offload:
-      copied_bytes_ = pass_->offload(rows, segment, instruction.back);
+      copied_bytes_ = pass_.finish_offload(rows, segment, instruction.back);
       return;
     case Operation::backward:
       return backward(rows, segment);
@@ -135,7 +137,7 @@ void Executor::each_check(void (Check::*moment)()) {
 
 void Executor::whole_loss() {
   in_whole_loss_ = true;
-  coupled::RandomStreams* streams = pass_ ? pass_->streams() : nullptr;
+  coupled::RandomStreams* streams = pass_.streams();
   if (streams != nullptr) streams->settle();
   whole_->watch_attributes(forwards_.state());
   forwards_.buffers().begin_loss();
@@ -153,34 +155,30 @@ void Executor::replay(Rows rows) {
   ExternalLoss* const loss = problem_.loss.external();
   if (loss == nullptr) {
     forwards_.load(rows);
-    forwards_.outputs = pass_->resume(rows, forwards_.inputs, [&] {
+    forwards_.outputs = pass_.resume(rows, forwards_.inputs, [&] {
       return forwards_.uncounted([&] { return forwards_.call(rows); });
     });
     return;
   }
   if (problem_.interrupt) problem_.interrupt();
   // Gradients of the inputs arrive at the leaves that the graph began with.
-  const Batch* of_graph = pass_->inputs_of_graph(rows);
+  const Batch* of_graph = pass_.inputs_of_graph(rows);
   forwards_.inputs = of_graph != nullptr ? *of_graph : forwards_.load_inputs(rows);
   forwards_.outputs =
-      pass_->resume(rows, forwards_.inputs, [&] { return loss->forward_again(forwards_.inputs); });
-}
-
-bool Executor::is_last(Rows rows, int64_t segment) const {
-  return segment + 1 == (strategy_.checkpoints() ? segments(rows) : segments());
+      pass_.resume(rows, forwards_.inputs, [&] { return loss->forward_again(forwards_.inputs); });
 }
 
 void Executor::load_for(Rows rows, int64_t segment) {
   if (problem_.interrupt) problem_.interrupt();
-  if (pass_->reads_inputs(rows, segment)) forwards_.inputs = forwards_.load_inputs(rows);
+  if (pass_.reads_inputs(rows, segment)) forwards_.inputs = forwards_.load_inputs(rows);
 }
 
 void Executor::advance(Rows rows, int64_t segment, bool retain) {
   load_for(rows, segment);
-  Batch outputs = pass_->advance(rows, forwards_.inputs, segment, retain);
-  if (is_last(rows, segment) && problem_.loss.external() != nullptr) {
+  Batch outputs = pass_.advance(rows, forwards_.inputs, segment, retain);
+  if (pass_.is_last(rows, segment) && problem_.loss.external() != nullptr) {
     problem_.loss.external()->take(rows, Batch(), std::exchange(outputs, Batch()));
-  } else if (is_last(rows, segment)) {
+  } else if (pass_.is_last(rows, segment)) {
     const Batch& seen = whole_->add(rows, outputs);
     outputs = Batch();  // its graph holds what may leave the device now
     if (problem_.on_micro_batch) {
@@ -193,9 +191,8 @@ void Executor::advance(Rows rows, int64_t segment, bool retain) {
 
 void Executor::resume(Rows rows, int64_t segment) {
   load_for(rows, segment);
-  forwards_.outputs = pass_->resume(rows, forwards_.inputs, segment);
-  if (!is_last(rows, segment)) return;
-  share_ ? forwards_.load_targets(rows) : pass_->compare(rows, forwards_.outputs);
+  forwards_.outputs = pass_.resume(rows, forwards_.inputs, segment);
+  if (share_ && pass_.is_last(rows, segment)) forwards_.load_targets(rows);
 }
 
 void Executor::loss(Rows rows) {
@@ -213,15 +210,7 @@ void Executor::loss(Rows rows) {
 }
 
 void Executor::backward(Rows rows, int64_t segment) {
-  if (!pass_) {
-    sinks_.next_micro_batch();
-    return share_->differentiate();
-  }
-  if (share_ && is_last(rows, segment)) {
-    share_->differentiate(pass_->leaves());
-    return pass_->collect(rows, segment);
-  }
-  pass_->backward(rows, segment, std::exchange(forwards_.outputs, Batch()));
+  pass_.backward(rows, segment, std::exchange(forwards_.outputs, Batch()));
   if (ExternalLoss* loss = problem_.loss.external()) loss->collect(rows, forwards_.inputs);
 }
 
@@ -233,7 +222,7 @@ void Executor::free() {
 
 void Executor::release() {
   if (share_) share_->free();
-  if (pass_) pass_->free();
+  pass_.free();
   forwards_.release();
   sinks_.forget_dead_leaves();
 }
@@ -252,19 +241,19 @@ void Executor::hand_out() {
   finish();
   forwards_.few().forget();
   // Hooks may draw too.
-  if (pass_ && pass_->streams() != nullptr) pass_->streams()->settle();
+  if (pass_.streams() != nullptr) pass_.streams()->settle();
   sinks_.hand_out();
 }
 
 void Executor::finish() {
   final_loss_ = total_.get();
-  if (pass_) pass_->check();
+  pass_.check();
   if (problem_.keep_outputs) final_outputs_ = whole_ ? whole_->all() : share_->take_outputs();
 }
 
 void Executor::finish_forward() {
   forwards_.commit();
-  if (pass_ && pass_->streams() != nullptr) pass_->streams()->settle();
+  if (pass_.streams() != nullptr) pass_.streams()->settle();
   checks_.rethrow();
   sinks_.uninstall();
   forwards_.watch().renormed()->commit();
@@ -282,7 +271,7 @@ void Executor::abandon() {
 void Executor::begin_backward(bool keep) {
   going_back_ = true;
   sinks_.install();
-  if (pass_) pass_->begin_backward(keep);
+  pass_.begin_backward(keep);
 }
 
 void Executor::roll_back() {
@@ -305,10 +294,6 @@ at::Tensor Executor::loss() const {
 
 std::optional<std::string> Executor::collective() const {
   return whole_ ? whole_->collective() : std::nullopt;
-}
-
-std::optional<std::string> Executor::opaque() const {
-  return pass_ ? pass_->opaque() : std::nullopt;
 }
 
 std::optional<Batch> Executor::take_outputs() {

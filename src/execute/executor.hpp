@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -60,16 +61,14 @@ class Executor {
 
   // With an external loss, of a model that is not cut:
   /// Graphs that are kept for backward; they may be dropped whenever their memory is needed.
-  int64_t kept_graphs() const { return pass_ ? pass_->kept_graphs() : 0; }
-  bool drop_graphs() { return pass_ && pass_->drop_graphs(); }
-  void drop_graph(Rows rows) { pass_->drop_graph(rows); }
-  GraphBytes kept_graph_bytes() const { return pass_ ? pass_->kept_graph_bytes() : GraphBytes(); }
+  int64_t kept_graphs() const { return pass_.kept_graphs(); }
+  bool drop_graphs() { return pass_.drop_graphs(); }
+  void drop_graph(Rows rows) { pass_.drop_graph(rows); }
+  GraphBytes kept_graph_bytes() const { return pass_.kept_graph_bytes(); }
   /// Why the user's forward will run again in backward; nothing where it need not.
-  std::optional<std::string> will_run_again() const {
-    return pass_ ? pass_->will_run_again() : std::nullopt;
-  }
+  std::optional<std::string> will_run_again() const { return pass_.will_run_again(); }
   /// Whether backward has played a tape.
-  bool replayed() const noexcept { return pass_ && pass_->replayed(); }
+  bool replayed() const noexcept { return pass_.replayed(); }
   /// The whole batch's loss, detached, in the loss's own type. Once `hand_out` has run neither this
   /// nor `take_outputs` can fail any more.
   at::Tensor loss() const;
@@ -81,7 +80,7 @@ class Executor {
   /// And forgets that.
   PassTimes take_times() { return std::exchange(times_, {}); }
   /// Of graphs that were offloaded.
-  GraphBytes graph_bytes() const { return pass_ ? pass_->graph_bytes() : GraphBytes(); }
+  GraphBytes graph_bytes() const { return pass_.graph_bytes(); }
   /// Somebody asks for `failed_rows`: what fails runs once more.
   void look_for_few_rows() noexcept {
     forwards_.few().look(problem_.batch_size());
@@ -99,17 +98,17 @@ class Executor {
   bool coupled_beyond_cuts() const noexcept { return forwards_.apart() || checks_.beyond_cuts(); }
   /// How many segments the model's tapes are cut into; with `Strategy::cuts`, after the first
   /// `record`.
-  int64_t segments() const { return pass_ ? pass_->segments() : 1; }
+  int64_t segments() const { return pass_.segments(); }
   /// Of one micro-batch, with `Strategy::checkpoints`, between its `record` and its last
   /// `backward`.
-  int64_t segments(Rows rows) const { return pass_->segments(rows); }
-  Stretches stretches(Rows rows) const { return pass_->stretches(rows); }
+  int64_t segments(Rows rows) const { return pass_.segments(rows); }
+  Stretches stretches(Rows rows) const { return pass_.stretches(rows); }
   /// One micro-batch's recording, once it is recorded.
-  const tape::Tape& tape(Rows rows) const { return pass_->tape(rows); }
+  const tape::Tape& tape(Rows rows) const { return pass_.tape(rows); }
   /// By which operation a loss of all outputs talked to other ranks; nothing where it did not.
   std::optional<std::string> collective() const;
   /// Why the user's forward ran twice for some rows; nothing where it did not.
-  std::optional<std::string> opaque() const;
+  std::optional<std::string> opaque() const { return pass_.opaque(); }
 
  private:
   void perform(const Instruction& instruction, Rows rows);
@@ -130,7 +129,6 @@ class Executor {
   void penalty();
   void hand_out();
   void finish();
-  bool is_last(Rows rows, int64_t segment) const;
 
   const Problem& problem_;
   const Strategy& strategy_;
@@ -141,9 +139,9 @@ class Executor {
   LossState loss_state_;
   bool going_back_ = false;  // with an external loss: forward is over
   bool in_whole_loss_ = false;
-  std::optional<SeparableShare> share_;  // of a separable loss
-  std::optional<WholeOutputs> whole_;    // of a coupled loss
-  std::optional<Pass> pass_;             // of all but a stream
+  std::unique_ptr<SeparableShare> share_;  // of a separable loss
+  std::unique_ptr<WholeOutputs> whole_;    // of a coupled loss
+  Pass pass_;
 
   PassTimes times_;
   int64_t copied_bytes_ = 0;  // whose copies the instruction at work began

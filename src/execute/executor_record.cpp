@@ -26,15 +26,15 @@ void Executor::record(Rows rows, bool retain) {
     return forwards_.call(rows);
   };
   Batch given;
-  const Batch& seen = pass_->first(rows, forwards_.inputs, retain, tells ? &given : nullptr, call);
+  const Batch& seen = pass_.first(rows, forwards_.inputs, retain, tells ? &given : nullptr, call);
   if (outside && forwards_.saw_across_batch()) {
     // The tape has its number alone, which is forgotten with this pass.
-    pass_->run_again(rows, "a function of across_batch");
+    pass_.run_again(rows, "a function of across_batch");
   }
   if (forwards_.wrote_inputs() && outside) {
     // They are rows of one tensor: for torch what one micro-batch writes is written in all.
-    pass_->drop_graphs();
-  } else if (forwards_.wrote_inputs() && pass_->keeps_graph_before(rows)) {
+    pass_.drop_graphs();
+  } else if (forwards_.wrote_inputs() && pass_.keeps_graph_before(rows)) {
     throw Unsupported(
         "forward changes its inputs in place, which are rows of one tensor: for torch that spoils "
         "the graphs of other micro-batches that are kept; write that out of place, as in x = x - "
@@ -44,23 +44,22 @@ void Executor::record(Rows rows, bool retain) {
     problem_.on_micro_batch({rows.begin, rows.end, seen, forwards_.targets});
   const bool learns = checks_.learns_output_law(rows);
   const Batch inputs = learns ? without_tensors(forwards_.inputs) : Batch();
-  checks_.look_at(rows, forwards_.inputs, pass_->tape(rows), given);
+  checks_.look_at(rows, forwards_.inputs, pass_.tape(rows), given);
   given = Batch();
   free();
   forwards_.learn_numbers();
-  if (learns) checks_.learn_outputs(rows, inputs, seen, pass_->tape(rows));
-  pass_->has_told(rows);
+  if (learns) checks_.learn_outputs(rows, inputs, seen, pass_.tape(rows));
+  pass_.has_told(rows);
   // Buffers that were restored under a graph could belong to what it has saved.
   const bool restored = forwards_.restores();
-  if (restored && outside) pass_->drop_graphs();
-  if (restored && retain) pass_->drop_graph(rows);
+  if (restored && outside) pass_.drop_graphs();
+  if (restored && retain) pass_.drop_graph(rows);
 }
 
 void Executor::record_for_cuts(Rows rows) {
   if (problem_.interrupt) problem_.interrupt();
   // A recording that is used again tells nobody how outputs follow the samples.
-  if (!strategy_.per_micro_batch() && !checks_.learns_output_law(rows) && pass_->reuse(rows))
-    return;
+  if (!strategy_.per_micro_batch() && !checks_.learns_output_law(rows) && pass_.reuse(rows)) return;
   forwards_.load(rows);
   const auto call = [&](Rows at_work) {
     forwards_.run(at_work);
@@ -74,31 +73,31 @@ void Executor::record_for_cuts(Rows rows) {
     return std::exchange(forwards_.outputs, Batch());
   };
   if (strategy_.per_micro_batch()) {
-    Batch given = pass_->checkpoint(rows, forwards_.inputs, [&] { return call(rows); });
+    Batch given = pass_.checkpoint(rows, forwards_.inputs, [&] { return call(rows); });
     if (whole_) {
       given = whole_->add(rows, given);
       if (problem_.on_micro_batch)
         problem_.on_micro_batch({rows.begin, rows.end, given, forwards_.targets});
     }
     const Batch inputs = without_tensors(forwards_.inputs);
-    checks_.look_at(rows, forwards_.inputs, pass_->tape(rows), given);
+    checks_.look_at(rows, forwards_.inputs, pass_.tape(rows), given);
     free();
     forwards_.learn_numbers();
     if (checks_.learns_output_law(rows))
-      checks_.learn_outputs(rows, inputs, given, pass_->tape(rows));
+      checks_.learn_outputs(rows, inputs, given, pass_.tape(rows));
     given = Batch();
     // Until a coupled loss is known the other micro-batches need the room.
     if (whole_ && strategy_.offloads()) {
-      pass_->offload(rows);
+      pass_.offload(rows);
       whole_->offload(rows);
     }
     // Buffers that were restored under a graph could belong to what it has saved.
-    if (forwards_.buffers().written()) pass_->drop_graph(rows);
+    if (forwards_.buffers().written()) pass_.drop_graph(rows);
     return;
   }
   const Batch inputs = forwards_.inputs;
   const Batch targets = forwards_.targets;
-  const auto elsewhere = [&](Rows others, const Pass::Run& run) {
+  const auto elsewhere = [&](Rows others, const RecordableForward::Run& run) {
     forwards_.load(others);
     run(forwards_.inputs, [&] { return forwards_.uncounted([&] { return call(others); }); });
     forwards_.inputs = inputs;
@@ -117,13 +116,12 @@ void Executor::record_for_cuts(Rows rows) {
     if (std::exchange(recorded, true)) forwards_.state().runs().count_anew();
     return call(rows);
   };
-  const Pass::Forward forward{once, again, depends_on_state};
-  const Batch given = pass_->record(rows, inputs, forwards_.watch(), forward, elsewhere);
-  checks_.look_at(rows, inputs, pass_->tape(rows), given);
+  const Batch given =
+      pass_.record(rows, inputs, forwards_.watch(), {once, again, depends_on_state, elsewhere});
+  checks_.look_at(rows, inputs, pass_.tape(rows), given);
   free();
   forwards_.learn_numbers();
-  if (checks_.learns_output_law(rows))
-    checks_.learn_outputs(rows, inputs, given, pass_->tape(rows));
+  if (checks_.learns_output_law(rows)) checks_.learn_outputs(rows, inputs, given, pass_.tape(rows));
 }
 
 }  // namespace infinitybatch

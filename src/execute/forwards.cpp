@@ -66,7 +66,7 @@ Batch Forwards::load_inputs(Rows rows) {
   const bool stay = problem_.loss.external() != nullptr;
   const Batch given =
       stay ? problem_.inputs->rows(rows.begin, rows.end) : rows_of(*problem_.inputs, rows);
-  const bool again = strategy_.is_cut() || problem_.loss.separable() == nullptr;
+  const bool again = !streams(problem_, strategy_);
   if (again && !problem_.inputs->uniform && !wrote_inputs_) sources_.meet(rows, given);
   return to_device(given, problem_.device);
 }

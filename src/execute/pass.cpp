@@ -1,283 +1,236 @@
 #include "execute/pass.hpp"
 
 #include "autograd/engine.hpp"
-#include "core/torch_compat.hpp"
+#include "core/batch_form.hpp"
+#include "execute/checkpoints.hpp"
 #include "execute/external_loss.hpp"
-#include "execute/schedule.hpp"
-#include "tape/arguments.hpp"
-#include "tape/mismatch.hpp"
-#include "tape/witness.hpp"
-
-#include <infinitybatch/core/errors.hpp>
-
-#include <ATen/Functions.h>
-#include <c10/core/GradMode.h>
-#include <c10/util/Exception.h>
+#include "execute/separable_share.hpp"
+#include "execute/static_tapes.hpp"
+#include "execute/whole_outputs.hpp"
 
 #include <algorithm>
-#include <string>
 #include <utility>
 
 namespace infinitybatch {
 namespace {
 
-const std::vector<tape::ValueId> kNone;
+void add(GraphBytes& sum, const GraphBytes& bytes) {
+  sum.offloaded += bytes.offloaded;
+  sum.stayed += bytes.stayed;
+}
 
-std::set<tape::ValueId> given_to_first_op(const tape::Tape& tape, const tape::Segment& segment) {
-  std::set<tape::ValueId> values;
-  tape::for_each_argument(tape, tape.ops[segment.ops.begin],
-                          [&](tape::ValueId value, const tape::Slot&) { values.insert(value); });
-  return values;
+bool keeps_graph(const std::pair<const int64_t, RepeatableForward>& entry) {
+  return entry.second.keeps_graph();
 }
 
 }  // namespace
 
 Pass::Pass(const Setup& setup, autograd::GradientSinks& sinks, BufferRule& buffers,
-           WholeOutputs* whole)
+           SeparableShare* share, WholeOutputs* whole)
     : problem_(setup.problem),
       strategy_(setup.strategy),
       resources_(setup.resources),
       sinks_(sinks),
       buffers_(buffers),
+      share_(share),
       whole_(whole),
-      held_buffers_(buffers_of(setup.problem)),
-      devices_(devices_of(setup.problem)) {
-  const bool together = strategy_.is_cut() && !strategy_.per_micro_batch();
-  if (problem_.match_native_rng && together) {
-    streams_ = std::make_shared<coupled::RandomStreams>(devices_);
-    foreign_ = RngSnapshot::capture_foreign();
-    foreign_before_ = tell_foreign_sources();
+      model_(setup),
+      numbers_(problem_.match_native_rng && strategy_.is_cut() && !strategy_.per_micro_batch(),
+               model_.devices),
+      ops_(problem_, *resources_.findings, numbers_),
+      coupled_(model_, buffers, numbers_, ops_),
+      checkpoints_(model_),
+      comparison_(setup, whole) {}
+
+const Batch& Pass::first(Rows rows, const Batch& inputs, bool keep, Batch* told,
+                         const std::function<Batch()>& forward) {
+  RepeatableForward& micro_batch = uncut_.try_emplace(rows.begin, model_, rows).first->second;
+  Batch outputs = micro_batch.first(inputs, keep, told != nullptr, forward);
+  if (told != nullptr) *told = without_graph(outputs);
+  ExternalLoss* const loss = problem_.loss.external();
+  if (loss != nullptr) {
+    outputs = loss->take(rows, inputs, std::move(outputs));
+  } else {
+    whole_->add(rows, outputs);
   }
+  if (keep) micro_batch.keep_graph(std::move(outputs), loss != nullptr ? inputs : Batch());
+  return seen(rows);
+}
+
+Batch Pass::resume(Rows rows, const Batch& inputs, const std::function<Batch()>& forward) {
+  RepeatableForward& micro_batch = uncut_.at(rows.begin);
+  if (problem_.loss.external() != nullptr) input_leaves_ = inputs.tensors();
+  if (micro_batch.keeps_graph()) return micro_batch.take_graph();
+  const bool replays = micro_batch.replays();
+  if (!replays) opaque_ = micro_batch.opaque();
+  Batch outputs = micro_batch.second(inputs, forward);
+  replayed_ = replayed_ || replays;
+  comparison_.compare(rows, outputs);
+  return outputs;
+}
+
+bool Pass::drop_graphs() {
+  if (kept_graphs() == 0) return false;
+  for (auto& [begin, micro_batch] : uncut_) micro_batch.drop_graph();
+  return true;
+}
+
+int64_t Pass::kept_graphs() const {
+  return std::count_if(uncut_.begin(), uncut_.end(), keeps_graph);
+}
+
+bool Pass::keeps_graph_before(Rows rows) const {
+  return std::any_of(uncut_.begin(), uncut_.lower_bound(rows.begin), keeps_graph);
+}
+
+const Batch* Pass::inputs_of_graph(Rows rows) const {
+  const RepeatableForward& micro_batch = uncut_.at(rows.begin);
+  return micro_batch.keeps_graph() ? &micro_batch.inputs_of_graph() : nullptr;
+}
+
+GraphBytes Pass::kept_graph_bytes() const {
+  GraphBytes sum;
+  for (const auto& [begin, micro_batch] : uncut_) {
+    if (micro_batch.keeps_graph()) add(sum, micro_batch.graph_bytes());
+  }
+  return sum;
+}
+
+std::optional<std::string> Pass::will_run_again() const {
+  for (const auto& [begin, micro_batch] : uncut_) {
+    if (micro_batch.opaque()) return micro_batch.opaque();
+  }
+  return std::nullopt;
+}
+
+CutMicroBatch& Pass::begin(Rows rows, std::shared_ptr<const Recorded> recorded,
+                           StaticTapes* lent_by) {
+  StandIns* const ops = strategy_.per_micro_batch() ? nullptr : &ops_;
+  CutMicroBatch micro_batch(rows, std::move(recorded), ops, lent_by);
+  return cut_.insert_or_assign(rows.begin, std::move(micro_batch)).first->second;
+}
+
+Batch Pass::record(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
+                   const RecordableForward& forward) {
+  CoupledRecorder::Recording made = coupled_.record(rows, inputs, watch, forward);
+  begin(rows, std::move(made.recorded));
+  return std::move(made.outputs);
+}
+
+bool Pass::reuse(Rows rows) {
+  std::shared_ptr<const Recorded> recorded = coupled_.reuse(rows);
+  if (!recorded) return false;
+  begin(rows, std::move(recorded), resources_.static_tapes);
+  return true;
+}
+
+Batch Pass::checkpoint(Rows rows, const Batch& inputs, const std::function<Batch()>& forward) {
+  CheckpointRecorder::Recording made = checkpoints_.record(rows, inputs, forward);
+  CutMicroBatch& micro_batch = begin(rows, std::move(made.recorded));
+  if (made.saved) {
+    micro_batch.stand_at(std::move(*made.saved));
+    return std::move(made.outputs);
+  }
+  // Segments that nobody has replayed yet: the outputs have to come out bit for bit.
+  if (problem_.loss.separable() != nullptr) comparison_.expect(rows, detached(made.outputs));
+  if (!resources_.checkpoints->forget && !resources_.checkpoints->again) {
+    advance_to(micro_batch, inputs, micro_batch.segments() - 1);
+  }
+  return std::move(made.outputs);
 }
 
 int64_t Pass::segments() const {
-  if (strategy_.per_micro_batch() && !parts_.empty()) {
-    return static_cast<int64_t>(parts_.begin()->second.recorded->segments.size());
-  }
-  return static_cast<int64_t>(ops_.size()) + 1;
-}
-
-int64_t Pass::segments(Rows rows) const {
-  return static_cast<int64_t>(parts_.at(rows.begin).recorded->segments.size());
+  if (strategy_.per_micro_batch() && !cut_.empty()) return cut_.begin()->second.segments();
+  return ops_.count() + 1;
 }
 
 Stretches Pass::stretches(Rows rows) const {
-  const Recorded& recorded = *parts_.at(rows.begin).recorded;
+  const Recorded& recorded = cut_.at(rows.begin).recorded();
   Stretches ends(recorded.stretches.begin() + 1, recorded.stretches.end());
   ends.push_back(static_cast<int64_t>(recorded.segments.size()));
   return ends;
 }
 
-bool Pass::is_made_again(const Part& part, int64_t segment) const {
+const tape::Tape& Pass::tape(Rows rows) const {
+  return strategy_.is_cut() ? cut_.at(rows.begin).recorded().tape : uncut_.at(rows.begin).tape();
+}
+
+bool Pass::is_made_again(const CutMicroBatch& micro_batch, int64_t segment) const {
   if (!strategy_.checkpoints()) return false;
   if (resources_.checkpoints->forget) return true;
   const bool at_once = !strategy_.per_micro_batch() || resources_.checkpoints->again;
-  return at_once && segment == part.recorded->last_beside(segment);
+  return at_once && segment == micro_batch.recorded().last_beside(segment);
 }
 
 bool Pass::reads_inputs(Rows rows, int64_t segment) const {
-  const Part& part = parts_.at(rows.begin);
-  if (strategy_.per_micro_batch() && part.retained.contains(segment)) return false;
-  const bool next_op = !is_last(part, segment) && has_op_before(part, segment + 1);
-  int64_t first = segment;
-  if (is_made_again(part, segment)) first = part.recorded->first_beside(segment);
-  for (int64_t s = first; s <= segment + (next_op ? 1 : 0); ++s) {
-    if (segment_of(part, s).reads_inputs) return true;
-  }
-  return false;
+  const CutMicroBatch& micro_batch = cut_.at(rows.begin);
+  if (strategy_.per_micro_batch() && micro_batch.keeps_graph(segment)) return false;
+  const bool again = is_made_again(micro_batch, segment);
+  const int64_t first = again ? micro_batch.recorded().first_beside(segment) : segment;
+  return micro_batch.reads_inputs(first, segment);
 }
 
-std::vector<at::Tensor> Pass::frontier(Part& part, const tape::Segment& segment,
-                                       bool op_only) const {
-  std::vector<at::Tensor> values(part.recorded->tape.value_count);
-  std::set<tape::ValueId> wanted;
-  if (op_only) wanted = given_to_first_op(part.recorded->tape, segment);
-  for (const tape::Take& take : segment.takes) {
-    if (op_only && wanted.count(take.from.value) == 0) continue;
-    at::Tensor& value = values[take.from.value];
-    if (take.from.giver >= 0) {
-      value = part.waiting.at(take.from);
-      continue;
-    }
-    for (const tape::External& external : part.recorded->tape.externals) {
-      if (external.value != take.from.value) continue;
-      // A tape that is used again finds what the buffer holds in this step.
-      const bool now = strategy_.reuses_tapes && external.is_buffer;
-      value = now ? external.tensor.detach() : external.before;
-    }
-  }
-  return values;
-}
-
-Pass::Work Pass::play(Part& part, Rows rows, const Batch& inputs, int64_t index,
-                      std::vector<tape::Draw>& random) {
-  const tape::Segment& segment = segment_of(part, index);
-  Work work;
-  work.values = frontier(part, segment);
-  for (const tape::Take& take : segment.takes) {
-    at::Tensor& value = work.values[take.from.value];
-    const bool differentiable = part.differentiable.count(take.from) != 0;
-    if (differentiable) {
-      work.leaves.emplace_back(take.from, value.detach().requires_grad_());
-      value = value.detach();
-    }
-    if (take.written) value = value.clone();
-    // No leaf itself, as in forward: autocast keeps casts of leaves.
-    if (differentiable) compat::begin_history(value, work.leaves.back().second);
-  }
-  tape::StandIn first;
-  if (has_op_before(part, index)) {
-    first = [&](std::vector<c10::IValue>& arguments) {
-      return op_before(part, index).apply(rows, arguments, work.op_leaves);
-    };
-  }
-  try {
-    tape::play(part.recorded->tape, segment, inputs, work.values, random, first, part.reused);
-  } catch (const tape::OtherValues&) {
-    distrust();
-    throw;
-  } catch (const Error&) {
-    throw;
-  } catch (const c10::OutOfMemoryError&) {
-    throw;
-  } catch (const c10::Error& error) {
-    if (!part.reused) throw;
-    distrust();
-    const std::string why = error.what_without_backtrace();
-    throw tape::OtherValues(
-        "static_graph says that forward depends on shapes only, but what was recorded of it does "
-        "not run on rows " +
-        std::to_string(rows.begin) + " to " + std::to_string(rows.end) + " (" +
-        why.substr(0, why.find('\n')) +
-        "): sizes in it follow the samples' values; leave static_graph out");
-  }
-  return work;
-}
-
-/// What forward does depends on values after all, or may: each micro-batch is recorded.
-void Pass::distrust() {
-  *resources_.static_tapes->varies = true;
-  resources_.static_tapes->by_rows.clear();
-}
-
-/// Without user code nobody else writes the model's own counters.
-void Pass::meet_written(const Part& part, int64_t segment, const Work& work) {
-  if (!strategy_.reuses_tapes) return;
-  for (const tape::Take& take : segment_of(part, segment).takes) {
-    if (!take.written || part.recorded->last_writer.at(take.from.value) != segment) continue;
-    for (const tape::External& external : part.recorded->tape.externals) {
-      if (external.value != take.from.value || !external.is_buffer) continue;
-      buffers_.meet(external.tensor, work.values[external.value].detach());
-    }
-  }
-}
-
-/// \param inside what this stretch needs only: later ones have been there already
-void Pass::keep(Part& part, int64_t segment, const Work& work, bool inside) const {
-  const int64_t last = part.recorded->last_beside(segment);
-  for (const tape::ValueId value : segment_of(part, segment).gives) {
-    const tape::Crossing crossing{value, static_cast<int32_t>(segment)};
-    if (inside && part.recorded->first_user.at(crossing) > last) continue;
-    const at::Tensor& tensor = work.values[value];
-    part.waiting[crossing] = tensor.detach();
-    if (tensor.requires_grad()) part.differentiable.insert(crossing);
-  }
-}
-
-/// Takes what waits to the next cut.
-Pass::Work Pass::go_through(Part& part, Rows rows, const Batch& inputs, int64_t segment,
-                            bool inside) {
-  std::vector<tape::Draw> random = part.random[static_cast<size_t>(segment)];
-  Work work = play(part, rows, inputs, segment, random);
-  keep(part, segment, work, inside);
-  if (!is_last(part, segment)) {
-    part.random[static_cast<size_t>(segment) + 1] = std::move(random);
-  }
-  return work;
-}
-
-/// Of what this stretch has given that which no segment behind this one needs.
-void Pass::let_go(Part& part, int64_t segment) {
-  const int64_t first = part.recorded->first_beside(segment);
-  part.waiting.erase_if([&](tape::Crossing crossing, bool) {
-    return crossing.giver >= first && part.recorded->last_user.at(crossing) <= segment;
-  });
-}
-
-void Pass::advance_to(Rows rows, const Batch& inputs, int64_t segment) {
-  Part& part = parts_.at(rows.begin);
-  for (int64_t s = part.recorded->first_beside(segment); s < segment; ++s) {
-    go_through(part, rows, inputs, s, /*inside=*/true);
-    if (resources_.checkpoints->forget) let_go(part, s);
-    free();
-    if (strategy_.offloads()) keep_for(part, s + 1, /*back=*/true);
-  }
+void Pass::advance_to(CutMicroBatch& micro_batch, const Batch& inputs, int64_t segment) const {
+  micro_batch.advance_to(inputs, segment, resources_.checkpoints->forget,
+                         strategy_.offloads() ? resources_.store : nullptr);
 }
 
 Batch Pass::advance(Rows rows, const Batch& inputs, int64_t segment, bool retain) {
-  Part& part = parts_.at(rows.begin);
-  Work work = go_through(part, rows, inputs, segment, /*inside=*/false);
-  meet_written(part, segment, work);
-  let_go(part, segment);
-  const bool last = is_last(part, segment);
-  if (!last && has_op_before(part, segment + 1)) {
-    const tape::Segment& next = segment_of(part, segment + 1);
-    std::vector<at::Tensor> values = frontier(part, next, /*op_only=*/true);
-    op_before(part, segment + 1)
-        .collect(rows, tape::first_arguments(part.recorded->tape, next, inputs, values));
-  }
+  CutMicroBatch& micro_batch = cut_.at(rows.begin);
+  PlayedSegment played = micro_batch.go_through(inputs, segment, /*inside=*/false);
+  micro_batch.tell_written(segment, played, buffers_);
+  micro_batch.forget_used(segment);
+  micro_batch.give_op_behind(inputs, segment);
   Batch outputs;
-  if (last) outputs = tape::result_of(part.recorded->tape, work.values);
-  if (retain) part.retained[segment] = std::move(work);
+  if (micro_batch.is_last(segment)) {
+    outputs = tape::result_of(micro_batch.recorded().tape, played.values);
+  }
+  if (retain) micro_batch.keep_graph(segment, std::move(played));
   return outputs;
 }
 
-void Pass::combine(int64_t stretch) {
-  const Recorded& recorded = *parts_.begin()->second.recorded;
-  const int64_t segment = recorded.stretches[static_cast<size_t>(stretch)];
-  const tape::ModesGuard modes;
-  recorded.tape.modes[recorded.first_op(segment).modes].apply();
-  op_before_stretch(stretch).combine(settled_);
-  for (const coupled::SettledBuffers::Entry& entry : settled_.entries()) {
-    buffers_.settle(entry.buffer, entry.value);
+Batch Pass::resume(Rows rows, const Batch& inputs, int64_t segment) {
+  CutMicroBatch& micro_batch = cut_.at(rows.begin);
+  if (problem_.loss.external() != nullptr) input_leaves_ = inputs.tensors();
+  const bool last = micro_batch.is_last(segment);
+  if (!last) {
+    micro_batch.correct_behind(inputs, segment, sinks_);
+    end_segment(micro_batch, segment + 1);
   }
+  if (is_made_again(micro_batch, segment)) {
+    micro_batch.forget_stretch(segment);
+    advance_to(micro_batch, inputs, segment);
+  }
+  const bool kept = micro_batch.keeps_graph(segment);
+  work_ = micro_batch.graph_of(inputs, segment);
+  if (!last) return {};
+  // With a separable loss this is the last segment's only pass.
+  if (!kept) micro_batch.tell_written(segment, work_, buffers_);
+  Batch outputs = tape::result_of(micro_batch.recorded().tape, work_.values);
+  work_.values.clear();
+  comparison_.compare(rows, outputs);
+  return outputs;
+}
+
+void Pass::collect(Rows rows, int64_t segment) {
+  if (segment == kWhole) return;  // its leaves are the sinks'
+  CutMicroBatch& micro_batch = cut_.at(rows.begin);
+  micro_batch.collect(segment, work_);
+  if (segment > 0) return;
+  end_segment(micro_batch, 0);
+  if (strategy_.per_micro_batch()) cut_.erase(rows.begin);  // nothing of it is used again
+}
+
+void Pass::drop_graph(Rows rows) {
+  if (strategy_.is_cut()) return cut_.at(rows.begin).drop_graphs();
+  uncut_.at(rows.begin).drop_graph();
 }
 
 void Pass::begin_backward(bool keep) {
   keep_ = keep;
   replayed_ = false;
-  for (const auto& op : ops_) op->begin_backward(keep);
-  for (auto& [begin, part] : parts_) part.gradients = WaitingRoom();
-}
-
-Batch Pass::resume(Rows rows, const Batch& inputs, int64_t segment) {
-  Part& part = parts_.at(rows.begin);
-  if (problem_.loss.external() != nullptr) input_leaves_ = inputs.tensors();
-  const bool last = is_last(part, segment);
-  if (!last) {
-    if (has_op_before(part, segment + 1)) correct(part, rows, inputs, segment + 1);
-    drop(part, segment + 1);
-  }
-  if (is_made_again(part, segment)) {
-    const int64_t first = part.recorded->first_beside(segment);
-    part.waiting.erase_if([&](tape::Crossing crossing, bool) { return crossing.giver >= first; });
-    advance_to(rows, inputs, segment);
-  }
-  const auto retained = part.retained.find(segment);
-  if (retained != part.retained.end()) {
-    work_ = std::move(retained->second);
-    part.retained.erase(retained);
-  } else {
-    std::vector<tape::Draw> random = part.random[static_cast<size_t>(segment)];
-    work_ = play(part, rows, inputs, segment, random);
-    // With a separable loss this is the last segment's only pass.
-    if (last) meet_written(part, segment, work_);
-  }
-  if (!last) return {};
-  Batch outputs = tape::result_of(part.recorded->tape, work_.values);
-  work_.values.clear();
-  if (strategy_.per_micro_batch()) compare_with_recording(rows, outputs);
-  return outputs;
+  ops_.begin_backward(keep);
+  for (auto& [begin, micro_batch] : cut_) micro_batch.begin_backward();
 }
 
 std::vector<at::Tensor> Pass::leaves() const {
@@ -287,33 +240,33 @@ std::vector<at::Tensor> Pass::leaves() const {
   return leaves;
 }
 
-at::Tensor Pass::gradient(Rows rows, size_t leaf, const at::Tensor& output) {
+void Pass::seed(const Batch& outputs) {
+  seeds_ = stand_in_gradients(outputs);
+}
+
+at::Tensor Pass::gradient(Rows rows, size_t leaf, const at::Tensor& output) const {
   if (!seeds_.empty()) return seeds_[leaf];
   if (ExternalLoss* loss = problem_.loss.external()) return loss->gradient(rows, leaf, output);
   return whole_->gradient(rows, leaf, output.device());
 }
 
 void Pass::backward(Rows rows, int64_t segment, Batch outputs) {
-  Part& part = parts_.at(rows.begin);
+  if (share_ != nullptr && is_last(rows, segment)) {
+    if (segment == kWhole) sinks_.next_micro_batch();
+    share_->differentiate(leaves());
+    return collect(rows, segment);
+  }
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> gradients;
-  const auto add = [&](const at::Tensor& root, at::Tensor gradient) {
-    roots.push_back(root);
-    gradients.push_back(std::move(gradient));
-  };
   for (size_t i = 0; i < outputs.leaves().size(); ++i) {
     const at::Tensor& output = outputs.leaves()[i].tensor;
     if (!output.defined() || !output.requires_grad()) continue;
     at::Tensor gradient = this->gradient(rows, i, output);
-    if (gradient.defined()) add(output, std::move(gradient));  // else the loss ignores it
+    if (!gradient.defined()) continue;  // the loss ignores it
+    roots.push_back(output);
+    gradients.push_back(std::move(gradient));
   }
-  const bool cut = segment != kWhole;
-  for (const tape::ValueId value : cut ? segment_of(part, segment).gives : kNone) {
-    const tape::Crossing crossing{value, static_cast<int32_t>(segment)};
-    if (!part.gradients.contains(crossing)) continue;
-    add(work_.values[value], std::move(part.gradients.at(crossing)));
-    part.gradients.erase(crossing);
-  }
+  if (segment != kWhole) cut_.at(rows.begin).take_gradients(segment, work_, roots, gradients);
   // The graph keeps what it needs of them.
   outputs = Batch();
   work_.values.clear();
@@ -321,110 +274,67 @@ void Pass::backward(Rows rows, int64_t segment, Batch outputs) {
     sinks_.redirect_other_leaves(roots, leaves());
     autograd::run_backward_of_part(roots, gradients);
   }
-  if (cut) collect(rows, segment);
-}
-
-void Pass::compare(Rows rows, const Batch& outputs) {
-  if (ExternalLoss* loss = problem_.loss.external()) return loss->compare(rows, outputs);
-  if (whole_ != nullptr) whole_->compare(rows, outputs);
-}
-
-void Pass::check() const {
-  confirm_replays();
-  if (whole_ == nullptr || !whole_->differ()) return;
-  if (strategy_.is_cut()) {
-    throw Unsupported(
-        std::string(strategy_.per_micro_batch()
-                        ? "forward"
-                        : "the part of forward after the last op of the whole batch") +
-        " gave other outputs when it was replayed, so its gradient would not belong "
-        "to the loss; a kernel in it is not deterministic");
-  }
-  if (replayed_) {
-    throw tape::Mismatch("a replayed forward gave other outputs than its recording");
-  }
-  throw Unsupported(
-      "forward gave other outputs when it ran again on the same rows under the same random state, "
-      "so its gradient would not belong to the loss. It depends on a kernel that is not "
-      "deterministic, on code that torch.compile compiled again in between (torch.compile(model, "
-      "dynamic=True)), or on state other than parameters, buffers and torch's, NumPy's or Python's "
-      "random numbers");
-}
-
-void Pass::collect(Rows rows, int64_t segment) {
-  Part& part = parts_.at(rows.begin);
-  if (has_op_before(part, segment)) {
-    op_before(part, segment).collect_gradient(rows, work_.op_leaves);
-  }
-  const at::NoGradGuard no_grad;
-  for (auto& [crossing, leaf] : work_.leaves) {
-    if (!leaf.grad().defined()) continue;
-    at::Tensor gradient = std::move(leaf.mutable_grad());
-    at::Tensor& sum = part.gradients[crossing];
-    if (sum.defined()) {
-      sum.add_(gradient);
-    } else {
-      // Gradients of views may lie in memory that they share with another leaf's.
-      const bool alone = gradient.has_storage() && gradient.storage().use_count() == 1;
-      sum = alone ? std::move(gradient) : gradient.clone();
-    }
-  }
-  if (segment > 0) return;
-  drop(part, 0);
-  if (!strategy_.per_micro_batch()) return;
-  parts_.erase(rows.begin);  // nothing of it is used again
+  collect(rows, segment);
 }
 
 void Pass::free() {
-  work_ = Work();
+  work_ = PlayedSegment();
   input_leaves_.clear();
   seeds_.clear();
 }
 
-void Pass::combine_gradients(int64_t stretch) {
-  op_before_stretch(stretch).combine_gradients(sinks_);
+Batch& Pass::seen(Rows rows) {
+  ExternalLoss* const loss = problem_.loss.external();
+  return loss != nullptr ? loss->taken(rows) : whole_->of(rows);
 }
 
-void Pass::correct(Part& part, Rows rows, const Batch& inputs, int64_t segment) {
-  const coupled::WholeBatchOp& op = op_before(part, segment);
-  if (op.corrected() == 0) return;
-  const tape::Segment& here = segment_of(part, segment);
-  std::vector<tape::ValueId> given;
-  tape::for_each_argument(part.recorded->tape, part.recorded->first_op(segment),
-                          [&](tape::ValueId value, const tape::Slot&) { given.push_back(value); });
-  for (size_t i = 0; i < op.corrected(); ++i) {
-    const auto take =
-        std::find_if(here.takes.begin(), here.takes.end(),
-                     [&](const tape::Take& each) { return each.from.value == given[i]; });
-    if (take == here.takes.end()) {
-      correct_leaf(part, rows, inputs, segment, i, given[i]);
-    } else if (part.differentiable.count(take->from) != 0) {
-      op.correct(rows, i, part.waiting.at(take->from), part.gradients[take->from]);
-    }
+int64_t Pass::restore(Rows rows, int64_t segment, bool back, bool ahead) {
+  const int64_t bytes = segment == kWhole ? uncut_.at(rows.begin).restore_graph(ahead)
+                                          : cut_.at(rows.begin).restore(segment, back, ahead);
+  WholeOutputs* const outputs = back ? outputs_beside(rows, segment) : nullptr;
+  return bytes + (outputs != nullptr ? outputs->fetch(rows, ahead) : 0);
+}
+
+int64_t Pass::start_offload(Rows rows, int64_t segment) {
+  int64_t bytes = 0;
+  if (segment != kWhole) {
+    bytes = cut_.at(rows.begin).start_offload(*resources_.store);
+  } else if (uncut_.at(rows.begin).offloads_graph()) {
+    return uncut_.at(rows.begin).start_offload(seen(rows));
   }
-  // An op may leave a gradient alone.
-  part.gradients.erase_if([](tape::Crossing, bool defined) { return !defined; });
+  WholeOutputs* const outputs = outputs_beside(rows, segment);
+  return bytes + (outputs != nullptr ? outputs->leave(rows) : 0);
 }
 
-/// Of the inputs, or a parameter.
-void Pass::correct_leaf(Part& part, Rows rows, const Batch& inputs, int64_t segment, size_t which,
-                        tape::ValueId value) {
-  std::vector<at::Tensor> values = frontier(part, segment_of(part, segment), /*op_only=*/true);
-  tape::first_arguments(part.recorded->tape, segment_of(part, segment), inputs, values);
-  const at::Tensor leaf = values[value];
-  if (!leaf.requires_grad()) return;
-  at::Tensor gradient;
-  op_before(part, segment).correct(rows, which, leaf, gradient);
-  if (!gradient.defined()) return;
-  sinks_.redirect_other_leaves({leaf});
-  autograd::run_backward({leaf}, {gradient});
+int64_t Pass::finish_offload(Rows rows, int64_t segment, bool back) {
+  if (segment == kWhole) {
+    RepeatableForward& micro_batch = uncut_.at(rows.begin);
+    const int64_t bytes = micro_batch.offloads_graph() ? finish_offload(micro_batch) : 0;
+    return bytes + (whole_ != nullptr ? whole_->offload(rows) : 0);
+  }
+  const auto found = cut_.find(rows.begin);
+  if (found == cut_.end()) return 0;  // nothing of it is used again
+  // A micro-batch whose segments follow each other is gone with the last of them.
+  WholeOutputs* const outputs =
+      strategy_.per_micro_batch() ? nullptr : outputs_beside(rows, segment);
+  const int64_t bytes = finish_offload(found->second, segment, back);
+  return bytes + (outputs != nullptr ? outputs->offload(rows) : 0);
 }
 
-void Pass::drop(Part& part, int64_t segment) {
-  if (keep_) return;
-  part.waiting.erase_if([&](tape::Crossing crossing, bool) {
-    return part.recorded->first_user.at(crossing) == segment;
-  });
+int64_t Pass::finish_offload(RepeatableForward& forward) {
+  const int64_t bytes = forward.finish_offload(seen(forward.rows()));
+  if (whole_ != nullptr) whole_->compare_none(forward.rows());
+  add(graph_bytes_, forward.graph_bytes());
+  return bytes;
+}
+
+int64_t Pass::finish_offload(CutMicroBatch& micro_batch, int64_t segment, bool back) const {
+  offload::Store& store = *resources_.store;
+  const Recorded& recorded = micro_batch.recorded();
+  const int64_t end = back ? recorded.first_beside(segment) : recorded.last_beside(segment);
+  if (segment == end) return micro_batch.finish_offload(store);
+  if (back) end_segment(micro_batch, segment);
+  return micro_batch.offload_but_for(store, back ? segment - 1 : segment + 1, back);
 }
 
 }  // namespace infinitybatch

@@ -3,10 +3,8 @@
 #include "tape/segment.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <vector>
 
 namespace infinitybatch {
@@ -20,6 +18,8 @@ struct Recorded {
   std::map<tape::Crossing, int64_t> first_user;  ///< the last segment to need a value in backward
   std::map<tape::Crossing, int64_t> last_user;   ///< and in forward
   std::map<tape::ValueId, int64_t> last_writer;  ///< the last segment to write what it takes
+  /// It may be used again in later steps: in buffers it reads what they hold then.
+  bool outlives_step = false;
 
   /// Fills the three once the tape is cut.
   void note_users() {
@@ -52,19 +52,6 @@ struct Recorded {
   const tape::Op& first_op(int64_t segment) const {
     return tape.ops[segments[static_cast<size_t>(segment)].ops.begin];
   }
-};
-
-/// With `static_graph`: recordings of one kind of batch that later micro-batches and steps reuse,
-/// by the number of rows.
-struct StaticTapes {
-  struct Entry {
-    std::shared_ptr<const Recorded> recorded;
-    bool confirmed = false;  ///< another micro-batch gave the same program
-  };
-  std::map<int64_t, Entry> by_rows;
-  std::vector<const void*> owned;  ///< parameters and buffers that they were recorded with
-  /// Values decide what forward does, or may: each micro-batch is recorded. Copies share it.
-  std::shared_ptr<std::atomic<bool>> varies = std::make_shared<std::atomic<bool>>(false);
 };
 
 }  // namespace infinitybatch

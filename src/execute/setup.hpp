@@ -29,4 +29,10 @@ struct Setup {
   Resources resources;
 };
 
+/// Whether each micro-batch's graph is used at once: forward runs once, and nothing is recorded for
+/// backward.
+inline bool streams(const Problem& problem, const Strategy& strategy) noexcept {
+  return problem.loss.separable() != nullptr && !strategy.is_cut();
+}
+
 }  // namespace infinitybatch

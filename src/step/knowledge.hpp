@@ -1,7 +1,7 @@
 #pragma once
 
 #include "execute/findings.hpp"
-#include "execute/recorded.hpp"
+#include "execute/static_tapes.hpp"
 #include "plan/checkpoint_planner.hpp"
 #include "step/batch_kind.hpp"
 #include "step/few_rows.hpp"
