@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from . import _checks
 from ._C.losses import CoupledLoss
 from ._C.losses import coupled as _coupled
-from .errors import CoupledLossNotice
+from .errors import CoupledLossNotice, InvalidArgument
 
 _told: set[str] = set()
 
@@ -20,6 +21,8 @@ def make(value: Callable[..., torch.Tensor], device: torch.device | None = None)
     """`value(outputs, targets)` as a loss; `value(outputs)` where it takes one argument only, or
     needs only one and there are no targets: parameters with defaults are the user's options."""
     needed, taken = _positional(value)
+    if taken != 1:
+        _checks.called_with("the loss", value, "outputs", "targets")
 
     def call(outputs: Any, targets: Any) -> torch.Tensor:
         alone = taken == 1 or (targets is None and needed < 2)
@@ -35,7 +38,10 @@ def make_criterion(criterion: Callable[..., torch.Tensor]) -> CoupledLoss:
     def value(outputs: Any, targets: Any) -> torch.Tensor:
         left = outputs if isinstance(outputs, tuple) else (outputs,)
         right = targets if isinstance(targets, tuple) else (targets,)
-        if targets is None and needed <= len(left):
+        if targets is None:
+            if needed > len(left):
+                name = getattr(criterion, "__name__", type(criterion).__name__)
+                raise InvalidArgument(f"{name} needs targets, but was given none of them")
             right = ()
         return criterion(*left, *right)
 

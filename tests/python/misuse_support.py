@@ -6,11 +6,12 @@ from support import classification, mlp
 from torch import nn
 
 X, Y = classification(12)
+CRITERION = nn.CrossEntropyLoss()
 
 
 def step(model=None, inputs=X, targets=Y, loss=None, **options):
     options = options or {"micro_batch_size": 4}
-    batch = ib.VirtualBatch(model or mlp(), loss or nn.CrossEntropyLoss(), **options)
+    batch = ib.VirtualBatch(model or mlp(), loss or CRITERION, **options)
     return batch.backward(inputs, targets)
 
 
