@@ -31,18 +31,24 @@ def make(value: Callable[..., torch.Tensor], device: torch.device | None = None)
     return _coupled(call, device)
 
 
-def make_criterion(criterion: Callable[..., torch.Tensor]) -> CoupledLoss:
-    """Called as torch.nn's criteria are: criterion(*outputs, *targets) where either is a tuple."""
+def make_criterion(
+    criterion: Callable[..., torch.Tensor], needs_targets: bool = False
+) -> CoupledLoss:
+    """Called as torch.nn's criteria are: criterion(*outputs, *targets) where either is a tuple.
+
+    Args:
+        needs_targets: one of torch.nn's own, which None is no target for.
+    """
     needed, _ = _positional(criterion)
 
     def value(outputs: Any, targets: Any) -> torch.Tensor:
         left = outputs if isinstance(outputs, tuple) else (outputs,)
         right = targets if isinstance(targets, tuple) else (targets,)
-        if targets is None:
-            if needed > len(left):
-                name = getattr(criterion, "__name__", type(criterion).__name__)
-                raise InvalidArgument(f"{name} needs targets, but was given none of them")
+        if targets is None and needed <= len(left):
             right = ()
+        elif targets is None and needs_targets:
+            name = getattr(criterion, "__name__", type(criterion).__name__)
+            raise InvalidArgument(f"{name} needs targets, but was given none of them")
         return criterion(*left, *right)
 
     return _coupled(value, None)
