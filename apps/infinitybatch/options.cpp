@@ -107,6 +107,16 @@ void finish_files(const Settings& settings) {
   if (settings.command == Command::predict) check_ending("--output", settings.output, {".npy"});
   if (settings.command == Command::export_model) {
     check_ending("--output", settings.output, {".pt", ".safetensors"});
+    check_is_not_read("--output", settings.output, "export", settings.file);
+  }
+}
+
+void check_metrics(const std::vector<std::string>& names) {
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (std::find(names.begin(), names.begin() + static_cast<ptrdiff_t>(i), names[i]) !=
+        names.begin() + static_cast<ptrdiff_t>(i)) {
+      throw UsageError("--metrics names " + names[i] + " twice; name it once");
+    }
   }
 }
 
@@ -118,9 +128,16 @@ void finish(Settings& settings) {
     step.batch_size.reset();
   } else {
     int64_t size = 0;
-    if (!CLI::detail::lexical_cast(settings.batch_size, size) || size < 1 || size > kMostSamples) {
-      throw UsageError("--batch-size " + settings.batch_size +
-                       " is neither a number of 1 or more nor \"all\"");
+    const std::string& text = settings.batch_size;
+    const bool is_number = CLI::detail::lexical_cast(text, size);
+    const bool is_large = text.find_first_not_of("0123456789") == std::string::npos &&
+                          (is_number ? size > kMostSamples : !text.empty());
+    if (is_large) {
+      throw UsageError("--batch-size " + text + " is more than " + std::to_string(kMostSamples) +
+                       "; the whole data set is: --batch-size all");
+    }
+    if (!is_number || size < 1) {
+      throw UsageError("--batch-size " + text + " is neither a number of 1 or more nor \"all\"");
     }
     step.batch_size = size;
   }
@@ -130,6 +147,7 @@ void finish(Settings& settings) {
   }
   finish_offload(settings);
   finish_files(settings);
+  check_metrics(settings.training.metrics);
   if (step.strategy == "native" && step.micro_batch_size) {
     throw UsageError(
         "--micro-batch-size means nothing with --strategy native, which computes the "

@@ -1,11 +1,13 @@
 """Checks of arguments: each wrong one is an error that says which, what it was and what it may be."""
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from .errors import InvalidArgument, InvalidType
 
@@ -60,6 +62,29 @@ def one_of(name: str, value: Any, *choices: str | None) -> Any:
         return value
     *others, last = (f'"{choice}"' if choice else str(choice) for choice in choices)
     raise InvalidArgument(f"{name} is {value!r}; it is {', '.join(others)} or {last}")
+
+
+def called_with(name: str, function: Any, *arguments: str) -> Any:
+    """`function`, which can be called with so many arguments. What tells nothing of its own, as some
+    built-in functions do, is believed."""
+    if isinstance(function, type) and issubclass(function, nn.Module):
+        raise InvalidType(
+            f"{name} is the class {function.__name__} itself; give an instance: "
+            f"{function.__name__}(...)"
+        )
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):
+        return function
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        given = ", ".join(arguments)
+        raise InvalidArgument(
+            f"{name} takes {signature}, but is called with ({given}): {('lambda ' + given).strip()}: ..."
+        ) from None
+    return function
 
 
 def path(name: str, value: Any) -> str:

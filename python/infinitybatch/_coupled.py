@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from . import _checks
 from ._C.losses import CoupledLoss
 from ._C.losses import coupled as _coupled
-from .errors import CoupledLossNotice
+from .errors import CoupledLossNotice, InvalidArgument
 
 _told: set[str] = set()
 
@@ -20,6 +21,8 @@ def make(value: Callable[..., torch.Tensor], device: torch.device | None = None)
     """`value(outputs, targets)` as a loss; `value(outputs)` where it takes one argument only, or
     needs only one and there are no targets: parameters with defaults are the user's options."""
     needed, taken = _positional(value)
+    if taken != 1:
+        _checks.called_with("the loss", value, "outputs", "targets")
 
     def call(outputs: Any, targets: Any) -> torch.Tensor:
         alone = taken == 1 or (targets is None and needed < 2)
@@ -28,8 +31,14 @@ def make(value: Callable[..., torch.Tensor], device: torch.device | None = None)
     return _coupled(call, device)
 
 
-def make_criterion(criterion: Callable[..., torch.Tensor]) -> CoupledLoss:
-    """Called as torch.nn's criteria are: criterion(*outputs, *targets) where either is a tuple."""
+def make_criterion(
+    criterion: Callable[..., torch.Tensor], needs_targets: bool = False
+) -> CoupledLoss:
+    """Called as torch.nn's criteria are: criterion(*outputs, *targets) where either is a tuple.
+
+    Args:
+        needs_targets: one of torch.nn's own, which None is no target for.
+    """
     needed, _ = _positional(criterion)
 
     def value(outputs: Any, targets: Any) -> torch.Tensor:
@@ -37,6 +46,9 @@ def make_criterion(criterion: Callable[..., torch.Tensor]) -> CoupledLoss:
         right = targets if isinstance(targets, tuple) else (targets,)
         if targets is None and needed <= len(left):
             right = ()
+        elif targets is None and needs_targets:
+            name = getattr(criterion, "__name__", type(criterion).__name__)
+            raise InvalidArgument(f"{name} needs targets, but was given none of them")
         return criterion(*left, *right)
 
     return _coupled(value, None)

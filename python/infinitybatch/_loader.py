@@ -173,7 +173,7 @@ class Batches:
         pending = self._drawn - skip if epoch == self._epoch else 0
         if self._restored and pending > self._missing:
             raise StateError(
-                "the loader is a generator that has given the batch at work already; give a new "
+                "the loader is a generator that has already given the current batch; give a new "
                 "one, or a function that makes it"
             )
         self._restored = False

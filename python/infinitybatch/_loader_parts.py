@@ -56,7 +56,7 @@ def set_workers(source: Any, wanted: bool, skip: int) -> None:
     """Starts or ends worker processes that stay, so that an epoch begins as it did before."""
     if wanted and not is_persistent(source) and skip:
         raise StateError(
-            "the epoch at work was begun by a DataLoader whose workers stay, which draws its order "
+            "the current epoch was begun by a DataLoader whose workers stay, which draws its order "
             "otherwise; give it persistent_workers=True again, or load a state of an epoch's end"
         )
     if wanted == has_workers(source) or not is_persistent(source):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from . import _random_state
+from ._sample_values import Values, size_of
 from .errors import Unsupported
 
 #: Two entries of the inputs, seen whole by every micro-batch: the number of items that the loss of
@@ -38,6 +39,7 @@ class Shares(nn.Module):
         self._kinds: dict[bool, list[str]] = {}  # those that are left, with and without ITEMS
         self._steps: dict[bool, int] = {}
         self._spreads: dict[bool, float] = {}  # of lengths of samples, the largest that was tried
+        self._values: dict[bool, Values] = {}  # that samples had which were tried
         self._kind = ""
 
     def forward(self, **inputs: Any) -> Any:
@@ -76,8 +78,9 @@ class Shares(nn.Module):
 
     def _kind_of(self, pieces: list[Inputs], items: torch.Tensor | None) -> str:
         """What the loss is. That is tried on the shortest and the longest samples, in steps 1, 2, 4,
-        8, ... and whenever these differ more than any so far; and where kinds that are left would
-        give different losses."""
+        8, ... and whenever these differ more than any so far; on samples with labels that none had
+        so far, which it may weigh otherwise; and where kinds that are left would give different
+        losses."""
         _refuse_positions_past_the_end(pieces)
         key = items is None
         step = self._steps[key] = self._steps.get(key, 0) + 1
@@ -87,6 +90,11 @@ class Shares(nn.Module):
         if first and (spread > widest or step & (step - 1) == 0):
             left = self._matching(left, pieces, items, first, second)
             self._kinds[key], self._spreads[key] = left, max(spread, widest)
+        for rows in self._values.setdefault(key, Values()).unlike(
+            pieces, _weights_of("shifted labels", pieces)
+        ):
+            left = self._matching(left, pieces, items, *([row] for row in rows))
+            self._kinds[key] = left
         if key not in self._kinds:  # no two samples that have labels
             return "labels" if "labels" in pieces[0] else "sum"
         for pair in _pairs_that_differ(left, pieces):
@@ -99,31 +107,33 @@ class Shares(nn.Module):
         kinds: list[str],
         pieces: list[Inputs],
         items: torch.Tensor | None,
-        first: list[int],
-        second: list[int],
+        *groups: list[int],
     ) -> list[str]:
-        """Those by which the losses of some rows and of others give that of both, the best first."""
-        parts = [_rows(pieces, rows) for rows in (first, second, first + second)]
+        """Those by which the losses of some groups of rows give that of all of them, the best
+        first."""
+        parts = [_rows(pieces, rows) for rows in (*groups, sum(groups, []))]
         with torch.no_grad(), _evaluating(self.model):
             losses = [self._loss_and_outputs(part, items)[0] for part in parts]
-        a, b, both = (float(loss) for loss in losses)
-        if not math.isfinite(a + b + both):  # a training that diverges tells nothing
+        *each, both = (float(loss) for loss in losses)
+        if not math.isfinite(sum(each) + both):  # a training that diverges tells nothing
             return kinds
         errors = {}
         for kind in kinds:
-            weights = [_weights(kind, part) for part in parts]
+            weights = [_weights(kind, part) for part in parts[:-1]]
             if kind == "sum":
-                errors[kind] = abs(a + b - both)
+                errors[kind] = abs(sum(each) - both)
             elif weights[0] is not None:
-                m, n, _ = (float(one.sum()) for one in weights)
-                errors[kind] = abs((m * a + n * b) / (m + n) - both) if m + n else 0.0
-        allowed = self._rounding(losses[0]) * max(abs(a), abs(b), abs(both))
+                sums = [float(one.sum()) for one in weights]
+                mean = math.fsum(m * a for m, a in zip(sums, each, strict=True))
+                errors[kind] = abs(mean / sum(sums) - both) if sum(sums) else 0.0
+        allowed = self._rounding(losses[0]) * max(map(abs, (*each, both)))
         left = sorted((kind for kind in errors if errors[kind] <= allowed), key=errors.__getitem__)
         if not left:
+            values = " and ".join(f"{value:.6g}" for value in (min(each), max(each)))
             raise Unsupported(
-                f"{type(self.model).__name__} gives a loss of {both:.6g} for {len(first + second)} "
-                f"samples, and {a:.6g} and {b:.6g} for its halves: that is no sum or mean over samples "
-                f"or labels. Compute it from the outputs of the whole batch: "
+                f"{type(self.model).__name__} gives a loss of {both:.6g} for {len(sum(groups, []))} "
+                f"samples, and between {values} for {len(each)} parts of them: that is no sum or mean "
+                f"over samples or labels. Compute it from the outputs of the whole batch: "
                 f"Trainer(..., compute_loss_func=function)"
             )
         return left
@@ -142,7 +152,7 @@ def _weights(kind: str, inputs: Inputs) -> torch.Tensor | None:
     if kind == "sum":
         return None
     if kind == "samples":
-        return torch.ones(_size(inputs))
+        return torch.ones(size_of(inputs))
     labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
         return None
@@ -175,7 +185,7 @@ def _shortest_and_longest(pieces: list[Inputs]) -> tuple[list[int], list[int], f
     """Two samples of each, or one, and how many times longer they are; none without labels: the mean
     over no label is NaN."""
     weights = _weights_of("shifted labels", pieces)
-    labelled = torch.ones(sum(map(_size, pieces))) if weights is None else weights.cpu()
+    labelled = torch.ones(sum(map(size_of, pieces))) if weights is None else weights.cpu()
     masks = [piece.get("attention_mask") for piece in pieces]
     lengths = labelled
     if all(isinstance(mask, torch.Tensor) and mask.dim() == 2 for mask in masks):
@@ -201,12 +211,8 @@ def _refuse_positions_past_the_end(pieces: list[Inputs]) -> None:
                     )
 
 
-def _size(inputs: Inputs) -> int:
-    return next(len(v) for v in inputs.values() if isinstance(v, torch.Tensor) and v.dim())
-
-
 def _rows(pieces: list[Inputs], rows: list[int]) -> Inputs:
-    places = [(piece, row) for piece in pieces for row in range(_size(piece))]
+    places = [(piece, row) for piece in pieces for row in range(size_of(piece))]
     chosen = [places[row] for row in rows]
     return {
         name: torch.stack([piece[name][row] for piece, row in chosen])

@@ -4,7 +4,9 @@ A new one is named in `Options` of C++, here, and in the signatures and docstrin
 tests/python/test_options.py tells what was forgotten. Their defaults are those of C++.
 """
 
+import difflib
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -30,11 +32,15 @@ class MicroBatch:
 
 def _callback(name: str, value: Any) -> Any:
     if value is None or callable(value):
-        return value
+        return value and _checks.called_with(name, value, "micro_batch")
     raise InvalidType(f"{name} must be callable with a MicroBatch, not {type(value).__name__}")
 
 
 def _scaler(name: str, value: Any) -> Any:
+    if isinstance(value, type):
+        raise InvalidType(
+            f"{name} is the class {value.__name__} itself; give an instance: {value.__name__}(...)"
+        )
     if value is None or callable(getattr(value, "scale", None)):
         return value
     raise InvalidType(
@@ -63,6 +69,8 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "output_batch_dim": _checks.dimension,
 }
 
+_BY_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
 _RENAMED = {
     old: f"{old} is not an argument any more: use {new}" for old, new in _offload.OLD_NAMES.items()
 }
@@ -86,10 +94,19 @@ def _refuses(reasons: Mapping[str, str]) -> Callable[[_Function], _Function]:
     signature that editors and type checkers see stays the function's own."""
 
     def decorate(function: _Function) -> _Function:
+        parameters = inspect.signature(function).parameters
+        names = [n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, _BY_EITHER)]
+        whose = function.__qualname__.removesuffix(".__init__")
+
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            for name in reasons.keys() & kwargs.keys():
-                raise InvalidArgument(reasons[name])
+            for name in kwargs.keys() - names:
+                if name in reasons:
+                    raise InvalidArgument(reasons[name])
+                near = [n for n in names if n.startswith(name)]
+                near = near or difflib.get_close_matches(name, names, 1)
+                hint = f"; did you mean {near[0]}=?" if near else ""
+                raise InvalidType(f"{whose} has no argument {name!r}{hint}")
             return function(*args, **kwargs)
 
         return cast(_Function, call)

@@ -41,7 +41,7 @@ def state_of(trainer: "Trainer", cloned: bool = True) -> dict[str, Any]:
     """See `Trainer.state_dict`. Without `cloned` its tensors are the live ones, for a file."""
     if trainer._parts.in_step:
         raise StateError(
-            "a step is at work, and half of one is no state to go on from; call state_dict in "
+            "a step is running, and half a step is no state to resume from; call state_dict in "
             "on_batch_end"
         )
     optimizer = trainer._updates.optimizer

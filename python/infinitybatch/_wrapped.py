@@ -17,6 +17,7 @@ from ._accumulation import tell_of_accelerate
 from ._caches import Dropped, is_cache, natively
 from ._methods import Watch, own_methods, watched
 from ._programs import no_program, outside_of_program
+from ._returned import Returned
 from ._rows import explain_lists, refuse_lists_of_samples
 from .errors import BatchError, Error, Unsupported
 
@@ -49,6 +50,7 @@ class State:
     steps: dict[str, _C.Wrap]  # by the name of the method
     last: _C.Wrap  # the one that was called last
     dropped: Dropped
+    returned: Returned
     own: dict[str, Callable[..., Any]] = field(default_factory=dict)  # set on the object
     judged: set[str] = field(default_factory=set)  # other methods, once one call was watched
     watch: Watch | None = None
@@ -145,6 +147,7 @@ def wrapped(
     view: Any,
     steps: dict[str, _C.Wrap],
     dropped: Dropped,
+    returned: Returned,
 ) -> Any:
     """A module that computes forward and `methods` of `inner` by `steps`."""
     kind = getattr(type(inner), "_infinitybatch_kind", type(inner))
@@ -152,7 +155,9 @@ def wrapped(
         module = _subclass.with_state_of(inner, _class_of(kind, methods))
     except TypeError:
         module = _subclass.with_state_of(inner, _class_of(nn.Module, methods))
-    state = State(inner, options, methods, agreement, view, steps, steps["forward"], dropped)
+    state = State(
+        inner, options, methods, agreement, view, steps, steps["forward"], dropped, returned
+    )
     object.__setattr__(module, "_infinitybatch", state)
     fresh = nn.Module()
     for name in _SLOTS[1:]:
@@ -243,7 +248,7 @@ def in_micro_batches(name: str, like: Any) -> Any:
         if state.dropped.name and not state.dropped.told:
             # nn.Module has two frames of its own between forward and who calls the module.
             state.dropped.tell(stacklevel=4 if name == "forward" else 2)
-        return outputs
+        return state.returned.as_natively(outputs, args, kwargs)
 
     # No __wrapped__: who unwraps functions would come upon the inner one, which runs natively.
     call.__name__, call.__doc__ = name, getattr(like, "__doc__", None)

@@ -191,7 +191,7 @@ class Callback:
     """Listens to a trainer. Override the methods of the events that you want; `a + b` is both.
 
     Where one of several raises, the others hear of the event all the same, then the first exception
-    ends the run. `trainer.stop()` ends it after the step at work.
+    ends the run. `trainer.stop()` ends it after the current step.
     """
 
     #: Told after those beside it: it saves what they make of the event.

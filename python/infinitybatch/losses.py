@@ -127,6 +127,7 @@ def separable(
     """
     if not callable(sum):
         raise InvalidType(f"sum must be callable as sum(outputs, targets), not {name_of(sum)}")
+    _checks.called_with("sum", sum, "outputs", "targets")
     if denominator is not None and not callable(denominator):
         raise InvalidType(
             f"denominator must be callable as denominator(targets), or None where the loss is the "
@@ -148,6 +149,7 @@ def with_penalty(loss: Any, penalty: Callable[[], torch.Tensor]) -> SeparableLos
     """
     if not callable(penalty):
         raise InvalidType(f"penalty must be callable without arguments, not {name_of(penalty)}")
+    _checks.called_with("penalty", penalty)
     resolved = resolve(loss)
     if isinstance(resolved, CoupledLoss):
         raise InvalidType(

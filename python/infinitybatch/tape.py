@@ -8,9 +8,37 @@ What a list of ops cannot tell (autograd functions, hooks set inside, compiled r
 `tape.opaque` says why, and `replay` refuses.
 """
 
-from ._C.tape import Tape, record
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import _C
+from ._C.tape import Tape
+from .errors import InvalidType
 
 __all__ = ["Tape", "record"]
+
+
+def record(
+    function: Callable[..., Any], inputs: tuple[Any, ...], buffers: Sequence[torch.Tensor] = ()
+) -> tuple[Any, Tape]:
+    """Calls function(*inputs) and records it. Returns (what it returned, its Tape).
+
+    Args:
+        buffers: tensors that the function may write into.
+
+    Raises:
+        InvalidType: for what is not callable, and for inputs that are no tuple.
+    """
+    if not callable(function):
+        raise InvalidType(f"function must be callable, not {type(function).__name__}")
+    if not isinstance(inputs, tuple):
+        raise InvalidType(
+            f"inputs must be the tuple of arguments, not {type(inputs).__name__}: "
+            f"record(function, (x,))"
+        )
+    return _C.tape.record(function, inputs, list(buffers))
 
 
 def __dir__() -> list[str]:

@@ -157,7 +157,7 @@ class Trainer:
         return done[-1] if done else None
 
     def stop(self) -> None:
-        """Ends the run after the step at work; between runs, the next one before it trains. A later
+        """Ends the run after the current step; between runs, the next one before it trains. A later
         run goes on there."""
         self._loop.stop()
 
@@ -377,7 +377,7 @@ class Trainer:
         state = self._loop.state()
         if state["in_epoch"] and state["batch"] > 0:
             raise StateError(
-                f"the epoch at work has {state['batch']} of its batches done; end it with "
+                f"the current epoch has {state['batch']} of its batches done; end it with "
                 f"trainer.epoch() before the loader is another"
             )
         self._batches = batches
@@ -404,7 +404,7 @@ class Trainer:
 
     def __reduce__(self) -> Any:
         raise Unsupported(
-            "a Trainer cannot be copied or pickled, for its loader is at work: trainer.save(path), "
+            "a Trainer cannot be copied or pickled, for its loader is in use: trainer.save(path), "
             "and load(path) of a trainer that is made as this one was"
         )
 

@@ -49,4 +49,4 @@ def native_form(loss: Any) -> CoupledLoss | None:
         return None
     # Criteria are called on the elements of tuples.
     is_criterion = isinstance(_criteria.resolve(loss), SeparableLoss)
-    return _coupled.make_criterion(loss) if is_criterion else None
+    return _coupled.make_criterion(loss, needs_targets=True) if is_criterion else None

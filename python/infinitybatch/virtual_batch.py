@@ -91,7 +91,7 @@ class VirtualBatch:
             and their gradients after it, and for the graphs of `retained_micro_batches`. With
             "always" a plan keeps all graphs of a coupled loss away from the device, or none,
             whichever takes less time. Copies run while others compute where the budget has room for
-            two frontiers more, else in turn.
+            what two more micro-batches leave at a cut, else in turn.
         match_native_rng: whether dropout, rand, randn and their like give the numbers that the whole
             batch's run would draw from the same generator (after the same torch.manual_seed), which
             is left where that run leaves it. What draws in a way whose numbers for the whole batch

@@ -13,6 +13,7 @@ from ._model import ModelView
 from ._offload import Offload, When
 from ._options import MicroBatch
 from ._packed import keep_longest
+from ._returned import Returned
 from ._wrapped import Wrapped, unwrap, wrapped
 from .errors import InvalidArgument, InvalidType, StateError
 
@@ -208,13 +209,14 @@ def make(
     """A wrapped module of checked options."""
     if isinstance(model, Wrapped):
         methods = tuple(sorted({*methods, *model._infinitybatch.methods}))
-    dropped = Dropped()
+    dropped, returned = Dropped(), Returned()
     all_methods = [getattr(model, name) for name in ("forward", *methods)]
     _batch_dim.check_arguments(options["batch_dim"], all_methods)
 
     def runs(method: Callable[..., Any]) -> Callable[..., Any]:
         def run(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             outputs = method(*arguments, **keywords)
+            returned.note(outputs, arguments, keywords)
             if type(outputs) is torch.Tensor:
                 return outputs
             keep_longest(outputs, (*arguments, *keywords.values()))
@@ -233,7 +235,7 @@ def make(
 
     steps = {name: step_of(name, runs(late(name))) for name in methods}
     steps["forward"] = step_of("forward", runs(model))
-    return wrapped(model, options, methods, agreement, view, steps, dropped)
+    return wrapped(model, options, methods, agreement, view, steps, dropped, returned)
 
 
 def _methods_of(model: nn.Module, methods: Any) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ PythonSource make_source(const py::object& given, const py::object& rows) {
     throw InvalidType(std::string("rows must be a callable (begin, end) -> pytree, not ") +
                       Py_TYPE(rows.ptr())->tp_name);
   }
+  py::module_::import("infinitybatch._checks").attr("called_with")("rows", rows, "begin", "end");
   return {size, Held(rows), std::make_shared<BatchSource>()};
 }
 

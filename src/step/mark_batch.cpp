@@ -82,6 +82,25 @@ class Marking {
     throw BatchError(text.str());
   }
 
+  /// Where no tensor has the dimension that all were given. Without a tensor that waits for a mark,
+  /// others tell what is wrong.
+  void refuse_missing(int64_t dim) const {
+    const Leaf* most = nullptr;
+    std::string path;
+    for_each_unmarked([&](size_t i, const Leaf& leaf) {
+      if (leaf.tensor.dim() == 0 || (most && leaf.tensor.dim() <= most->tensor.dim())) return;
+      most = &leaf;
+      path = batch_.structure()->leaf_name(i);
+    });
+    if (!most) return;
+    std::ostringstream text;
+    text << "batch_dim is " << dim << ", but no tensor in " << name_ << " has a dimension " << dim
+         << ": " << name_ << path << " has shape " << most->tensor.sizes() << ", dimensions 0"
+         << (most->tensor.dim() > 1 ? " to " + std::to_string(most->tensor.dim() - 1) : "")
+         << "; give the dimension along which its samples lie, or mark it with ib.batch_dim(x, 0)";
+    throw BatchError(text.str());
+  }
+
  private:
   Batch& batch_;
   const BatchDim& given_;
@@ -171,7 +190,10 @@ Batch mark_inputs(Batch inputs, const BatchDim& given, size_t depth) {
     extent = {leaf.tensor.size(along), places_before(leaf.tensor, along)};
     first = i;
   }
-  if (first == inputs.leaves().size()) return inputs;  // nothing has the dimension
+  if (first == inputs.leaves().size()) {
+    marking.refuse_missing(dim);
+    return inputs;
+  }
   const int64_t samples = extent.samples;
   marking.for_each_unmarked([&](size_t i, Leaf& leaf) {
     const at::Tensor& tensor = leaf.tensor;
@@ -238,12 +260,21 @@ Batch mark_targets(Batch targets, const BatchDim& given, const Extent& inputs) {
 
 Batch mark_rows(Batch rows, const BatchDim& given, std::string_view name) {
   const Marking marking(rows, given, std::string(name), 0);
-  marking.for_each_unmarked([&](size_t i, Leaf& leaf) {
-    if (given.by_argument() != nullptr) {
+  if (given.by_argument() != nullptr) {
+    marking.for_each_unmarked([&](size_t i, Leaf& leaf) {
       if (const auto dim = marking.named(i)) mark(leaf, *dim);
-    } else if (leaf.tensor.dim() > *given.for_all()) {
-      mark(leaf, *given.for_all());
-    }
+    });
+    return rows;
+  }
+  const int64_t dim = *given.for_all();
+  bool any = false;
+  for (const Leaf& leaf : rows.leaves()) {
+    any = any || (leaf.tensor.defined() && (leaf.marked || leaf.tensor.dim() > dim));
+  }
+  // Labels may have one dimension whatever inputs have.
+  if (!any && name == "inputs") marking.refuse_missing(dim);
+  marking.for_each_unmarked([&](size_t, Leaf& leaf) {
+    if (leaf.tensor.dim() > dim) mark(leaf, dim);
   });
   return rows;
 }

@@ -18,7 +18,8 @@ struct Extent {
 /// themselves. One number is for every tensor of which that dimension has the size of the first
 /// tensor's; a tensor of one dimension may have it there; one that has it nowhere is shared.
 /// \param depth how many levels lie above the arguments: 1 in (positional, keywords)
-/// \throws BatchError naming a tensor of which that is not clear, and how to mark it
+/// \throws BatchError naming a tensor of which that is not clear, and how to mark it; where no
+/// tensor has that dimension
 Batch mark_inputs(Batch inputs, const BatchDim& given, size_t depth = 0);
 
 /// Of inputs that are marked. Without any sample: 0.
@@ -30,6 +31,7 @@ Batch mark_targets(Batch targets, const BatchDim& given, const Extent& inputs);
 
 /// Rows of a source, which is asked for so many. One number is for every tensor that has that
 /// dimension.
+/// \throws BatchError where none of the inputs has it
 Batch mark_rows(Batch rows, const BatchDim& given, std::string_view name);
 
 }  // namespace infinitybatch

@@ -88,6 +88,27 @@ MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ib.BatchError,
         r"shape \[5, 7, 4\], which has no dimension 3",
     ),
+    "a dimension that no tensor has": (
+        lambda: wrapped(3, x(T, N)),
+        ib.BatchError,
+        r"batch_dim is 3, but no tensor in inputs has a dimension 3: inputs.* has shape "
+        r"\[5, 7, 4\], dimensions 0 to 2; .*ib.batch_dim\(x, 0\)",
+    ),
+    "a dimension that no tensor of a step has": (
+        lambda: stepped(3, (x(N), torch.tensor(1.0)), labels(N)),
+        ib.BatchError,
+        r"batch_dim is 3, but no tensor in inputs has .*inputs\[0\] has shape \[7, 4\]",
+    ),
+    "samples of one dimension": (
+        lambda: wrapped(1, labels(N)),
+        ib.BatchError,
+        r"has shape \[7\], dimensions 0; ",
+    ),
+    "a dimension that no row of a source has": (
+        lambda: stepped(3, ib.BatchSource(N, lambda begin, end: x(T, end - begin)), labels(N)),
+        ib.BatchError,
+        r"batch_dim is 3, but no tensor in inputs has a dimension 3.*\[5, \d, 4\]",
+    ),
     "a mask of as many steps as samples": (
         lambda: wrapped(1, x(N, N), torch.zeros(N, N)),
         ib.BatchError,

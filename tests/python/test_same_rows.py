@@ -10,45 +10,9 @@ import infinitybatch as ib
 import pytest
 import torch
 import torch.nn.functional as F
-from support import LOOKS, Calls, Log, classification, looks, native, result_of, worst_error
+from same_rows_support import WAYS, N, TimeFirst, Triple, X, Y, coupled_model, spread, step
+from support import Calls, native, result_of, worst_error
 from torch import nn
-
-N = 24
-torch.manual_seed(0)
-X, Y = classification(N)
-
-
-def spread(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(outputs, targets) + outputs.std(0).sum()
-
-
-def steps(way: str, model: nn.Module, **options: Any) -> Callable[[Any, Any], Any]:
-    """Steps with a separable loss, a coupled one, or a wrapped model under the latter."""
-    if way == "wrap":
-        wrapped = ib.wrap(model, **options)
-        return lambda inputs, targets: spread(wrapped(inputs), targets).backward()
-    loss = nn.CrossEntropyLoss() if way == "streaming" else ib.losses.coupled(spread)
-    return ib.VirtualBatch(model, loss, **options).backward
-
-
-def step(way: str, model: nn.Module, inputs: Any = X, targets: Any = Y, **options: Any) -> None:
-    """One first step."""
-    steps(way, model, **options)(inputs, targets)
-
-
-WAYS = ("streaming", "coupled", "wrap")
-
-
-class TimeFirst(nn.Module):
-    """(time, n, 6) in, (time, 5) out: sums over n, so that time is taken for the samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(6, 8)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.gru(x)[0].mean(1))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -79,16 +43,6 @@ def test_similarities_of_a_micro_batch_are_refused(way: str, size: int) -> None:
         else:
             loss = nn.CrossEntropyLoss() if way == "streaming" else ib.losses.coupled(spread)
             ib.VirtualBatch(model, loss, micro_batch_size=size).backward(X, targets)
-
-
-class Triple(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return 3 * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return 3 * gradient
 
 
 def capacity(h: torch.Tensor) -> torch.Tensor:
@@ -134,15 +88,6 @@ COUPLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pieces": lambda h: torch.cat([p - p.mean(0) for p in h.chunk(math.ceil(len(h) / 8))]),
     "pieces of BatchNorm": ghost,
 }
-
-
-def coupled_model(mix: Callable[[torch.Tensor], torch.Tensor], drops: bool = False) -> nn.Module:
-    torch.manual_seed(0)
-    return Calls(
-        lambda self, x: self.head(F.dropout(mix(torch.tanh(self.body(x))), 0.2 * drops)),
-        body=nn.Linear(6, 8),
-        head=nn.Linear(8, 5),
-    ).double()
 
 
 @pytest.mark.parametrize("size", [1, 4, 5])
@@ -214,103 +159,6 @@ def test_beside_layers_that_see_the_whole_batch_too(name: str, way: str) -> None
         assert torch.equal(value, before[key]), f"{key} changed"
 
 
-class Chaotic(nn.Module):
-    """Rounding grows by a factor of some ten thousand, which is no other sample's doing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(6, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        z = torch.sigmoid(self.net(x))
-        for _ in range(24):
-            z = 3.9 * z * (1 - z)
-        return z
-
-
-class Drawn(nn.Module):
-    """Draws in every spelling, also numbers for each sample from Python's generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(6, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        z = self.net(x) + 0.1 * torch.randn(len(x), 5) + 0.1 * torch.rand_like(x[:, :5])
-        z = z * torch.bernoulli(torch.full_like(z, 0.9)) + torch.empty_like(z).normal_()
-        return F.rrelu(z, training=True) + torch.randint(3, (len(x), 1))
-
-
-INNOCENT: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(6, 5),
-    "chaotic": Chaotic,
-    "drawn": Drawn,
-    "dropout": lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 5)),
-    "BatchNorm": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)),
-    "eval of a transformer": lambda: Calls(
-        lambda self, x: self.head(self.layer(x[:, None, :].expand(-1, 3, -1))[:, 0]),
-        layer=nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True).eval(),
-        head=nn.Linear(6, 5),
-    ),
-    "gradients inside": lambda: Calls(
-        lambda self, x: (
-            self.net(x)
-            + torch.autograd.grad(
-                (y := x.detach().requires_grad_()).pow(3).sum(), y, create_graph=True
-            )[0][:, :5]
-        ),
-        net=nn.Linear(6, 5),
-    ),
-    "large and small": lambda: Calls(
-        lambda self, x: self.net(x).masked_fill(x[:, :5] > 0, -1e9), net=nn.Linear(6, 5)
-    ),
-    "mostly zero": lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU()),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("size", [1, 5])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", INNOCENT)
-def test_no_false_alarms(name: str, way: str, size: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    model = INNOCENT[name]().to(dtype)
-    step(way, model, X.to(dtype), micro_batch_size=size)
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_it_looks_after_steps_1_2_4_8_16_and_leaves_nothing() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(6, 5)
-            self.rows: list[int] = []
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(len(x))
-            return F.dropout(self.net(x), 0.3)
-
-    seen = Log()
-    model = Counting().double()
-    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), micro_batch_size=4)
-    torch.manual_seed(3)
-    batch.backward(X, Y)
-    state = torch.get_rng_state()
-    assert seen == [4] * (N // 4) + [N, 4, 4, 4]
-    for number in range(2, 21):
-        seen.clear()
-        model.zero_grad()
-        batch.backward(X, Y)
-        assert len(seen) == N // 4 + looks(number - 1)
-        assert seen[: N // 4] == [4] * (N // 4) and seen[N // 4 :].count(4) in (0, LOOKS - 1)
-    torch.manual_seed(3)
-    other = ib.VirtualBatch(
-        model, nn.CrossEntropyLoss(), micro_batch_size=4, batch_coupling="per_micro_batch"
-    )
-    other.backward(X, Y)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [1, 4])
 def test_samples_combined_in_front_of_a_function_of_all_samples_are_refused(
@@ -346,25 +194,6 @@ def test_similarities_are_refused_whatever_is_drawn(
             loss(ib.wrap(model, **options)(X)).backward()
         else:
             ib.VirtualBatch(model, ib.losses.coupled(loss), **options).backward(X)
-
-
-@pytest.mark.parametrize("way", ["coupled", "wrap"])
-def test_what_a_function_of_all_samples_returns_may_be_anything(way: str) -> None:
-    table, rows = torch.ones(1).double(), torch.ones(len(X), 1).double()
-    functions: list[Callable[[torch.Tensor], torch.Tensor]] = [
-        lambda t: t,
-        lambda t: table.expand(len(t)),
-        lambda t: rows[: len(t)],
-        lambda t: t.T.contiguous().T,
-        lambda t: t.softmax(0),
-    ]
-    for function in functions:
-        given = X.clone()
-        model = coupled_model(lambda h, f=function: h * ib.across_batch(f, h).reshape(len(h), -1))
-        wanted = native(model, spread, given, Y)
-        step(way, model, given, micro_batch_size=4)
-        assert worst_error(result_of(model, wanted.loss), wanted) <= 1e-12
-        assert torch.equal(given, X) and table.eq(1).all() and rows.eq(1).all()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -417,90 +246,3 @@ def test_where_a_budget_leaves_no_room_for_more_rows_halves_are_compared(name):
         sizes.add(max(report.micro_batch_sizes))
         assert worst_error(result_of(own, report.loss), wanted) <= 1e-10
     assert sizes == {0, len(X)}
-
-
-def warm_up(self: Any, x: torch.Tensor) -> torch.Tensor:
-    z = self.net(x)
-    return z - self.settings["share"] * z.mean(0)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", [1, 4])
-def test_samples_that_later_steps_combine_are_refused(way: str, size: int) -> None:
-    """From step 6 on; the look after step 8 sees it, tells since when, and leaves nothing."""
-    torch.manual_seed(0)
-    model = Calls(warm_up, net=nn.Linear(6, 5), seen=torch.zeros(())).double()
-    model.settings = {"share": 0.0}
-    one = steps(way, model, micro_batch_size=size)
-    for number in range(1, 8):
-        if number == 6:
-            model.settings["share"] = 0.5
-        model.zero_grad()
-        one(X, Y)
-    before = {name: each.grad.clone() for name, each in model.named_parameters()}
-    with pytest.raises(ib.CouplingError, match="step 8 .* differed in step 4, .* since step 5"):
-        one(X, Y)
-    assert all(torch.equal(each.grad, before[name]) for name, each in model.named_parameters())
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_smaller_batch_than_any_so_far_is_looked_at(way: str) -> None:
-    """A size that no step before had: seven samples are four and three."""
-    torch.manual_seed(0)
-    model = Calls(lambda self, x: self.net(x) * (2 if len(x) == 7 else 1), net=nn.Linear(6, 5))
-    model.double()
-    one = steps(way, model, micro_batch_size=4)
-    for _ in range(4):
-        one(X, Y)
-    with pytest.raises(ib.CouplingError, match="step 5 with such batches"):
-        one(X[:7], Y[:7])
-
-
-def as_near_as_can_be(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """A choice between two that are as good; larger batches round otherwise."""
-    seen = x[:, 0] * (1 - 2.3e-16 * (len(x) > 4))
-    return torch.where((seen >= self.edge)[:, None], self.net(x), self.other(x))
-
-
-def by_last_bits(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """The same by a parameter alone, for tokens do not move."""
-    h = self.net(x)
-    seen = h.detach() * (1 - 2.3e-16 * (len(x) > 4))
-    return torch.where((seen * 1e17).sin() > 0, h, -h)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("of", ["inputs", "parameters"])
-def test_a_choice_that_rounding_turns_is_no_matter_of_other_samples(way: str, of: str) -> None:
-    torch.manual_seed(0)
-    if of == "inputs":
-        x = X.clone()
-        x[10, 0] = 0.7
-        model: nn.Module = Calls(
-            as_near_as_can_be, net=nn.Linear(6, 5), other=nn.Linear(6, 5), edge=x[10, 0].clone()
-        )
-    else:
-        x = torch.arange(N) % 7
-        model = Calls(by_last_bits, net=nn.Embedding(7, 5))
-    step(way, model.double(), x, micro_batch_size=4)
-    assert any(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_what_nobody_could_compare_is_not_said_to_have_been_equal(way: str) -> None:
-    """Forward refuses other numbers of rows in the first two steps."""
-    torch.manual_seed(0)
-    settings = {"strict": True}
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if settings["strict"] and len(x) != 4:
-            raise ValueError("four rows, please")
-        return self.net(Triple.apply(x - x.mean(0)))
-
-    one = steps(way, Calls(forward, net=nn.Linear(6, 5)).double(), micro_batch_size=4)
-    for number in range(3):
-        settings["strict"] = number < 2
-        one(X, Y)
-    with pytest.raises(ib.CouplingError) as raised:
-        one(X, Y)
-    assert "differed in step" not in str(raised.value)

@@ -9,10 +9,10 @@ import infinitybatch as ib
 import pytest
 import torch
 from batch_norm_models import Residual
+from exactness_models import FLAT, SEQUENCE, convnet, double_sequence
 from fault_support import LONG
 from measure import excess, gradients
 from support import Calls, classification, mlp
-from test_exactness import FLAT, SEQUENCE, convnet, double_sequence
 from torch import nn
 from torch.nn import functional as F
 

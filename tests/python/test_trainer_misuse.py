@@ -221,7 +221,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], type, str]] = {
     "a generator's batch at work": (
         back_with_a_generator("on_batch_begin"),
         ib.StateError,
-        "has given the batch at work already",
+        "has already given the current batch",
     ),
     "metric": (lambda: make().evaluate(BATCHES, {"a": 3}), ib.InvalidType, "metric 'a'"),
     "evaluate nothing": (lambda: make().evaluate([]), ib.StateError, "no batch"),

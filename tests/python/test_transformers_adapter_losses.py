@@ -217,44 +217,68 @@ class Weighs(TokenTagger):
         }
 
 
-def gradient_of_the_second_step(kind, folder, pieces, **more):
-    """Of a first batch of one class and a second one of two, in samples of one length."""
-    labels = [0] * 12 + [1] * 3 + [0] * 9
-    ids = torch.randint(1, VOCABULARY, (24, 6), generator=torch.Generator().manual_seed(4))
+class WeighsByWords(Weighs):
+    """By what stands in a text, of which no label tells."""
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(self.embed(input_ids).tanh().mean(1))
+        losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+        weight = 1 + 8.0 * (input_ids == 1).any(1)
+        return {"loss": (losses * weight).sum() / weight.sum(), "logits": logits}
+
+
+def trained(kind, folder, pieces, labels, model=Weighs, words=None, **more):
+    """A training over batches of samples with such labels, in that order. The shortest and the longest
+    stand last in each batch of 12, which the look at lengths takes."""
+    ids = torch.randint(2, VOCABULARY, (len(labels), 6), generator=torch.Generator().manual_seed(4))
+    if words is not None:
+        ids[words, 2] = 1
     data = [
         {"input_ids": row, "labels": torch.tensor(y)} for row, y in zip(ids, labels, strict=True)
     ]
-    arguments = {"max_steps": 2, "max_grad_norm": 0.0, "learning_rate": 1.0}
-    run = trainer(kind, Weighs(), folder, data, pieces, arguments=arguments, **more)
+    arguments = {"max_steps": len(labels) // 12, "max_grad_norm": 0.0, "learning_rate": 1.0}
+    run = trainer(kind, model(), folder, data, pieces, arguments=arguments, **more)
     run.get_train_dataloader = lambda: torch.utils.data.DataLoader(
         data, run.args.per_device_train_batch_size
     )
-    run.train()
-    return torch.cat([p.detach().flatten() for p in run.model.parameters()])
+    return run
 
 
-def test_weights_of_classes_are_seen_in_the_second_step(tmp_path):
-    """The first batch's samples weigh the same, and the next look is in the second step."""
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_weights_of_classes_are_seen_where_a_class_shows_first(steps, tmp_path):
+    """After so many batches of one class: in step 3 and 5 nobody looks for other reasons."""
+    labels = [0] * 12 * steps + [0] * 5 + [1] * 2 + [0] * 5
+    ours = trained(Trainer, tmp_path, PIECES, labels, micro_batch_size=5)
     with pytest.raises(ib.Unsupported, match="no sum or mean over samples or labels"):
-        gradient_of_the_second_step(Trainer, tmp_path, PIECES, micro_batch_size=5)
+        ours.train()
+    assert ours.state.global_step == steps
 
 
-def test_weights_of_classes_between_two_looks(tmp_path, monkeypatch):
+def test_weights_of_many_classes(tmp_path):
+    """More than are looked at together, and the one that is weighed comes last."""
+    labels = [*range(2, 13), 1]
+    ours = trained(Trainer, tmp_path, PIECES, labels, micro_batch_size=5)
+    with pytest.raises(ib.Unsupported, match="no sum or mean"):
+        ours.train()
+    assert ours.state.global_step == 0
+
+
+def test_weights_that_no_label_tells_of(tmp_path):
     """docs/limits.md: what is not noticed, and how far off it is."""
-    from infinitybatch import _model_losses
-
-    matching = _model_losses.Shares._matching
-    looks = []
-
-    def first_look_alone(self, kinds, *rest):
-        looks.append(0)
-        return matching(self, kinds, *rest) if len(looks) == 1 else kinds
-
-    wanted = gradient_of_the_second_step(transformers.Trainer, tmp_path, NATIVE)
-    monkeypatch.setattr(_model_losses.Shares, "_matching", first_look_alone)
-    found = gradient_of_the_second_step(Trainer, tmp_path, PIECES, micro_batch_size=5)
-    start = torch.cat([p.detach().flatten() for p in Weighs().parameters()])
-    error = float((found - wanted).norm() / (wanted - start).norm())
+    labels, words = [0, 2] * 6, [5, 6]
+    runs = [
+        trained(kind, tmp_path, pieces, labels, WeighsByWords, words, **more)
+        for kind, pieces, more in [
+            (transformers.Trainer, NATIVE, {}),
+            (Trainer, PIECES, {"micro_batch_size": 5}),
+        ]
+    ]
+    start = torch.cat([p.detach().flatten() for p in WeighsByWords().parameters()])
+    found = []
+    for run in runs:
+        run.train()
+        found.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]) - start)
+    error = float((found[1] - found[0]).norm() / found[0].norm())
     assert 0.01 < error < 3
 
 

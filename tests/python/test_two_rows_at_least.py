@@ -9,8 +9,8 @@ import infinitybatch as ib
 import pytest
 import torch
 import torch.nn.functional as F
+from same_rows_support import WAYS, TimeFirst, spread
 from support import Calls, classification, native, result_of, worst_error
-from test_same_rows import WAYS, TimeFirst, spread
 from torch import nn
 
 N = 24

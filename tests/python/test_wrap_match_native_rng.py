@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from native_rng_support import coupled_loss, random_state, same_state, seed
 from random_models import GENERATOR, MODELS, make, three_dropouts
 from support import Calls, Log, classification
-from test_match_native_rng import coupled_loss, random_state, same_state, seed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from wrap_support import close, grads

@@ -11,9 +11,9 @@ import pytest
 import torch
 from batch_norm_models import MODELS, Residual, images, make
 from support import until_quiet
-from test_wrap_whole_batch import buffers, live, small
 from torch import nn
 from wrap_support import X, call_meanwhile, close, contrastive, grads
+from wrap_whole_batch_support import buffers, live, small
 
 HOST = {"host_budget": "1GiB", "disk": False}
 WHERE = {"host": HOST, "host and disk": {"host_budget": "20KiB"}, "disk": {}}

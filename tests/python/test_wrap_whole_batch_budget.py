@@ -6,8 +6,8 @@ import infinitybatch as ib
 import pytest
 import torch
 from batch_norm_models import Residual, images
-from test_wrap_whole_batch import buffers, live, small
 from wrap_support import X, close, contrastive, grads
+from wrap_whole_batch_support import buffers, live, small
 
 
 @pytest.mark.parametrize("room", [1 << 30, 4 << 20])

@@ -58,6 +58,9 @@ class NpyFile {
 ExitCode run_predict(const Settings& settings) {
   watch_for_interrupts();
   const auto saved = open_saved_model(settings);
+  const DataOptions& data = settings.data.data.empty() ? saved->description.data : settings.data;
+  check_is_not_read("--output", settings.output, "--data", find_data(data.data).found.value_or(""));
+  check_is_not_read("--output", settings.output, "--labels", data.labels);
   std::optional<memory::Limit> limit;
   if (const auto& budget = settings.training.step.memory_budget) {
     limit.emplace(*budget, settings.training.device);

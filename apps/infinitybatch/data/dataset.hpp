@@ -30,6 +30,7 @@ struct Dataset {
   /// One sample: [features], [channels, height, width] or [context]
   std::vector<int64_t> sample_shape;
   int64_t classes = 0;
+  bool has_one_class = false;  ///< all samples, those held out too
   Split train;
   Split held_out;  ///< may be empty
 };

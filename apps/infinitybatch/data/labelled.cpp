@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -138,6 +139,10 @@ int64_t count_classes(const std::vector<int64_t>& labels) {
   return *std::max_element(labels.begin(), labels.end()) + 1;
 }
 
+bool are_alike(const std::vector<int64_t>& labels) {
+  return std::adjacent_find(labels.begin(), labels.end(), std::not_equal_to<>()) == labels.end();
+}
+
 }  // namespace
 
 Dataset split_labelled(const std::string& name, const Labelled& data, double held_out) {
@@ -156,6 +161,7 @@ Dataset split_labelled(const std::string& name, const Labelled& data, double hel
   }
   std::vector<int64_t> labels = classes_of(data);
   dataset.classes = count_classes(labels);
+  dataset.has_one_class = are_alike(labels);
   const at::Tensor classes = outside_allocator(std::move(labels));
   const at::Tensor train_rows = outside_allocator(std::move(kept));
   const Scale scale = scale_of(data, train_rows);
@@ -176,6 +182,8 @@ Dataset join_labelled(const std::string& name, const Labelled& train, const Labe
   std::vector<int64_t> train_labels = classes_of(train);
   std::vector<int64_t> held_labels = classes_of(held_out);
   dataset.classes = std::max(count_classes(train_labels), count_classes(held_labels));
+  dataset.has_one_class = are_alike(train_labels) && are_alike(held_labels) &&
+                          train_labels.front() == held_labels.front();
   const at::Tensor train_rows = all_rows(train.inputs.size(0));
   const at::Tensor held_rows = all_rows(held_out.inputs.size(0));
   const Scale scale = scale_of(train, train_rows);

@@ -78,4 +78,12 @@ void check_can_be_written(const std::string& flag, const std::string& path) {
   }
 }
 
+void check_is_not_read(const std::string& flag, const std::string& path, const std::string& whose,
+                       const std::string& read) {
+  std::error_code ignored;  // one of them is not there
+  if (read.empty() || !std::filesystem::equivalent(path, read, ignored)) return;
+  throw UsageError(flag + " " + path + " is the file that " + whose +
+                   " reads, and would take its place; name another");
+}
+
 }  // namespace infinitybatch::app

@@ -30,4 +30,9 @@ class AtomicFile {
 /// \throws UsageError naming `flag` where no file can be made at `path`: told before hours of work
 void check_can_be_written(const std::string& flag, const std::string& path);
 
+/// \param whose what reads `read`: "--data". An empty path is no file
+/// \throws UsageError where what is written to `path` would take its place
+void check_is_not_read(const std::string& flag, const std::string& path, const std::string& whose,
+                       const std::string& read);
+
 }  // namespace infinitybatch::app

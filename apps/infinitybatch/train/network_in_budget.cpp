@@ -1,5 +1,7 @@
 #include "train/network_in_budget.hpp"
 
+#include "errors.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/budget.hpp>
 #include <infinitybatch/memory/limit.hpp>
@@ -12,6 +14,11 @@ namespace infinitybatch::app {
 
 std::shared_ptr<Network> make_network_in_budget(ModelOptions& options, const Dataset& data,
                                                 c10::Device device, std::optional<int64_t> budget) {
+  if (data.has_one_class) {
+    throw DataError(data.name +
+                    ": all samples are of one class, which leaves nothing to learn; give labels of "
+                    "two classes or more");
+  }
   // Parameters are made on the CPU, where a budget of another device says nothing.
   if (!device.is_cpu()) budget.reset();
   const int64_t most = budget ? *budget : memory::Budget("auto").resolve(c10::kCPU);
