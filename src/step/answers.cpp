@@ -55,7 +55,7 @@ bool VirtualBatch::State::answer(Setup& setup, const std::optional<int64_t>& bud
   if (const auto found = recover(failure, answers(setup, budget))) return is_restart(*found);
   switch (failure) {
     case Failure::other_segments:
-      refuse_segments("give micro_batch_size");
+      refuse_given_segments("give micro_batch_size");
     case Failure::coupling:
       std::rethrow_exception(knowledge_->why_coupled ? knowledge_->why_coupled : error);
     case Failure::no_plan:

@@ -69,7 +69,7 @@ std::optional<Answer> recover(Failure failure, const Answers& answers) {
   return std::nullopt;
 }
 
-void refuse_segments(const std::string& way_out) {
+void refuse_given_segments(const std::string& way_out) {
   throw CouplingError("aten::batch_norm",
                       "the model does not run its layers that see the whole batch equally often "
                       "each time; " +

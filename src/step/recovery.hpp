@@ -95,7 +95,7 @@ std::optional<Answer> recover(Failure failure, const Answers& answers);
 
 /// Where no answer could be given: what the user sees.
 /// \param way_out of which the error tells first
-[[noreturn]] void refuse_segments(const std::string& way_out);
+[[noreturn]] void refuse_given_segments(const std::string& way_out);
 /// \param failed   whose refusal that is, unless forward fails on a few samples
 /// \param samples of the batch
 [[noreturn]] void refuse_budget(const Failed& failed, FewRows& few_rows, int64_t samples);

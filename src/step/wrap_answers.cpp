@@ -25,7 +25,7 @@ bool ForwardCall::answer(const memory::Limit* limit) {
   if (const auto found = recover(failure, answers())) return is_restart(*found);
   switch (failure) {
     case Failure::other_segments:
-      refuse_segments("give micro_batch_size alone");
+      refuse_given_segments("give micro_batch_size alone");
     case Failure::coupling:
       std::rethrow_exception(coupling_ ? coupling_ : failed_.error);
     case Failure::no_plan:
