@@ -2,6 +2,7 @@
 
 #include <infinitybatch/core/errors.hpp>
 
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/functorch/DynamicLayer.h>
 
 namespace infinitybatch {
@@ -27,6 +28,9 @@ const char* name_of(TransformType transform) {
 }  // namespace
 
 void refuse_transforms() {
+  // Asking for the layers of a thread that never had one makes a list of them, which each node of
+  // each later backward pass would copy with the thread's state.
+  if (at::functorch::functorchTLSAccessor() == nullptr) return;
   const auto layer = at::functorch::maybeCurrentDynamicLayer();
   if (!layer) return;
   const bool derivative = layer->key() == TransformType::Grad;
