@@ -41,8 +41,12 @@ void refuse_transforms() {
                                 : "call the model itself under it, without infinitybatch"));
 }
 
+bool has_tangent(const at::Tensor& tensor) {
+  return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
+}
+
 void refuse_tangent(const std::string& name, const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor._fw_grad(/*level=*/0).defined()) return;
+  if (!has_tangent(tensor)) return;
   throw Unsupported(name +
                     " carries a tangent of forward-mode AD, which would be lost: micro-batches "
                     "give gradients only; call the model itself there, without infinitybatch, or "

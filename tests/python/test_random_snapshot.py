@@ -4,6 +4,7 @@ import random
 import sys
 
 import numpy
+import pytest
 import torch
 from infinitybatch import _random_state
 
@@ -68,3 +69,32 @@ def test_numpy_that_comes_later_is_not_in_it(monkeypatch):
     wanted = numpy.random.get_state()[1].tolist()
     assert "numpy" not in snapshot.values() and "python" in snapshot.values()
     assert numpy.random.get_state()[1].tolist() == wanted
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_numpy_is_not_asked_for_its_624_numbers(monkeypatch, odd):
+    _random_state.Snapshot()  # looks once where they lie
+    seeded(odd)
+    get_state, asked = numpy.random.get_state, []
+    with monkeypatch.context() as watched:
+        watched.setattr(
+            numpy.random, "get_state", lambda *a, **b: asked.append(1) or get_state(*a, **b)
+        )
+        snapshot = _random_state.Snapshot()
+    assert not asked
+    wanted = drawn()
+    snapshot.restore()
+    assert drawn() == wanted
+
+
+def test_another_generator_of_numpy_is_asked_and_put_back():
+    before = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(3))
+    try:
+        numpy.random.standard_normal()
+        snapshot = _random_state.Snapshot()
+        wanted = numpy.random.standard_normal(3).tolist()
+        snapshot.restore()
+        assert numpy.random.standard_normal(3).tolist() == wanted
+    finally:
+        numpy.random.set_bit_generator(before)
