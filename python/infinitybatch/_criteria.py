@@ -293,8 +293,21 @@ def _unknown(loss: Any) -> CoupledLoss:
 
 def options_of(loss: Any) -> tuple[Any, ...] | None:
     """What decides what a recognised criterion computes, to notice changes between steps."""
-    names = _option_names(type(loss))
-    return None if names is None else tuple([getattr(loss, name) for name in names])
+    kind = type(loss)
+    names = _option_names(kind)
+    if names is None:
+        return None
+    if kind not in _CRITERIA:  # a subclass, which may have properties
+        return tuple([getattr(loss, name) for name in names])
+    # nn.Module looks for a buffer last, after an AttributeError: asked in each step.
+    own = loss.__dict__
+    buffers = own["_buffers"]
+    return tuple(
+        [
+            own[name] if name in own else buffers[name] if name in buffers else getattr(loss, name)
+            for name in names
+        ]
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -43,7 +43,9 @@ class Batches:
         self._iterator: Iterator[Any] | None = None
         self._epoch = -1
         self._begun: dict[str, Any] | None = None  # random state where the epoch at work began
-        self._before: dict[str, Any] | None = None  # in front of the batch drawn last
+        self._before: _random_state.Snapshot | _random_state.State | None = (
+            None  # in front of the batch drawn last
+        )
         self._failed = False  # that batch
         self._drawn = 0  # batches of the epoch at work that were handed out
         self._held: list[Any] = []  # drawn by the run before, to be handed out first
@@ -59,7 +61,7 @@ class Batches:
             self._begin_once(epoch, skip)
             return
         again = epoch == self._epoch and self._begun is not None
-        now = _random_state.capture() if again else None
+        now = _random_state.Snapshot() if again else None
         self._iterator = None
         if self._begun is not None and again:
             _random_state.restore(self._begun["default"])
@@ -69,7 +71,7 @@ class Batches:
         else:
             if self._next is not None:
                 self._set_kept(self._next, skip)
-            begun = {"default": _random_state.capture(), **self._kept_state()}
+            begun = {"default": _random_state.Snapshot(), **self._kept_state()}
             made = self._make(epoch)
             if self._next is not None and (self._shared or not self._is_factory):
                 self._set_source(self._next, skip)
@@ -110,7 +112,7 @@ class Batches:
             item = self._held.pop(0)
         else:
             if self._may_draw:
-                self._before = _random_state.capture()
+                self._before = _random_state.Snapshot()
             try:
                 item = next(self._iterator)
             except StopIteration:
@@ -132,8 +134,9 @@ class Batches:
     def state(self) -> dict[str, Any]:
         return {
             "epoch": self._epoch,
-            "begun": self._begun,
-            "before": self._before,
+            "begun": self._begun
+            and {**self._begun, "default": _random_state.values(self._begun["default"])},
+            "before": _random_state.values(self._before),
             "failed": self._failed,
             **(self._next or {**self._source_state(), **self._kept_state()}),
             "shared": self._shared,
@@ -178,7 +181,7 @@ class Batches:
             )
         self._restored = False
         if self._missing > 0:
-            after = _random_state.capture()
+            after = _random_state.Snapshot()
             items = [next(self.loader, None) for _ in range(self._missing)]
             if any(item is None for item in items):
                 raise StateError(

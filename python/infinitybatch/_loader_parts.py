@@ -64,7 +64,7 @@ def set_workers(source: Any, wanted: bool, skip: int) -> None:
     if not wanted:
         source._iterator = None
         return
-    state, own = _random_state.capture(), states_of(source)
+    state, own = _random_state.Snapshot(), states_of(source)
     iter(source)
     _random_state.restore(state)
     set_generators(source, own)

@@ -232,7 +232,7 @@ def _named(outputs: Any) -> dict[str, Any]:
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Without dropout, with running statistics left alone, and random numbers as before."""
     modes = [(module, module.training) for module in model.modules()]
-    random = _random_state.capture()
+    random = _random_state.Snapshot()
     model.eval()
     try:
         yield

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from . import _C
+
 State = dict[str, Any]
 
 
@@ -21,7 +23,44 @@ def capture() -> State:
     return state
 
 
-def restore(state: State) -> None:
+class Snapshot:
+    """The same, where it is seldom asked for: taking the values of a state, 1,250 numbers of Python
+    and NumPy, takes fifty times as long as keeping it as it lies in memory."""
+
+    def __init__(self) -> None:
+        self._with_numpy = "numpy.random" in sys.modules
+        self._with_cuda = torch.cuda.is_initialized()
+        count = torch.cuda.device_count() if self._with_cuda else 0
+        self._kept = _C.RandomSnapshot([torch.device("cuda", index) for index in range(count)])
+
+    def restore(self) -> None:
+        self._kept.restore()
+
+    def values(self) -> State:
+        """What `capture` would have given. Generators tell their own state alone, so they take this
+        one for a moment."""
+        now = Snapshot()
+        self.restore()
+        try:
+            state = capture()
+        finally:
+            now.restore()
+        if not self._with_numpy:
+            state.pop("numpy", None)
+        if not self._with_cuda:
+            state.pop("cuda", None)
+        return state
+
+
+def values(state: State | Snapshot | None) -> State | None:
+    """As `state_dict` keeps it."""
+    return state.values() if isinstance(state, Snapshot) else state
+
+
+def restore(state: State | Snapshot) -> None:
+    if isinstance(state, Snapshot):
+        state.restore()
+        return
     torch.set_rng_state(state["torch"])
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))

@@ -53,6 +53,9 @@ class HeldBack:
             self.uninstall()
 
     def release(self) -> None:
+        self._holds = False  # from here on nothing arrives
+        if not (self._arrived or self._is_for_one_hold):
+            return
         handlers, arrived = self._handlers, self._arrived
         self.forget()
         for number, frame in arrived:

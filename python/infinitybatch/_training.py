@@ -107,7 +107,8 @@ class Parts:
             event = callbacks.BatchBegin(self._trainer, epoch, step, batch, *data)
             listener.on_batch_begin(event)
 
+    def hears_batch_end(self) -> bool:
+        return self._trainer._callbacks.listens("on_batch_end")
+
     def on_batch_end(self, *values: Any) -> None:
-        listener = self._trainer._callbacks
-        if listener.listens("on_batch_end"):
-            listener.on_batch_end(callbacks.BatchEnd(self._trainer, *values))
+        self._trainer._callbacks.on_batch_end(callbacks.BatchEnd(self._trainer, *values))

@@ -42,7 +42,7 @@ class Updates:
         self.optimizer.zero_grad()
 
     def step(self) -> None:
-        if all(p.grad is None for p in self.parameters()):
+        if not self._has_gradient():
             raise StateError(
                 "no parameter of the optimizer has a gradient: the model's parameters are frozen "
                 "(parameter.requires_grad_()) or were replaced, or the optimizer is of another "
@@ -60,7 +60,17 @@ class Updates:
             self.scaler.update()
 
     def learning_rates(self) -> tuple[float, ...]:
-        return tuple(float(group.get("lr", float("nan"))) for group in self.optimizer.param_groups)
+        return tuple([float(group.get("lr", _NO_RATE)) for group in self.optimizer.param_groups])
+
+    def _has_gradient(self) -> bool:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    return True
+        return False
+
+
+_NO_RATE = float("nan")
 
 
 def check_schedule(schedule: Any, optimizer: Any) -> None:

@@ -101,6 +101,8 @@ def windows(
 
 def _parts(piece: Any, targets: str | None) -> Piece:
     """Inputs and targets, or inputs alone."""
+    if targets is None and type(piece) is tuple and len(piece) == 2:
+        return piece  # asked for each batch, and whether it is a Mapping takes longer
     if isinstance(piece, Mapping):
         if targets is None:
             return (dict(piece),)

@@ -24,6 +24,7 @@ void bind_evaluation(pybind11::module_& module);
 void bind_noise_scale(pybind11::module_& module);
 void bind_data(pybind11::module_& module);
 void bind_wrap(pybind11::module_& module);
+void bind_random(pybind11::module_& module);
 void register_random_sources();
 
 /// Throws an error of this library as the Python exception that stands for it, for code that goes

@@ -1,17 +1,39 @@
 #include "bind.hpp"
 #include "garbage_collected.hpp"
 #include "held.hpp"
+#include "module_attributes.hpp"
 #include "signals.hpp"
 
 #include <infinitybatch/train/trainer.hpp>
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
+#include <cstddef>
 #include <memory>
+#include <type_traits>
 #include <utility>
 
 namespace infinitybatch::python {
 namespace {
+
+/// A name that is an argument of a template, so that each has one interned string.
+template <size_t kLength>
+struct Name {
+  // NOLINTNEXTLINE(google-explicit-constructor): call<"step"> reads as it should
+  constexpr Name(const char (&given)[kLength]) { std::copy_n(given, kLength, text); }
+  char text[kLength] = {};
+};
+
+template <typename T>
+py::object to_object(T&& value) {
+  if constexpr (std::is_base_of_v<py::handle, std::decay_t<T>>) {
+    return py::reinterpret_borrow<py::object>(value);
+  } else {
+    return py::cast(std::forward<T>(value));
+  }
+}
 
 /// What the loop is made of, in Python: infinitybatch._training.Parts. The loop holds the GIL; a
 /// step lets go of it.
@@ -19,9 +41,17 @@ class Parts {
  public:
   explicit Parts(Held parts) : parts_(std::move(parts)) {}
 
-  template <typename... Arguments>
-  py::object call(const char* method, Arguments&&... arguments) const {
-    return parts_.handle().attr(method)(std::forward<Arguments>(arguments)...);
+  /// Ten of these are made in each step: no string, bound method or tuple of arguments is.
+  template <Name kMethod, typename... Arguments>
+  py::object call(Arguments&&... arguments) const {
+    static PyObject* const name = interned(kMethod.text);
+    constexpr size_t kCount = sizeof...(Arguments) + 1;
+    const std::array<py::object, kCount> held{py::reinterpret_borrow<py::object>(parts_.handle()),
+                                              to_object(std::forward<Arguments>(arguments))...};
+    std::array<PyObject*, kCount + 1> given{};  // the first is the callee's to write
+    for (size_t i = 0; i < kCount; ++i) given[i + 1] = held[i].ptr();
+    return owned(PyObject_VectorcallMethod(name, given.data() + 1,
+                                           kCount | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
   }
   PyObject* get() const noexcept { return parts_.get(); }
 
@@ -34,9 +64,9 @@ class PyLoader final : public Loader {
  public:
   explicit PyLoader(SharedParts parts) : parts_(std::move(parts)) {}
 
-  void begin(int64_t epoch, int64_t skip) override { parts_->call("begin", epoch, skip); }
+  void begin(int64_t epoch, int64_t skip) override { parts_->call<"begin">(epoch, skip); }
   std::optional<LogicalBatch> next() override {
-    py::object batch = parts_->call("next");
+    py::object batch = parts_->call<"next">();
     if (batch.is_none()) return std::nullopt;
     LogicalBatch made;
     made.origin = std::make_shared<Held>(std::move(batch));
@@ -55,7 +85,7 @@ class PyGradient final : public GradientStep {
  public:
   explicit PyGradient(SharedParts parts) : parts_(std::move(parts)) {}
   StepReport run(const LogicalBatch& batch, const OnMicroBatch& /*python's own*/) override {
-    return parts_->call("gradient", origin_of(batch)).cast<StepReport>();
+    return parts_->call<"gradient">(origin_of(batch)).cast<StepReport>();
   }
 
  private:
@@ -65,10 +95,10 @@ class PyGradient final : public GradientStep {
 class PyOptimizer final : public Optimizer {
  public:
   explicit PyOptimizer(SharedParts parts) : parts_(std::move(parts)) {}
-  void zero_grad() override { parts_->call("zero_grad"); }
-  void step() override { parts_->call("step"); }
+  void zero_grad() override { parts_->call<"zero_grad">(); }
+  void step() override { parts_->call<"step">(); }
   std::vector<double> learning_rates() const override {
-    return parts_->call("learning_rates").cast<std::vector<double>>();
+    return parts_->call<"learning_rates">().cast<std::vector<double>>();
   }
 
  private:
@@ -78,7 +108,7 @@ class PyOptimizer final : public Optimizer {
 class PySchedule final : public Schedule {
  public:
   explicit PySchedule(SharedParts parts) : parts_(std::move(parts)) {}
-  void step(double loss) override { parts_->call("schedule_step", loss); }
+  void step(double loss) override { parts_->call<"schedule_step">(loss); }
 
  private:
   SharedParts parts_;
@@ -90,24 +120,25 @@ class PyCallback final : public Callback {
   explicit PyCallback(SharedParts parts) : parts_(std::move(parts)) {}
 
   void on_run_begin(const events::RunBegin& e) override {
-    parts_->call("on_run_begin", e.epoch, e.step, e.epochs);
+    parts_->call<"on_run_begin">(e.epoch, e.step, e.epochs);
   }
   void on_run_end(const events::RunEnd& e) override {
-    parts_->call("on_run_end", e.epoch, e.step, e.stopped);
+    parts_->call<"on_run_end">(e.epoch, e.step, e.stopped);
   }
   void on_epoch_begin(const events::EpochBegin& e) override {
-    parts_->call("on_epoch_begin", e.epoch, e.step);
+    parts_->call<"on_epoch_begin">(e.epoch, e.step);
   }
   void on_epoch_end(const events::EpochEnd& e) override {
-    parts_->call("on_epoch_end", e.epoch, e.step, e.loss, e.samples, e.batches, e.seconds,
-                 py::tuple(py::cast(e.learning_rates)));
+    parts_->call<"on_epoch_end">(e.epoch, e.step, e.loss, e.samples, e.batches, e.seconds,
+                                 py::tuple(py::cast(e.learning_rates)));
   }
   void on_batch_begin(const events::BatchBegin& e) override {
-    parts_->call("on_batch_begin", e.epoch, e.step, e.batch, origin_of(e.data));
+    parts_->call<"on_batch_begin">(e.epoch, e.step, e.batch, origin_of(e.data));
   }
   void on_batch_end(const events::BatchEnd& e) override {
-    parts_->call("on_batch_end", e.epoch, e.step, e.batch, e.loss, e.samples, py::cast(*e.report),
-                 py::tuple(py::cast(e.learning_rates)));
+    if (!parts_->call<"hears_batch_end">().is(py::bool_(true))) return;
+    parts_->call<"on_batch_end">(e.epoch, e.step, e.batch, e.loss, e.samples, py::cast(*e.report),
+                                 py::tuple(py::cast(e.learning_rates)));
   }
 
  private:
@@ -125,17 +156,17 @@ class PyTrainer {
     options.batches_per_epoch = batches;
     options.interrupt = &check_signals;
     options.commit = [parts = parts_.get()](const std::function<void()>& work) {
-      parts->call("hold_signals");
+      parts->call<"hold_signals">();
       try {
         work();
       } catch (...) {
         {
           const py::error_scope keep_error;
-          parts->call("forget_signals");
+          parts->call<"forget_signals">();
         }
         throw;
       }
-      parts->call("release_signals");
+      parts->call<"release_signals">();
     };
     trainer_ = std::make_unique<Trainer>(std::make_shared<PyGradient>(parts_),
                                          std::make_shared<PyOptimizer>(parts_),

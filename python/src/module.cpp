@@ -21,5 +21,6 @@ PYBIND11_MODULE(_C, module) {
   bind_evaluation(module);
   bind_noise_scale(module);
   bind_data(module);
+  bind_random(module);
   register_random_sources();
 }

@@ -1,11 +1,11 @@
 #include "module_attributes.hpp"
 #include "module_walk.hpp"
 
+#include <c10/util/flat_hash_map.h>
 #include <c10/util/hash.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <bit>
-#include <unordered_set>
 
 namespace infinitybatch::python {
 namespace {
@@ -75,7 +75,7 @@ class Hashing {
     }
   }
 
-  std::unordered_set<PyObject*> modules_;
+  ska::flat_hash_set<PyObject*> modules_;
   uint64_t value_ = 0;
 };
 

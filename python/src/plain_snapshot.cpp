@@ -168,15 +168,16 @@ void PlainSnapshot::object(PyObject* value, const std::string& name, int depth) 
     iterators_in_tuple(value, name);
     return items(value, name, depth);
   }
-  if (seen_.size() > kMostObjects || !meet(value)) return;
+  if (seen_.size() > kMostObjects) return void(overlooked_ = true);
+  if (!meet(value)) return;
   if (PyDict_Check(value)) return dict(value, name, depth);
   if (PyList_CheckExact(value)) {
-    if (PyList_GET_SIZE(value) > kMostKeptItems) return;
+    if (PyList_GET_SIZE(value) > kMostKeptItems) return void(overlooked_ = true);
     add(Kind::list, value, PyList_AsTuple(value), name);
     return items(entries_.back().before, name, depth);
   }
   if (is_set_or_deque(value)) {
-    if (PyObject_Size(value) > kMostKeptItems) return;
+    if (PyObject_Size(value) > kMostKeptItems) return void(overlooked_ = true);
     return add(Kind::other, value, PyObject_CallMethod(value, "copy", nullptr), name);
   }
   if (PyFunction_Check(value) || PyMethod_Check(value) || is_partial(value)) {
@@ -190,7 +191,7 @@ void PlainSnapshot::object(PyObject* value, const std::string& name, int depth) 
 }
 
 void PlainSnapshot::dict(PyObject* value, const std::string& name, int depth) {
-  if (PyDict_GET_SIZE(value) > kMostKeptItems) return;
+  if (PyDict_GET_SIZE(value) > kMostKeptItems) return void(overlooked_ = true);
   add(PyDict_CheckExact(value) ? Kind::dict : Kind::ordered, value, PyDict_Copy(value), name);
   if (depth == kDeepestKept) return;
   PyObject* const before = entries_.back().before;
@@ -202,7 +203,8 @@ void PlainSnapshot::dict(PyObject* value, const std::string& name, int depth) {
 }
 
 void PlainSnapshot::items(PyObject* value, const std::string& name, int depth) {
-  if (depth == kDeepestKept || PyTuple_GET_SIZE(value) > kMostKeptItems) return;
+  if (depth == kDeepestKept) return;
+  if (PyTuple_GET_SIZE(value) > kMostKeptItems) return void(overlooked_ = true);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
     PyObject* item = PyTuple_GET_ITEM(value, i);
     if (!is_number_or_text(item)) object(item, name + "[" + std::to_string(i) + "]", depth + 1);

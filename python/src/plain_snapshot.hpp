@@ -34,6 +34,8 @@ class PlainSnapshot {
 
   void collect_no_more() { tensors_ = nullptr; }
 
+  /// Whether some container was left out for its size.
+  bool overlooked() const noexcept { return overlooked_; }
   bool changed() const;
   void restore() const;
   /// Numbers, flags and text that are others now; each keeps what it stands in alive.
@@ -89,6 +91,7 @@ class PlainSnapshot {
   std::vector<Iterator> iterators_;
   std::vector<PyObject*> empty_;  // dicts without an item, owned: most of a module's hooks
   ska::flat_hash_set<PyObject*> seen_;
+  bool overlooked_ = false;
   std::vector<NamedParameter>* tensors_;
 };
 

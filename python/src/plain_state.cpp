@@ -126,6 +126,7 @@ PlainState plain_state(py::handle model) {
   StateWalk walk(snapshot.get());
   walk.module(model.ptr(), "");
   return {std::move(walk).tensors(),
+          /*complete=*/!snapshot->overlooked(),
           undisturbed(snapshot, [](const PlainSnapshot& kept) { kept.restore(); }),
           undisturbed(snapshot, [](const PlainSnapshot& kept) { return kept.changed(); }),
           undisturbed(snapshot, [](const PlainSnapshot& kept) { return kept.numbers(); }),
@@ -138,6 +139,7 @@ PlainState held_state(py::handle object) {
   snapshot->object(object.ptr(), "loss", 0);
   snapshot->collect_no_more();
   return {std::move(tensors),
+          /*complete=*/false,
           undisturbed(snapshot, [](const PlainSnapshot& kept) { kept.restore(); }),
           undisturbed(snapshot, [](const PlainSnapshot& kept) { return kept.changed(); }),
           undisturbed(snapshot, [](const PlainSnapshot& kept) { return kept.numbers(); }),

@@ -162,6 +162,12 @@ bool is_of_shape(const py::error_already_set& error) {
   return !error.matches(py::module_::import("torch").attr("OutOfMemoryError"));
 }
 
+/// Asked for each micro-batch.
+bool is_uncompiled(const Held& view) {
+  static PyObject* const name = interned("is_uncompiled");
+  return owned(PyObject_GetAttr(view.get(), name)).cast<bool>();
+}
+
 /// No step begins again for it.
 bool is_forwards_own(const py::error_already_set& error) {
   if (error.matches(py::module_::import("infinitybatch.errors").attr("Error"))) return false;
@@ -176,7 +182,7 @@ Model model_of(const Held& view, const Held& forward, Outputs use) {
     const py::gil_scoped_acquire gil;
     py::object callable = py::reinterpret_borrow<py::object>(forward.handle());
     if (coupled::PartOfBatch::of_one()) callable = view.handle().attr("one_of_many")(callable);
-    if (view.handle().attr("is_uncompiled").cast<bool>()) {
+    if (is_uncompiled(view)) {
       callable = view.handle().attr("uncompiled")(callable);
     }
     CarriedState* carried = CarriedState::at_work();

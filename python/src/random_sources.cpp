@@ -5,8 +5,12 @@
 #include "numpy_random.hpp"
 #include "standard_random.hpp"
 
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
 #include <functional>
 #include <string>
+#include <vector>
 
 namespace infinitybatch::python {
 namespace {
@@ -59,6 +63,12 @@ std::string tell_numpy(const py::object& numpy_random) {
 void register_random_sources() {
   register_module("random", &save_standard_random, &tell_standard);
   register_module("numpy.random", &save_numpy_random, &tell_numpy);
+}
+
+void bind_random(py::module_& module) {
+  py::class_<RngSnapshot>(module, "RandomSnapshot")
+      .def(py::init(&RngSnapshot::capture), py::arg("devices"))
+      .def("restore", &RngSnapshot::restore);
 }
 
 }  // namespace infinitybatch::python

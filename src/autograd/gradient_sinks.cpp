@@ -150,17 +150,18 @@ GradientSinks::GradientSinks(const std::vector<NamedParameter>& parameters, bool
     entry.parameter = parameter.tensor;
     entry.slot->norms = norms_;
     entry.slot->open = false;
-    if (installed) install(entry, "parameter '" + parameter.name + "'");
+    if (installed) install(entry, "parameter ", &parameter.name);
   }
   parameter_count_ = entries_.size();
 }
 
-void GradientSinks::install(Entry& entry, const std::string& which) {
+void GradientSinks::install(Entry& entry, const char* which, const std::string* name) {
   NodePtr current = compat::accumulator_of(entry.parameter);
   const auto* other = dynamic_cast<const Sink*>(current.get());
   if (other != nullptr && !(nested_ && other->is_around())) {
     uninstall();
-    throw StateError("another step is running on " + which +
+    throw StateError(std::string("another step is running on ") + which +
+                     (name != nullptr ? "'" + *name + "'" : "") +
                      "; a model can take one VirtualBatch step, or one backward through what wrap "
                      "made of it, at a time; give each thread a model of its own");
   }

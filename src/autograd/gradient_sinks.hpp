@@ -93,7 +93,8 @@ class GradientSinks {
   struct Entry;
   Entry& add(const at::Tensor& variable);
   /// \param which names it where somebody else has it
-  void install(Entry& entry, const std::string& which);
+  /// \param name goes behind that: no text is made of all names in each step
+  void install(Entry& entry, const char* which, const std::string* name = nullptr);
 
   std::vector<std::unique_ptr<Entry>> entries_;
   std::shared_ptr<std::function<void(const SinkEvent&)>> watcher_;

@@ -14,8 +14,14 @@ class CallbackErrors {
   template <typename Body>
   void guard(Body&& body) noexcept {
     const Inside inside;
+    guard_part(std::forward<Body>(body));
+  }
+
+  /// A part of such a body that may fail by itself: the rest goes on, and the error is kept.
+  template <typename Part>
+  void guard_part(Part&& part) noexcept {
     try {
-      std::forward<Body>(body)();
+      std::forward<Part>(part)();
     } catch (...) {
       keep(std::current_exception());
     }

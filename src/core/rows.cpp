@@ -110,7 +110,12 @@ at::Tensor with_samples_apart(const at::Tensor& tensor, const Leaf& like) {
 
 at::Tensor rows_of(const at::Tensor& tensor, const Leaf& like, Rows part) {
   return change_samples(tensor, like, [&](const at::Tensor& apart, int64_t dim) {
-    return apart.narrow(dim, part.begin, part.size());
+    // What narrow does, without an op around an op; slice alone would cut off what is too long.
+    if (part.begin < 0 || part.end > apart.size(dim)) {
+      throw BatchError("rows " + std::to_string(part.begin) + " to " + std::to_string(part.end) +
+                       " are asked for of " + std::to_string(apart.size(dim)));
+    }
+    return apart.slice(dim, part.begin, part.end);
   });
 }
 

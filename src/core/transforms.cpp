@@ -2,6 +2,7 @@
 
 #include <infinitybatch/core/errors.hpp>
 
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/functorch/DynamicLayer.h>
 
 namespace infinitybatch {
@@ -27,6 +28,9 @@ const char* name_of(TransformType transform) {
 }  // namespace
 
 void refuse_transforms() {
+  // Asking for the layers of a thread that never had one makes a list of them, which each node of
+  // each later backward pass would copy with the thread's state.
+  if (at::functorch::functorchTLSAccessor() == nullptr) return;
   const auto layer = at::functorch::maybeCurrentDynamicLayer();
   if (!layer) return;
   const bool derivative = layer->key() == TransformType::Grad;
@@ -37,8 +41,12 @@ void refuse_transforms() {
                                 : "call the model itself under it, without infinitybatch"));
 }
 
+bool has_tangent(const at::Tensor& tensor) {
+  return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
+}
+
 void refuse_tangent(const std::string& name, const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor._fw_grad(/*level=*/0).defined()) return;
+  if (!has_tangent(tensor)) return;
   throw Unsupported(name +
                     " carries a tangent of forward-mode AD, which would be lost: micro-batches "
                     "give gradients only; call the model itself there, without infinitybatch, or "

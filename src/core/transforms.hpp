@@ -13,6 +13,9 @@ namespace infinitybatch {
 /// \throws Unsupported naming the transform where one is at work in this thread
 void refuse_transforms();
 
+/// Whether `tensor` carries a tangent of forward-mode AD.
+bool has_tangent(const at::Tensor& tensor);
+
 /// \throws Unsupported where `tensor` carries a tangent of forward-mode AD
 void refuse_tangent(const std::string& name, const at::Tensor& tensor);
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <string_view>
+#include <utility>
 
 namespace infinitybatch::coupled {
 namespace {
@@ -39,6 +40,34 @@ constexpr std::array<Watched, 15> kWatched{{
     {"aten::_embedding_bag", Kind::embedding},
     {"infinitybatch::across_batch", Kind::across_batch},
 }};
+
+/// What the name of an op says.
+struct Meaning {
+  explicit Meaning(std::string_view name)
+      : talks(name.starts_with("c10d::") || name.starts_with("_c10d_functional::")),
+        renorms(name == kRenorm),
+        is_instance_norm(name == "aten::instance_norm") {
+    const auto found = std::find_if(kWatched.begin(), kWatched.end(),
+                                    [&](const Watched& each) { return each.op == name; });
+    if (found != kWatched.end()) watched = &*found;
+  }
+
+  const Watched* watched = nullptr;
+  bool talks;  // to other ranks
+  bool renorms;
+  bool is_instance_norm;
+};
+
+/// Read once in a thread for each operator: a forward of a small layer has ten ops, and reading
+/// twenty names for each took longer than all else that is done for them here.
+Meaning meaning_of(const tape::SeenOp& op) {
+  const tape::OpFacts* const facts = op.facts();
+  if (facts == nullptr) return Meaning(op.name());
+  thread_local ska::flat_hash_map<const tape::OpFacts*, Meaning> known;  // facts are never freed
+  const auto found = known.find(facts);
+  return found != known.end() ? found->second
+                              : known.emplace(facts, Meaning(op.name())).first->second;
+}
 
 /// `training` of every batch_norm and `scale_grad_by_freq` of every embedding is the first argument
 /// that is a bool; its place differs between overloads.
@@ -106,7 +135,6 @@ std::vector<CouplingWatch::Stand> CouplingWatch::stand_of(
 
 CouplingWatch::Context CouplingWatch::on_draw(const tape::SeenOp& op) {
   const tape::OpFacts* facts = op.facts();
-  if (facts == nullptr || !facts->draws) return nullptr;
   std::vector<at::Generator> generators = generators_;
   for (const c10::IValue& input : op.inputs()) {
     if (!input.isGenerator()) continue;
@@ -151,25 +179,29 @@ CouplingWatch::Context CouplingWatch::begin(const tape::SeenOp& op) noexcept {
 }
 
 CouplingWatch::Context CouplingWatch::meet(const tape::SeenOp& op) {
-  const std::string_view name = op.name();
-  if (name.starts_with("c10d::") || name.starts_with("_c10d_functional::")) talked_ = true;
+  const Meaning meaning = meaning_of(op);
+  const tape::OpFacts* const facts = op.facts();
+  talked_ = talked_ || meaning.talks;
   // What an embedding's `max_norm` rewrites is renormed_'s to see.
-  if (inside_ == 0 && name != kRenorm) errors_.guard([&] { memory_.observe(op); });
-  if (inside_ == 0) errors_.guard([&] { means_.observe(op); });
+  if (inside_ == 0 && !meaning.renorms && memory_.minds(facts)) {
+    errors_.guard_part([&] { memory_.observe(op); });
+  }
+  if (inside_ == 0 && (meaning.is_instance_norm || !means_.empty())) {
+    errors_.guard_part([&] { means_.observe(op); });
+  }
   const bool reads = inside_ == 0 && !renormed_->empty();
   const bool lookup = reads && renormed_->is_lookup(op);
   if (reads && !lookup) on_read(op);
-  if (!drawing_) {
+  if (!drawing_ && facts != nullptr && facts->draws) {
     if (auto drawing = on_draw(op)) return drawing;
   }
-  if (name.size() < 15) return nullptr;
-  if (name == "aten::instance_norm") return enter();
+  if (meaning.is_instance_norm) return enter();
   if (inside_ > 0) return nullptr;
-  if (name == kRenorm) return on_renorm(op);
-  for (const Watched& watched : kWatched) {
-    if (name != watched.op || !couples(watched.kind, op.inputs())) continue;
-    if (watched.kind == Kind::batch_norm && is_parameter(op.inputs()[0])) return nullptr;
-    seen_.push_back({std::string(name), reason(watched.kind)});
+  if (meaning.renorms) return on_renorm(op);
+  if (const Watched* const watched = meaning.watched;
+      watched != nullptr && couples(watched->kind, op.inputs())) {
+    if (watched->kind == Kind::batch_norm && is_parameter(op.inputs()[0])) return nullptr;
+    seen_.push_back({std::string(watched->op), reason(watched->kind)});
     return enter();
   }
   return lookup ? enter() : nullptr;  // its inner ops read the weight as well
@@ -184,6 +216,8 @@ CouplingWatch::Context CouplingWatch::enter() {
 
 void CouplingWatch::know_parameters(const std::vector<NamedParameter>& parameters) {
   renormed_->know_parameters(parameters);
+  parameters_.reserve(parameters.size());
+  memory_.expect(parameters.size());
   for (const NamedParameter& parameter : parameters) {
     if (parameter.tensor.has_storage()) {
       parameters_.insert(parameter.tensor.storage().unsafeGetStorageImpl());

@@ -13,12 +13,12 @@
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/TensorBody.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -134,6 +134,7 @@ class CouplingWatch final : public tape::OpListener, public Check {
   void end(const tape::SeenOp& op, tape::OpContext* context) noexcept override;
   Context meet(const tape::SeenOp& op);
   void leave(tape::OpContext& context);
+  /// \param op may draw
   Context on_draw(const tape::SeenOp& op);
   Context enter();
   Context on_renorm(const tape::SeenOp& op);
@@ -142,7 +143,7 @@ class CouplingWatch final : public tape::OpListener, public Check {
   AcrossBatchFunctions functions_;
   WatchedMemory memory_;
   SampleMeans means_;
-  std::unordered_set<const c10::StorageImpl*> parameters_;
+  ska::flat_hash_set<const c10::StorageImpl*> parameters_;
   std::vector<CoupledOp> seen_;
   std::shared_ptr<RenormedWeights> renormed_;
   int inside_ = 0;                         // ops whose inner ops are not looked at

@@ -26,6 +26,7 @@ class SampleMeans {
   /// \param op one that no other op called
   void observe(const tape::SeenOp& op);
   void clear() { means_.clear(); }
+  bool empty() const noexcept { return means_.empty(); }
   /// Since `clear`.
   std::vector<SampleMean> take();
 

@@ -82,7 +82,7 @@ void WatchedMemory::know(const at::Tensor& tensor, bool carried) {
     any_carried_ = any_carried_ || carried;
     return;
   }
-  std::vector<size_t>& here = at_[storage];
+  Places& here = at_[storage];
   // An alias of a parameter (`weight` of a fresh spectral_norm) carries what the parameter does.
   const auto is_of_others = [this](size_t place) { return !known_[place].carried; };
   if (carried && std::any_of(here.begin(), here.end(), is_of_others)) return;
@@ -119,7 +119,7 @@ void WatchedMemory::forget_carried() {
 
 void WatchedMemory::observe(const tape::SeenOp& op) {
   const tape::OpFacts* facts = op.facts();
-  if (facts == nullptr || (!facts->writes && !any_carried_)) return;
+  if (!minds(facts)) return;
   const std::string& name = facts->name();
   if (facts->writes_metadata || asks_for_form(name)) return;
   const bool views = std::find(facts->viewed.begin(), facts->viewed.end(), true) !=

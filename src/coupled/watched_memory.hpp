@@ -1,10 +1,14 @@
 #pragma once
 
+#include "tape/op_facts.hpp"
+
 #include <ATen/core/TensorBody.h>
 #include <ATen/core/ivalue.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/flat_hash_map.h>
 
+#include <cstddef>
 #include <optional>
-#include <unordered_map>
 #include <vector>
 
 namespace infinitybatch::tape {
@@ -29,12 +33,22 @@ class WatchedMemory {
     bool rescaled = false;  ///< an embedding's `max_norm` writes into it, which others see to
   };
 
+  /// So many tensors will be told.
+  void expect(size_t count) {
+    known_.reserve(count);
+    at_.reserve(count);
+  }
   /// \param carried may be forgotten again; tell it after everything that may not
   void know(const at::Tensor& tensor, bool carried);
   void forget_carried();
   /// Nobody need see what an embedding's `max_norm` does to `tensor`.
   void leave_rescaled(const at::Tensor& tensor);
 
+  /// Whether an op of these facts can be of interest: most are not, and are asked for in each
+  /// forward.
+  bool minds(const tape::OpFacts* facts) const noexcept {
+    return facts != nullptr && (facts->writes || any_carried_);
+  }
   /// An op is about to run.
   void observe(const tape::SeenOp& op);
   /// Nothing was written or read until now. What tensors held before their first write is kept.
@@ -58,7 +72,8 @@ class WatchedMemory {
   void on_value(const c10::IValue& value, bool writes, bool reads, bool covers);
 
   std::vector<Known> known_;
-  std::unordered_map<const c10::StorageImpl*, std::vector<size_t>> at_;  // in known_
+  using Places = c10::SmallVector<size_t, 2>;
+  ska::flat_hash_map<const c10::StorageImpl*, Places> at_;  // in known_
   bool any_carried_ = false;
 };
 

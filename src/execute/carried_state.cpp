@@ -95,7 +95,9 @@ void CarriedState::after_forward() {
     return;
   }
   if (!first_ || !runs_->wants_to_learn()) runs_->after_part();
-  const std::vector<NamedParameter> now = look_.tensors();
+  // There was none, and no attribute or container holds anything else: most models, in each step.
+  const bool none = first_ && before_.empty() && runs_->found_all_the_same();
+  const std::vector<NamedParameter> now = none ? std::vector<NamedParameter>() : look_.tensors();
   bool changed = now.size() != before_.size();
   std::vector<NamedParameter> left;
   for (const Seen& seen : before_) {

@@ -79,6 +79,8 @@ class PlainRuns {
   bool begun() const noexcept { return begun_; }
   /// Whether the first forward left everything as it was.
   bool quiet() const noexcept { return !changed_; }
+  /// Whether that is true of all places where tensors are looked for.
+  bool found_all_the_same() const noexcept { return begun_ && base_.complete && !changed_; }
   /// Whether some state is to be put back in front of each micro-batch.
   bool counts() const;
   /// Whether another forward finds other numbers than this one did, or may.

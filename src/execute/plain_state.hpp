@@ -30,6 +30,8 @@ struct PlainObject {
 /// What lies in plain attributes of modules.
 struct PlainState {
   std::vector<NamedParameter> tensors;
+  /// Whether `changed` would see another tensor in any place where these were looked for.
+  bool complete = false;
   /// Puts everything back as it was, as often as it is called; what was written into tensors in
   /// place stays written.
   std::function<void()> restore;

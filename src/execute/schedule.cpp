@@ -56,6 +56,7 @@ class Schedule {
     plan.retained = shape_.retained;
     plan.batch_size = std::accumulate(shape_.sizes.begin(), shape_.sizes.end(), int64_t{0});
     if (is_cut()) plan.segments = 0;
+    instructions_.reserve(shape_.sizes.size() * 6 + 2);  // a plan is made in each step
     for (const Stretches& each : shape_.stretches) {
       plan.segments = std::max(plan.segments, each.back());
     }

@@ -23,7 +23,15 @@ void check_grad_mode() {
   }
 }
 
-void check_tensor(const std::string& what, const at::Tensor& tensor) {
+bool may_be_trained(const at::Tensor& tensor) {
+  return !tensor.is_inference() && !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
+         !tensor.is_meta() && !has_tangent(tensor);
+}
+
+/// \param kind "parameter" or "buffer"
+void check_tensor(const char* kind, const std::string& name, const at::Tensor& tensor) {
+  if (may_be_trained(tensor)) return;  // no text is made of all names in each step
+  const std::string what = std::string(kind) + " '" + name + "'";
   if (tensor.is_inference()) {
     throw Unsupported(what +
                       " was made in inference mode, so autograd cannot use it; clone it outside of "
@@ -81,11 +89,11 @@ void admit_model(Problem& problem) {
   problem.parameters = problem.model->parameters();
   problem.buffers = problem.model->buffers();
   for (const NamedParameter& parameter : problem.parameters) {
-    check_tensor("parameter '" + parameter.name + "'", parameter.tensor);
+    check_tensor("parameter", parameter.name, parameter.tensor);
   }
   for (const BufferSlot& buffer : problem.buffers) {
     if (const at::Tensor tensor = buffer.get(); tensor.defined()) {
-      check_tensor("buffer '" + buffer.name + "'", tensor);
+      check_tensor("buffer", buffer.name, tensor);
     }
   }
   problem.device = device_of(problem);

@@ -134,13 +134,13 @@ OpBus::Scope::Scope(OpListener& listener, Hears hears) : listener_(listener) {
                       (here->hears.backward || !wanted.backward);
   bus.prepare();
   if (!enough) {
-    std::unordered_set<at::RecordScope, std::hash<at::RecordScope>> scopes{
-        at::RecordScope::FUNCTION};
-    if (wanted.backward) scopes.insert(at::RecordScope::BACKWARD_FUNCTION);
+    using Scopes = std::unordered_set<at::RecordScope, std::hash<at::RecordScope>>;
+    static const Scopes forward{at::RecordScope::FUNCTION};
+    static const Scopes both{at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION};
     added_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&on_op, &after_op)
                                             .needsInputs(true)
                                             .needsOutputs(wanted.results)
-                                            .scopes(scopes));
+                                            .scopes(wanted.backward ? both : forward));
     if (here) {
       replaced_ = here->handle;
       at::disableCallback(*replaced_);

@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import losses as losses
@@ -314,6 +315,12 @@ class Trainer:
     def epochs_done(self) -> int: ...
     @property
     def steps_done(self) -> int: ...
+
+class RandomSnapshot:
+    """The state of all default random generators, those of `devices` among them; cheap to take."""
+
+    def __init__(self, devices: list[torch.device]) -> None: ...
+    def restore(self) -> None: ...
 
 class Evaluation:
     """A loss over any number of batches, forward only; `close` puts buffers and random state back."""
