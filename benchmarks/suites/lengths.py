@@ -64,7 +64,7 @@ TOY = Scale(
 )
 FULL = Scale(
     256, 2000, {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
-    (512, 1024, 2048, 4096), 285,
+    (512, 768, 1024, 1536, 2048, 4096), 285,
 )  # fmt: skip
 
 
@@ -240,7 +240,7 @@ def contrastive(scale: Scale, texts: Texts) -> dict[str, Contestant]:
     choices = [
         {"micro_batch_tokens": tokens, "trim": TRIM, "retained_micro_batches": kept}
         for tokens in scale.tokens
-        for kept in (0, 4, 16)
+        for kept in (0, 4)
     ]
     loss = ib.losses.coupled(lambda outputs, _: info_nce(outputs))
     ours = tuned([lambda c=c: Ours(*batch, loss=loss, **c) for c in choices], room)

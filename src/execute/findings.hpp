@@ -19,9 +19,8 @@ struct Findings {
   bool targets_checked = false;     ///< targets flatten time and batch as outputs do, or not at all
   RowsSeen rows_seen;
   OutputLaw output_law;  ///< of a model with a coupled loss; without leaves: not known yet
-  /// Of each sequence that is trimmed: along which dimensions outputs follow it; none where no row
-  /// has been compared with itself in full yet.
-  std::vector<std::optional<std::vector<Trimming::Along>>> trimmed_outputs;
+  /// Of each sequence that is trimmed; none where no row was compared with itself in full yet.
+  std::vector<std::optional<Trimming::Outputs>> trimmed_outputs;
   coupled::DrawLaws draw_laws;  ///< with `match_native_rng`
 };
 

@@ -114,7 +114,7 @@ Batch Trimming::padded(const Batch& outputs, const Batch& inputs) const {
     const int64_t length = inputs.leaves()[first.leaf].tensor.size(first.dim);
     if (length == sequence.full) continue;
     if (!sequence.outputs) throw StateError("outputs were trimmed before it was known where");
-    for (const auto& [leaf, dim] : *sequence.outputs) {
+    for (const auto& [leaf, dim] : sequence.outputs->along) {
       at::Tensor& tensor = leaves[leaf].tensor;
       if (!tensor.defined() || dim >= tensor.dim() || tensor.size(dim) != length) {
         std::ostringstream text;
@@ -163,7 +163,8 @@ std::vector<int64_t> Trimming::samples(Rows rows) const {
 bool Trimming::pads(size_t leaf) const {
   return std::any_of(sequences.begin(), sequences.end(), [&](const Sequence& sequence) {
     if (!sequence.outputs || !sequence.targets.empty()) return false;
-    return std::any_of(sequence.outputs->begin(), sequence.outputs->end(),
+    const std::vector<Along>& along = sequence.outputs->along;
+    return std::any_of(along.begin(), along.end(),
                        [&](const Along& each) { return each.leaf == leaf; });
   });
 }
@@ -175,14 +176,17 @@ void Trimming::check_gradient(size_t leaf, int64_t batch_dim, const at::Tensor& 
   at::Tensor read;
   for (const Sequence& sequence : sequences) {
     if (!sequence.outputs || !sequence.targets.empty()) continue;
-    for (const auto& [of, dim] : *sequence.outputs) {
+    for (const auto& [of, dim] : sequence.outputs->along) {
       if (of != leaf || dim >= gradient.dim() || gradient.size(dim) != sequence.full) continue;
       int64_t row = rows ? rows->begin : 0;
       const auto meet = [&](Rows here, const at::Tensor& part) {
         if (!trims(sequence, here)) return;
-        const at::Tensor cut = cut_off(part, dim, length(sequence, here), sequence.left);
-        // What is not a number comes of a padding's zero beside an infinity: native has it too.
-        const at::Tensor any = cut.abs().gt(0).any();
+        at::Tensor cut = cut_off(part, dim, length(sequence, here), sequence.left);
+        if (cut.numel() == 0) return;
+        if (cut.is_complex()) cut = at::view_as_real(cut);
+        // Without a copy of it. What is not a number comes of a padding's zero beside an infinity:
+        // native has it too.
+        const at::Tensor any = cut.amax().gt(0).logical_or(cut.amin().lt(0));
         read = read.defined() ? read.logical_or(any) : any;
       };
       if (rows) {

@@ -22,6 +22,12 @@ class Trimming {
     int64_t dim = 0;
   };
 
+  /// Along which dimensions outputs follow a sequence, as rows have shown that are padded so.
+  struct Outputs {
+    bool left = false;
+    std::vector<Along> along;
+  };
+
   /// What is padded together.
   struct Sequence {
     int64_t full = 0;              ///< positions, padding included
@@ -29,8 +35,7 @@ class Trimming {
     std::vector<int64_t> lengths;  ///< of each row, sorted
     std::vector<Along> inputs;     ///< what is trimmed
     std::vector<Along> targets;
-    /// Of the outputs, once it was looked for; they are padded back along these.
-    std::optional<std::vector<Along>> outputs;
+    std::optional<Outputs> outputs;  ///< once it was looked for
   };
 
   std::vector<Sequence> sequences;

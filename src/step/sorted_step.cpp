@@ -248,12 +248,14 @@ void learn_trimming(const Setup& setup) {
   plain.problem.trimming = nullptr;
   for (size_t i = 0; i < known.size(); ++i) {
     Trimming::Sequence& sequence = trimming.sequences[i];
-    sequence.outputs = known[i];
-    if (sequence.outputs) continue;
-    if (sequence.inputs.empty()) continue;
+    const bool compared = known[i] && known[i]->left == sequence.left;
+    if (compared) sequence.outputs = known[i];
+    if (compared || sequence.inputs.empty()) continue;
     for (const int64_t row : trimming.trimmed_rows(sequence)) {
-      known[i] = sequence.outputs = OneRow(plain, trimming, sequence, row).compare();
+      std::vector<Trimming::Along> along = OneRow(plain, trimming, sequence, row).compare();
+      sequence.outputs = Trimming::Outputs{sequence.left, std::move(along)};
     }
+    if (sequence.outputs) known[i] = sequence.outputs;
   }
 }
 

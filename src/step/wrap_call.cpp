@@ -232,7 +232,11 @@ Split ForwardCall::choose() {
 
 Batch ForwardCall::attempt() {
   rerunnable_.check();  // since an earlier attempt
-  if (setup_.problem.trimming) learn_trimming(setup_);
+  if (setup_.problem.trimming) {
+    learn_trimming(setup_);
+    const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+    wrapped_->known.of(kind_).findings.trimmed_outputs = findings_.trimmed_outputs;
+  }
   choose_store();
   const StoreUse alone(*wrapped_, store_.get());
   const bool rehearsed = with_gradients_ || setup_.strategy.is_cut();

@@ -8,6 +8,7 @@ from typing import Any
 import infinitybatch as ib
 import pytest
 import torch
+from support import Log
 from text_support import (
     LENGTHS,
     Encoder,
@@ -645,3 +646,53 @@ def test_a_loss_that_hangs_on_padding_without_a_gradient_there() -> None:
     except ib.BatchError:
         return  # a zero that was put there is the maximum, and its gradient tells
     assert off(model, wanted) < 1
+
+
+def test_rows_are_compared_in_the_first_step_alone() -> None:
+    batch = texts()
+    for wraps in (True, False):
+        model = Encoder()
+        rows = Log()
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs, rows=rows: rows.append(len(kwargs["input_ids"])),
+            with_kwargs=True,
+        )
+        options: dict[str, Any] = {"trim": MASK, "micro_batch_size": 5}
+        wrapped = ib.wrap(model, **options)
+        step = ib.VirtualBatch(model, contrastive, **options)
+        counts = []
+        for _ in range(3):
+            rows.clear()
+            if wraps:
+                contrastive(wrapped(**batch)).backward()
+            else:
+                step.backward(batch)
+            counts.append(list(rows))
+        assert counts[2] == [5, 5, 3]  # step 3 looks at no rows
+        assert counts[0].count(1) >= 4  # two lengths, in full and trimmed
+
+
+def test_padding_that_changes_sides_is_looked_at_again() -> None:
+    """Right padding says nothing of what a model makes of positions that are counted from the left."""
+    model = bert("Model")
+    wrapped = ib.wrap(model, trim=MASK, micro_batch_tokens=24)
+    for _ in range(2):
+        wrapped(**texts())
+    with pytest.raises(ib.BatchError, match="position_ids"):
+        wrapped(**texts(left=True))
+    wrapped(**texts())
+
+
+def test_a_model_of_sentence_transformers() -> None:
+    """Its features are one argument, and come back among its outputs."""
+    sentence_support = pytest.importorskip("sentence_support")
+    inner = sentence_support.sentences_model()
+    words = sentence_support.WORDS
+    texts_ = [" ".join(words[i % 11 : i % 11 + 1 + i % 6]) for i in range(12)]
+    features = inner.tokenize(texts_)
+    wanted_model = copy.deepcopy(inner)
+    contrastive(wanted_model(dict(features))["sentence_embedding"]).backward()
+    wrapped = ib.wrap(inner, trim=MASK, micro_batch_tokens=16)
+    contrastive(wrapped(dict(features))["sentence_embedding"]).backward()
+    check(inner, gradients(wanted_model))
+    assert len(wrapped.last_report.micro_batch_sizes) > 2
