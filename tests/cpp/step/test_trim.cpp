@@ -8,11 +8,11 @@
 namespace infinitybatch::testing {
 namespace {
 
-constexpr int64_t kWords = 11, kTime = 9;
+constexpr int64_t kVocabulary = 11, kPositions = 9;
 
 Trimming::Sequence of_lengths(std::vector<int64_t> lengths) {
   Trimming::Sequence sequence;
-  sequence.full = kTime;
+  sequence.full = kPositions;
   sequence.lengths = std::move(lengths);
   return sequence;
 }
@@ -38,7 +38,7 @@ TEST(Packed, SequencesThatArePaddedApartCountTogether) {
 struct Reader : nn::Module {
   Reader() {
     torch::manual_seed(3);
-    embed = register_module("embed", nn::Embedding(kWords, 4));
+    embed = register_module("embed", nn::Embedding(kVocabulary, 4));
     head = register_module("head", nn::Linear(4, 3));
     to(at::kDouble);
   }
@@ -54,8 +54,8 @@ struct Reader : nn::Module {
 struct Texts {
   std::shared_ptr<Reader> net = std::make_shared<Reader>();
   at::Tensor lengths = at::tensor({3, 9, 1, 2, 2, 7, 4}, at::kLong);
-  at::Tensor mask = at::arange(kTime).lt(lengths.unsqueeze(1)).to(at::kLong);
-  at::Tensor ids = at::randint(1, kWords, {7, kTime}, at::kLong) * mask;
+  at::Tensor mask = at::arange(kPositions).lt(lengths.unsqueeze(1)).to(at::kLong);
+  at::Tensor ids = at::randint(1, kVocabulary, {7, kPositions}, at::kLong) * mask;
   Batch inputs = Batch::dict({{"ids", ids}, {"mask", mask}});
 };
 
