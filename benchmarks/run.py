@@ -35,6 +35,7 @@ MODULES = {
     "mnist": "data_set",
     "reach": "reach",
     "trainers": "trainers",
+    "lengths": "lengths",
 }
 ROUNDS = {
     "time": 15,
@@ -50,6 +51,7 @@ ROUNDS = {
     "mnist": 7,
     "reach": 1,
     "trainers": 1,
+    "lengths": 10,
 }
 UNTUNED = {
     "time": 3,
@@ -65,9 +67,12 @@ UNTUNED = {
     "mnist": 0,
     "reach": 0,
     "trainers": 0,
+    "lengths": 0,
 }  # rounds with malloc as it is by default
 #: The peers of a suite, by the file beside peers/environment.py that lists them.
-WITH_PEERS = dict.fromkeys(("loop", "coupled", "losses"), "peers") | {"trainers": "trainers"}
+WITH_PEERS = dict.fromkeys(("loop", "coupled", "losses", "lengths"), "peers") | {
+    "trainers": "trainers"
+}
 #: Processes for each setting, whose spread is shown: luck in where memory lies lasts for a process,
 #: so many short processes tell more than few long ones.
 PROCESSES = {"trainer": 5, "coupled": 5, "losses": 5}

@@ -58,6 +58,7 @@ from .errors import (
     UnwrappedMethodNotice,
 )
 from ._offload import Offload
+from ._trim import TrimPadding, trim_padding
 from .sources import from_batches, from_dataset
 from .trainer import EpochSummary, EvaluationResult, Trainer
 from .verify import verify
@@ -129,6 +130,7 @@ __all__ = [
     "UncompiledNotice",
     "StepReport",
     "Trainer",
+    "TrimPadding",
     "Unsupported",
     "UnwrappedMethodNotice",
     "VerifyReport",
@@ -155,6 +157,7 @@ __all__ = [
     "statistics",
     "tape",
     "tools",
+    "trim_padding",
     "unwrap",
     "verify",
     "windows",

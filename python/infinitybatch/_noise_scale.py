@@ -45,6 +45,11 @@ class NoiseScale(Callback):
                 "batch_coupling='per_micro_batch' lets samples of a micro-batch change each other's "
                 "gradient, so that NoiseScale would measure something else; train without one of them"
             )
+        if trainer._options["trim"] is not None:
+            raise Unsupported(
+                "trim= sorts rows by length, so that micro-batches are no random samples, which "
+                "NoiseScale takes them for; train without one of them"
+            )
 
     @property
     def steps(self) -> int:

@@ -7,11 +7,11 @@ tests/python/test_options.py tells what was forgotten. Their defaults are those 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from . import _batch_dim, _checks, _offload
+from . import _batch_dim, _checks, _offload, _trim
 from .errors import InvalidArgument, InvalidType
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -28,6 +28,9 @@ class MicroBatch:
     outputs: Any
     #: Their targets, on the model's device; None behind `wrap`.
     targets: Any
+    #: Which samples of the logical batch these are: `range(begin, end)`, or, where `trim` has
+    #: sorted rows by length, their indices in the order of the rows here.
+    samples: Sequence[int]
 
 
 def _callback(name: str, value: Any) -> Any:
@@ -54,6 +57,8 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "memory_budget": lambda _, value: value,  # C++ knows what a budget is
     "batch_dim": _batch_dim.checked,
     "micro_batch_size": functools.partial(_checks.optional_whole_number, of="samples"),
+    "micro_batch_tokens": functools.partial(_checks.optional_whole_number, of="positions"),
+    "trim": _trim.checked,
     "retained_micro_batches": functools.partial(_checks.whole_number, of="micro-batches"),
     "use_tapes": _checks.truth,
     "static_graph": _checks.truth,

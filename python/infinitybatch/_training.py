@@ -50,6 +50,7 @@ class Parts:
                 part.end,
                 part.outputs,
                 part.targets,
+                part.samples,
             )
         )
 

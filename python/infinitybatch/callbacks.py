@@ -4,7 +4,7 @@ Each event is a frozen value with a `trainer`; a `Callback` has one method for e
 composed with others by `+`. The names are those of C++'s `infinitybatch::events`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -144,6 +144,8 @@ class MicroBatch(Event):
     #: Detached, on the model's device.
     outputs: Any
     targets: Any
+    #: Which samples these are: `range(begin, end)`, or their indices where `trim` sorts rows.
+    samples: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

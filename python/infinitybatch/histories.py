@@ -16,7 +16,7 @@ from ._containers import Container, Epoch
 from ._join_outputs import Piece, PieceStore, whole
 from ._selection import Selection, every, everything, last, reservoir
 from .callbacks import BatchBegin, BatchEnd, Callback, EvaluationEnd, MicroBatch
-from .errors import InvalidType
+from .errors import InvalidType, Unsupported
 
 __all__ = [
     "Container",
@@ -135,6 +135,13 @@ class History(Callback):
         if not self.outputs.wants:
             return
         begin, end = event.begin, event.end
+        if event.samples is not None and not isinstance(event.samples, range):
+            if event.trainer._options["keep_outputs"]:
+                return
+            raise Unsupported(
+                "trim= sorts rows by length, and a history joins outputs of micro-batches as they "
+                "come; give keep_outputs=True, which returns them in the batch's order"
+            )
         if begin < self._reach:
             # After a restart the same rows come again, otherwise split perhaps.
             again = [piece for piece in self._pieces if piece.begin < end and piece.end > begin]

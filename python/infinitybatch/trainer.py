@@ -19,6 +19,7 @@ from ._offload import Offload, When
 from ._options import MicroBatch
 from ._trainer_state import HISTORY, EpochSummary, restore, state_of, write
 from ._training import Parts
+from ._trim import Trim
 from ._updates import Updates
 from .callbacks import Callback, Callbacks, EpochEnd
 from .errors import InvalidArgument, InvalidType, StateError, Unsupported
@@ -52,8 +53,8 @@ class Trainer:
         clip_norm: the most that the norm of all gradients together may be, after unscaling.
         callbacks: a Callback, or a list of them, told in order.
         batches_per_epoch: ends an epoch after so many batches, for loaders without an end.
-        memory_budget, micro_batch_size, batch_dim, retained_micro_batches, use_tapes,
-            static_graph, checkpoint_segments, offload, match_native_rng, batch_coupling,
+        memory_budget, micro_batch_size, micro_batch_tokens, trim, batch_dim,
+            retained_micro_batches, use_tapes, static_graph, checkpoint_segments, offload, match_native_rng, batch_coupling,
             on_micro_batch, grad_scaler: as of `VirtualBatch`. The scaler's `step` and `update` are called here.
         keep_outputs: as of `VirtualBatch`; they are in `event.report.outputs` of on_batch_end.
 
@@ -78,6 +79,8 @@ class Trainer:
         batches_per_epoch: int | None = None,
         memory_budget: int | float | str | None = None,
         micro_batch_size: int | None = None,
+        micro_batch_tokens: int | None = None,
+        trim: Trim | None = None,
         batch_dim: BatchDim | None = None,
         retained_micro_batches: int = 0,
         use_tapes: bool = True,

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import nn
 
-from . import _C, _batch_dim, _criteria, _options, _tree
+from . import _C, _batch_dim, _criteria, _options, _tree, _trim
 from ._batch_dim import BatchDim
 from ._C import BatchSource, Plan, StepReport
 from ._C.losses import CoupledLoss, SeparableLoss
@@ -15,6 +15,7 @@ from ._model import CallableModel, ModelView
 from ._offload import Offload, When
 from ._options import MicroBatch
 from ._rows import explain_lists, refuse_lists_of_samples
+from ._trim import Trim
 from .errors import BatchError, Error, InvalidType, Unsupported
 
 
@@ -23,6 +24,8 @@ class VirtualBatchOptions(TypedDict, total=False):
 
     memory_budget: int | float | str | None
     micro_batch_size: int | None
+    micro_batch_tokens: int | None
+    trim: Trim | None
     batch_dim: BatchDim | None
     retained_micro_batches: int
     use_tapes: bool
@@ -63,6 +66,13 @@ class VirtualBatch:
             given.
         micro_batch_size: samples that are computed at once; skips planning. The last micro-batch
             may be smaller.
+        micro_batch_tokens: with `trim`, the positions that are computed at once: a micro-batch has as
+            many rows as fit at the length of the longest of them, and a longer row stands alone.
+            Beside it `micro_batch_size` is the most rows. Skips planning.
+        trim: how padding is marked (see `trim_padding`; a list of them for sequences that are padded
+            apart). Rows are sorted by length, and each micro-batch is computed at the length of its
+            longest row; losses see the caller's order, and outputs at full length, with zeros where
+            padding was cut off. In the first step of a kind some rows are compared with themselves in full.
         batch_dim: along which dimension samples lie in inputs and targets that are not marked
             themselves (`batch_dim`, `shared`); without it along the first. An int is for every
             tensor of which that dimension has the batch's size, so that time-first loops need
@@ -120,6 +130,8 @@ class VirtualBatch:
         *,
         memory_budget: int | float | str | None = None,
         micro_batch_size: int | None = None,
+        micro_batch_tokens: int | None = None,
+        trim: Trim | None = None,
         batch_dim: BatchDim | None = None,
         retained_micro_batches: int = 0,
         use_tapes: bool = True,
@@ -222,6 +234,9 @@ class VirtualBatch:
         options = dict(self._options)
         scaler = options.pop("grad_scaler")
         options["batch_dim"] = batch_dim_for(self._model, options["batch_dim"])
+        options["trim"] = _trim.for_forward(
+            options["trim"], _forward_of(self._model), wrapped=False
+        )
         options["loss_scale"] = None if scaler is None else self._scale_of(scaler)
         return _C.VirtualBatch(self._view, self._step_loss, **options)
 
@@ -250,10 +265,14 @@ class VirtualBatch:
 
 def batch_dim_for(model: Any, given: BatchDim | None) -> Any:
     """As C++ takes it, for steps with targets."""
-    function = model._forward if isinstance(model, CallableModel) else model
-    forward = function.forward if isinstance(function, nn.Module) else function
+    forward = _forward_of(model)
     _batch_dim.check_arguments(given, [forward], also=("targets",))
     return _batch_dim.by_argument(given, forward)
+
+
+def _forward_of(model: Any) -> Any:
+    function = model._forward if isinstance(model, CallableModel) else model
+    return function.forward if isinstance(function, nn.Module) else function
 
 
 def _rebuild(model: Any, loss: Any, options: dict[str, Any]) -> VirtualBatch:

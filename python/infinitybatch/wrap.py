@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import distributed, nn
 
-from . import _C, _batch_dim, _options
+from . import _C, _batch_dim, _options, _trim
 from ._batch_dim import BatchDim
 from ._caches import Dropped
 from ._model import ModelView
@@ -14,6 +14,7 @@ from ._offload import Offload, When
 from ._options import MicroBatch
 from ._packed import keep_longest
 from ._returned import Returned
+from ._trim import Trim
 from ._wrapped import Wrapped, unwrap, wrapped
 from .errors import InvalidArgument, InvalidType, StateError
 
@@ -24,6 +25,8 @@ def wrap(
     *,
     memory_budget: int | float | str | None = None,
     micro_batch_size: int | None = None,
+    micro_batch_tokens: int | None = None,
+    trim: Trim | None = None,
     batch_dim: BatchDim | None = None,
     retained_micro_batches: int = 0,
     use_tapes: bool = True,
@@ -80,6 +83,13 @@ def wrap(
         model: a torch.nn.Module.
         micro_batch_size: samples that are computed at once; the last micro-batch may be smaller.
             Given alone it is all that is kept to, and a batch of one micro-batch runs natively.
+        micro_batch_tokens: with `trim`, the positions that are computed at once: a micro-batch has as
+            many rows as fit at the length of the longest of them, and a longer row stands alone.
+            Beside it `micro_batch_size` is the most rows. Skips planning.
+        trim: how padding is marked (see `trim_padding`; a list of them for sequences that are padded
+            apart). Rows are sorted by length, and each micro-batch is computed at the length of its
+            longest row; outputs have the caller's order and their full length, with zeros where
+            padding was cut off. In the first step of a kind some rows are compared with themselves in full.
         batch_dim: along which dimension samples lie in the arguments that are not marked themselves
             (`batch_dim`, `shared`); without it along the first. An int is for every tensor of which
             that dimension has the batch's size, which the first tensor tells: hidden states of
@@ -231,7 +241,8 @@ def make(
 
     def step_of(name: str, forward: Callable[..., Any]) -> _C.Wrap:
         own = _batch_dim.by_argument(options["batch_dim"], getattr(model, name))
-        return _C.Wrap(view, forward, agreement, **{**options, "batch_dim": own})
+        trim = _trim.for_forward(options["trim"], getattr(model, name), wrapped=True)
+        return _C.Wrap(view, forward, agreement, **{**options, "batch_dim": own, "trim": trim})
 
     steps = {name: step_of(name, runs(late(name))) for name in methods}
     steps["forward"] = step_of("forward", runs(model))

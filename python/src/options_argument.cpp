@@ -14,6 +14,8 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 namespace infinitybatch::python {
 namespace {
@@ -45,6 +47,27 @@ struct Values {
       value = BatchDim(given.cast<int64_t>());
     }
   }
+  /// \param given infinitybatch.trim_padding's, which have been checked, with each argument's name
+  /// and position
+  void read(const py::object& given, const char* /*name*/, std::vector<TrimPadding>& value) const {
+    if (given.is_none()) return;
+    for (const py::handle each : given) {
+      TrimPadding trim;
+      trim.mask = each.attr("mask").cast<std::vector<std::string>>();
+      trim.padding = each.attr("padding").cast<double>();
+      trim.left = each.attr("left").cast<bool>();
+      trim.inputs = each.attr("inputs").cast<std::vector<std::string>>();
+      trim.targets = each.attr("targets").cast<bool>();
+      const py::object lengths = each.attr("lengths");
+      if (!lengths.is_none()) {
+        trim.lengths = [call = hold(lengths)](const Batch& inputs) {
+          const py::gil_scoped_acquire gil;
+          return call.handle()(to_python(inputs)).cast<at::Tensor>();
+        };
+      }
+      value.push_back(std::move(trim));
+    }
+  }
   void read(const py::object& given, const char* /*name*/, BatchCoupling& value) const {
     const bool exact = given.cast<std::string>() == "exact";
     value = exact ? BatchCoupling::exact : BatchCoupling::per_micro_batch;
@@ -67,8 +90,11 @@ struct Values {
       const py::gil_scoped_acquire gil;
       // A wrapped module sees no targets.
       const bool has_targets = !seen.targets.leaves().empty();
+      const py::object samples =
+          seen.samples.empty() ? py::module_::import("builtins").attr("range")(seen.begin, seen.end)
+                               : py::object(py::tuple(py::cast(seen.samples)));
       callback.handle()(type.handle()(seen.begin, seen.end, to_python(seen.outputs),
-                                      has_targets ? to_python(seen.targets) : py::none()));
+                                      has_targets ? to_python(seen.targets) : py::none(), samples));
     };
   }
   void read(const py::object& given, const char* /*name*/, LossScale& value) const {
@@ -93,6 +119,9 @@ py::object written(const std::optional<memory::Budget>& /*none*/) {
   return py::none();
 }
 py::object written(const std::optional<BatchDim>& /*none*/) {
+  return py::none();
+}
+py::object written(const std::vector<TrimPadding>& /*none*/) {
   return py::none();
 }
 py::object written(const OnMicroBatch& /*none*/) {

@@ -3,6 +3,10 @@
 #include "coupled/draw_laws.hpp"
 #include "execute/output_law.hpp"
 #include "execute/rows_seen.hpp"
+#include "execute/trimming.hpp"
+
+#include <optional>
+#include <vector>
 
 namespace infinitybatch {
 
@@ -14,7 +18,9 @@ struct Findings {
   bool reduce_checked = false;      ///< outputs are the sums, or means, that `reduce` says
   bool targets_checked = false;     ///< targets flatten time and batch as outputs do, or not at all
   RowsSeen rows_seen;
-  OutputLaw output_law;         ///< of a model with a coupled loss; without leaves: not known yet
+  OutputLaw output_law;  ///< of a model with a coupled loss; without leaves: not known yet
+  /// Of each sequence that is trimmed; none where no row was compared with itself in full yet.
+  std::vector<std::optional<Trimming::Outputs>> trimmed_outputs;
   coupled::DrawLaws draw_laws;  ///< with `match_native_rng`
 };
 

@@ -14,6 +14,8 @@
 #include "execute/gradient_look.hpp"
 #include "tape/recorder.hpp"
 
+#include <infinitybatch/core/errors.hpp>
+
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
@@ -68,17 +70,23 @@ Batch Forwards::load_inputs(Rows rows) {
       stay ? problem_.inputs->rows(rows.begin, rows.end) : rows_of(*problem_.inputs, rows);
   const bool again = !streams(problem_, strategy_);
   if (again && !problem_.inputs->uniform && !wrote_inputs_) sources_.meet(rows, given);
-  return to_device(given, problem_.device);
+  return to_device(problem_.trimming ? problem_.trimming->inputs(given, rows) : given,
+                   problem_.device);
 }
 
 /// Leaves on the host go to the model's device; leaves on an accelerator stay where the user put
 /// them.
 void Forwards::load_targets(Rows rows) {
-  targets = to_device(rows_of(*problem_.targets, rows), problem_.device);
+  targets = rows_of(*problem_.targets, rows);
+  if (problem_.trimming) targets = problem_.trimming->targets(targets, rows);
+  if (problem_.trimming) problem_.trimming->at_work = rows;
+  targets = to_device(targets, problem_.device);
 }
 
 Batch Forwards::rows_again(Rows rows) const {
-  return to_device(rows_of(*problem_.inputs, rows), problem_.device);
+  const Batch given = rows_of(*problem_.inputs, rows);
+  return to_device(problem_.trimming ? problem_.trimming->inputs(given, rows) : given,
+                   problem_.device);
 }
 
 void Forwards::load(Rows rows) {
@@ -88,7 +96,7 @@ void Forwards::load(Rows rows) {
   uneven_ = uneven_ || rows.size() != first_.size();
   inputs = load_inputs(rows);
   load_targets(rows);
-  if (problem_.inputs->uniform && problem_.targets->uniform) return;
+  if (problem_.inputs->uniform && problem_.targets->uniform && !problem_.trimming) return;
   Dims dims = dims_of(inputs);
   for (auto& leaf : dims_of(targets)) dims.push_back(std::move(leaf));
   if (std::find(lengths_.begin(), lengths_.end(), dims) == lengths_.end()) {
@@ -117,15 +125,35 @@ void Forwards::run(Rows rows) {
   {
     const CarriedState::Scope stateful(problem_.exact_coupling ? state_at_work_ : nullptr, part,
                                        problem_.batch_size());
-    few_.watch(rows.size(), [&] { outputs = problem_.model->forward(inputs); });
+    few_.watch(rows.size(), [&] {
+      outputs = problem_.model->forward(inputs);
+      if (problem_.trimming) outputs = problem_.trimming->padded(outputs, inputs);
+    });
   }
   note_own_backward();
   watch_.rethrow();
+  if (problem_.trimming) refuse_beside_trimming(versions_of(inputs) != before);
   // Provisional where forward is cut: they follow statistics of the whole batch.
   if (!strategy_.is_cut() && state_at_work_ == &state_)
     buffers_.note_means(watch_.take_means(), rows.size());
   if (auto name = foreign.drew()) foreign_draw_ = std::move(name);
   wrote_inputs_ = wrote_inputs_ || versions_of(inputs) != before;
+}
+
+/// Ops of the whole batch would see padding, or not all of it; and rows are copies.
+void Forwards::refuse_beside_trimming(bool wrote_inputs) const {
+  if (wrote_inputs) {
+    throw Unsupported(
+        "forward changes its inputs in place, and with trim= these are copies, so that the "
+        "caller's would stay; write that out of place, as in x = x - mean");
+  }
+  if (!problem_.exact_coupling || watch_.seen().empty()) return;
+  const coupled::CoupledOp& seen = watch_.seen().front();
+  throw CouplingError(seen.op, seen.op +
+                                   " combines the samples of a batch, and with trim= it would not "
+                                   "see the padding that it sees natively; leave trim out, or "
+                                   "accept another gradient with "
+                                   "batch_coupling=\"per_micro_batch\"");
 }
 
 void Forwards::note_own_backward() {

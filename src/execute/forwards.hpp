@@ -99,6 +99,7 @@ class Forwards {
 
  private:
   void note_own_backward();
+  void refuse_beside_trimming(bool wrote_inputs) const;
 
   const Problem& problem_;
   const Strategy& strategy_;

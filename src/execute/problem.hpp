@@ -1,6 +1,7 @@
 #pragma once
 
 #include "core/row_range.hpp"
+#include "execute/trimming.hpp"
 
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/core/micro_batch.hpp>
@@ -9,6 +10,7 @@
 #include <infinitybatch/loss/loss.hpp>
 
 #include <functional>
+#include <memory>
 #include <variant>
 #include <vector>
 
@@ -62,7 +64,8 @@ struct Problem {
   bool rehearses = false;  ///< sizes are measured: nothing is handed out, nor are rows looked at
   bool goes_back_again = false;  ///< backward may run more than once: recordings are kept for it
   bool reentrant = false;        ///< may run inside another step of this thread
-  at::Tensor loss_scale;         ///< undefined means 1
+  std::shared_ptr<Trimming> trimming;  ///< of rows that are sorted by length; null: as they are
+  at::Tensor loss_scale;               ///< undefined means 1
   std::function<void(const MicroBatch&)> on_micro_batch;
   std::function<void()> interrupt;
 

@@ -1,6 +1,7 @@
 // What a VirtualBatch does about an attempt that has failed: the answers of `recovery_table`.
 #include "core/exception_text.hpp"
 #include "offload/absence.hpp"
+#include "step/options.hpp"
 #include "step/virtual_batch_state.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -149,8 +150,7 @@ bool VirtualBatch::State::plan_smaller(int64_t budget) {
 void VirtualBatch::State::refuse_smaller(int64_t budget) {
   const int64_t needed = needed_;
   if (options_.micro_batch_size) {
-    throw BudgetExceeded(needed, budget, std::nullopt,
-                         "micro_batch_size=" + std::to_string(*options_.micro_batch_size));
+    throw BudgetExceeded(needed, budget, std::nullopt, given_size(options_));
   }
   if (!planning_) {
     throw BudgetExceeded(std::max(needed, budget + 1), budget, std::nullopt,

@@ -232,7 +232,8 @@ bool LeftOutputs::is_item(size_t entry, const at::Tensor& tensor) const {
   });
 }
 
-void LeftOutputs::hand_out(const std::vector<int64_t>& row_counts, const Batch& outputs) {
+void LeftOutputs::hand_out(const std::vector<int64_t>& row_counts, const Batch& outputs,
+                           const Arrange& arrange) {
   if (entries_.empty() ||
       parts_.size() + (appended_ == 0 ? row_counts.size() : 0) != row_counts.size()) {
     return;
@@ -263,6 +264,7 @@ void LeftOutputs::hand_out(const std::vector<int64_t>& row_counts, const Batch& 
         continue;
       }
       joined = at::cat(tensors, dims.front());
+      if (arrange) joined = arrange(joined, dims.front());
       if (entry.has_graph) joined = without_way_back(joined);
     }
     if (!entry.list) {

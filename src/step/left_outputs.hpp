@@ -22,6 +22,7 @@ namespace infinitybatch {
 class LeftOutputs {
  public:
   using Look = std::function<std::vector<LeftPlace>()>;
+  using Arrange = std::function<at::Tensor(const at::Tensor& joined, int64_t dim)>;
 
   /// \param total samples of the whole batch
   /// \param most  bytes that what is joined may take
@@ -50,7 +51,9 @@ class LeftOutputs {
   bool is_ambiguous(int64_t rows) const;
   /// All micro-batches have been there.
   /// \param outputs of the whole batch
-  void hand_out(const std::vector<int64_t>& row_counts, const Batch& outputs);
+  /// \param arrange of what was joined along a dimension, puts rows where they belong; may be null
+  void hand_out(const std::vector<int64_t>& row_counts, const Batch& outputs,
+                const Arrange& arrange = nullptr);
   /// Where the last micro-batch's stay, which differ from the first one's.
   std::vector<std::string> not_joined() const;
 

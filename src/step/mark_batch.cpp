@@ -149,6 +149,14 @@ void mark(Leaf& leaf, int64_t dim) {
 
 }  // namespace
 
+std::vector<std::string> path_of(const Batch& batch, size_t leaf) {
+  std::string rest = batch.structure()->leaf_name(leaf);
+  std::vector<std::string> keys;
+  while (!rest.empty()) keys.push_back(first_key(rest));
+  if (keys.empty()) keys.emplace_back("0");
+  return keys;
+}
+
 BatchDim::BatchDim(std::variant<int64_t, ByArgument> dims) : dims_(std::move(dims)) {
   const auto check = [](int64_t dim, int64_t least) {
     if (dim >= least) return;

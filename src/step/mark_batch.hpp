@@ -4,7 +4,9 @@
 #include <infinitybatch/step/batch_dim.hpp>
 
 #include <cstdint>
+#include <string>
 #include <string_view>
+#include <vector>
 
 namespace infinitybatch {
 
@@ -28,6 +30,9 @@ Extent extent_of(const Batch& inputs);
 /// Likewise targets beside such inputs, each of which has samples: what is several times as long
 /// as there are samples is [time, batch] flattened.
 Batch mark_targets(Batch targets, const BatchDim& given, const Extent& inputs);
+
+/// The keys that lead to a leaf, from the outermost: names and positions; "0" to a single tensor.
+std::vector<std::string> path_of(const Batch& batch, size_t leaf);
 
 /// Rows of a source, which is asked for so many. One number is for every tensor that has that
 /// dimension.

@@ -52,12 +52,49 @@ void check_checkpoint_segments(const Options& options) {
   }
 }
 
+void check_trim(const Options& options) {
+  if (options.micro_batch_tokens && *options.micro_batch_tokens < 1) {
+    throw InvalidArgument("micro_batch_tokens is " + std::to_string(*options.micro_batch_tokens) +
+                          "; it is a number of positions, 1 or more");
+  }
+  if (options.trim.empty()) {
+    if (!options.micro_batch_tokens) return;
+    throw InvalidArgument(
+        "micro_batch_tokens counts positions, and only trim tells how many a sample has; add "
+        "trim=ib.trim_padding(mask=\"attention_mask\")");
+  }
+  for (const TrimPadding& each : options.trim) {
+    if (each.mask.empty() != static_cast<bool>(each.lengths)) {
+      throw InvalidArgument("trim needs a mask or lengths, and not both of them");
+    }
+    if (each.targets && options.keep_outputs) {
+      throw InvalidArgument(
+          "keep_outputs returns outputs at their full length, and trim with targets=True leaves "
+          "them trimmed; leave one of them out, or read them in on_micro_batch");
+    }
+  }
+  if (options.static_graph) {
+    throw InvalidArgument(
+        "static_graph=True reuses one recording for each number of rows, and trim gives rows other "
+        "lengths; leave one of them out");
+  }
+  if (options.match_native_rng) {
+    throw InvalidArgument(
+        "match_native_rng=True gives the random numbers of the whole batch, padding included, "
+        "which trim does not compute; leave one of them out");
+  }
+}
+
 }  // namespace
 
 Options checked_options(Options options) {
   if (options.micro_batch_size && *options.micro_batch_size < 1) {
     throw InvalidArgument("micro_batch_size is " + std::to_string(*options.micro_batch_size) +
                           "; it is a number of samples, 1 or more");
+  }
+  check_trim(options);
+  if (options.micro_batch_tokens && !options.micro_batch_size) {
+    options.micro_batch_size = kAnyRows;  // a given size, in other words
   }
   check_retained(options);
   check_checkpoint_segments(options);
@@ -81,6 +118,18 @@ Options checked_options(Options options) {
   return options;
 }
 
+std::string given_size(const Options& options) {
+  const auto number = [](const char* name, int64_t value) {
+    return std::string(name) + "=" + std::to_string(value);
+  };
+  if (!options.micro_batch_tokens) {
+    return number("micro_batch_size", options.micro_batch_size.value_or(0));
+  }
+  const std::string tokens = number("micro_batch_tokens", *options.micro_batch_tokens);
+  if (options.micro_batch_size.value_or(kAnyRows) == kAnyRows) return tokens;
+  return number("micro_batch_size", *options.micro_batch_size) + " and " + tokens;
+}
+
 Options checked_wrap_options(Options options) {
   if (options.checkpoint_segments) {
     throw InvalidArgument(
@@ -96,6 +145,12 @@ Options checked_wrap_options(Options options) {
     throw InvalidArgument(
         "loss_scale means nothing for wrap, which does not see the loss; multiply the loss by it "
         "before backward()");
+  }
+  for (const TrimPadding& each : options.trim) {
+    if (!each.targets) continue;
+    throw InvalidArgument(
+        "targets=True of trim means nothing for wrap, which sees no targets and pads outputs back; "
+        "leave it out");
   }
   return checked_options(std::move(options));
 }

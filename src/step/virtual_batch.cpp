@@ -4,6 +4,7 @@
 #include "core/out_of_memory.hpp"
 #include "core/pinned_copies.hpp"
 #include "core/rng.hpp"
+#include "core/transforms.hpp"
 #include "coupled/draw_laws.hpp"
 #include "memory/foreign_storage.hpp"
 #include "offload/store.hpp"
@@ -54,6 +55,11 @@ Problem VirtualBatch::State::problem(const BatchSource& inputs, const BatchSourc
   problem.on_micro_batch = options_.on_micro_batch;
   problem.interrupt = options_.interrupt;
   if (options_.loss_scale) problem.loss_scale = options_.loss_scale();
+  if (sorted_ != nullptr) {
+    problem.trimming = sorted_->trimming();
+    problem.loss = sorted_->loss();
+    problem.on_micro_batch = sorted_->callback(options_.on_micro_batch);
+  }
   admit(problem);
   if (programs_.full()) {
     programs_.clear();
@@ -94,6 +100,23 @@ void VirtualBatch::State::provide(Setup& setup) {
 
 StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSource& targets,
                                      bool hand_out) {
+  if (options_.trim.empty()) return run_step(inputs, targets, hand_out);
+  refuse_transforms();
+  const SortedStep sorted(options_, loss_, inputs, targets);
+  struct AtWork {
+    explicit AtWork(const SortedStep*& place, const SortedStep& here) : place(place) {
+      place = &here;
+    }
+    ~AtWork() { place = nullptr; }
+    const SortedStep*& place;
+  } const at_work(sorted_, sorted);
+  StepReport report = run_step(sorted.inputs(), sorted.targets(), hand_out);
+  if (report.outputs) report.outputs = sorted.trimming()->unsorted(*report.outputs);
+  return report;
+}
+
+StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchSource& targets,
+                                         bool hand_out) {
   const Clock::time_point start = Clock::now();
   const PinnedCopies copies;
   const PlainNumbers::Scope remembering(&numbers_);
@@ -169,6 +192,7 @@ StepReport VirtualBatch::State::attempt(const Setup& setup, const std::optional<
   try {
     StepReport report;
     inputs_written_ = false;
+    if (setup.problem.trimming) learn_trimming(setup);
     checked = setup;
     const bool rehearsed = (setup.problem.loss.coupled() != nullptr || setup.strategy.is_cut()) &&
                            !setup.strategy.checkpoints();

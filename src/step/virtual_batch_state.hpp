@@ -9,6 +9,7 @@
 #include "step/knowledge.hpp"
 #include "step/programs.hpp"
 #include "step/recovery.hpp"
+#include "step/sorted_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/limit.hpp>
@@ -29,8 +30,11 @@ class VirtualBatch::State {
   /// \throws InvalidArgument for options out of range, or that exclude each other
   State(Model model, Loss loss, Options options);
 
-  /// One step. Without `hand_out` it is a rehearsal: everything is as it was afterwards.
+  /// `run_step` on rows that are sorted by length, where the options say so. Without `hand_out` it
+  /// is a rehearsal: everything is as it was afterwards.
   StepReport step(const BatchSource& inputs, const BatchSource& targets, bool hand_out);
+  /// One step.
+  StepReport run_step(const BatchSource& inputs, const BatchSource& targets, bool hand_out);
 
   Plan plan() const { return plan_; }
   const std::optional<BatchDim>& batch_dim() const noexcept { return options_.batch_dim; }
@@ -39,6 +43,8 @@ class VirtualBatch::State {
   Problem problem(const BatchSource& inputs, const BatchSource& targets);
   Strategy first_strategy(const Problem& problem) const;
   void provide(Setup& setup);
+  /// Sizes of micro-batches of a fixed size.
+  std::vector<int64_t> fixed_sizes(const Setup& setup, int64_t rows, bool for_cuts) const;
   /// Those of this kind of batch; empty where parameters or buffers are other tensors now.
   StaticTapes* static_tapes(const Problem& problem);
   std::string program_of(const Problem& problem) const;
@@ -123,9 +129,10 @@ class VirtualBatch::State {
   bool inputs_written_ = false;  // by forward, in the last attempt
   Programs programs_;
   KnowledgeBase known_;
-  BatchKind kind_;                  // of the step at work
-  Knowledge* knowledge_ = nullptr;  // of that kind
-  KnownMemory* memory_ = nullptr;   // the same
+  const SortedStep* sorted_ = nullptr;  // of the step at work, with `trim`
+  BatchKind kind_;                      // of the step at work
+  Knowledge* knowledge_ = nullptr;      // of that kind
+  KnownMemory* memory_ = nullptr;       // the same
   std::unique_ptr<offload::Store> store_;
   PlainNumbers numbers_;                   // of the model's, in Python
   coupled::RenormedMemory renormed_;       // addresses: at worst a copy too many

@@ -3,6 +3,7 @@
 #include "execute/schedule.hpp"
 #include "step/admission.hpp"
 #include "step/meter.hpp"
+#include "step/options.hpp"
 #include "step/rehearsal.hpp"
 #include "step/virtual_batch_state.hpp"
 
@@ -25,11 +26,17 @@ Piece prepare(Piece piece, bool hand_out) {
 
 }  // namespace
 
+std::vector<int64_t> VirtualBatch::State::fixed_sizes(const Setup& setup, int64_t rows,
+                                                      bool for_cuts) const {
+  if (setup.problem.trimming && options_.micro_batch_size) return setup.problem.trimming->sizes;
+  return (for_cuts ? split_for_cuts : split_by)(setup.problem.batch_size(), rows);
+}
+
 void VirtualBatch::State::follow_fixed_size(Executor& executor, const Setup& setup, bool hand_out,
                                             StepReport& report) {
-  std::vector<int64_t> sizes = split_by(setup.problem.batch_size(), *options_.micro_batch_size);
+  std::vector<int64_t> sizes =
+      fixed_sizes(setup, *options_.micro_batch_size, setup.strategy.is_cut());
   if (setup.strategy.is_cut()) {
-    sizes = split_for_cuts(setup.problem.batch_size(), *options_.micro_batch_size);
     follow_cuts(executor, setup, std::move(sizes), hand_out);
     report.micro_batch_sizes = plan_.micro_batch_sizes;
     return;
@@ -43,7 +50,7 @@ void VirtualBatch::State::follow_fixed_size(Executor& executor, const Setup& set
     plan_ = stream_plan(std::move(sizes), has_penalty());
   }
   plan_.baseline_bytes = memory::stats(setup.problem.device).live;
-  plan_.reason = "micro_batch_size=" + std::to_string(*options_.micro_batch_size) + " was given";
+  plan_.reason = given_size(options_) + " was given";
   Piece piece;
   piece.plan = plan_;
   piece.settled = true;
@@ -82,9 +89,9 @@ void VirtualBatch::State::follow_checkpoints(Executor& executor, const Setup& se
   const int64_t baseline = memory::stats(setup.problem.device).live;
   constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max() / 4;
   const int64_t rows = options_.micro_batch_size.value_or(1);
-  std::vector<int64_t> sizes = setup.strategy.per_micro_batch()
-                                   ? split_by(setup.problem.batch_size(), rows)
-                                   : split_for_cuts(setup.problem.batch_size(), rows);
+  std::vector<int64_t> sizes =
+      fixed_sizes(setup, rows, /*for_cuts=*/!setup.strategy.per_micro_batch());
+  if (setup.problem.trimming) setup.problem.trimming->sizes = sizes;
   CheckpointPlanner::Situation situation;
   situation.available = budget ? *budget - baseline : kUnlimited;
   situation.offloaded = setup.strategy.offloads();
@@ -252,6 +259,7 @@ void VirtualBatch::State::follow_planner(Executor& executor, const Setup& setup,
     const Piece piece = prepare(planner_.two_pass(), hand_out);
     report.micro_batch_sizes = piece.plan.micro_batch_sizes;
     report.predicted_peak_bytes = piece.plan.predicted_peak_bytes;
+    if (setup.problem.trimming) setup.problem.trimming->sizes = report.micro_batch_sizes;
     plan_ = piece.plan;
     planner_.observe(piece, run_planned(executor, piece, 0, setup.problem.device));
     if (setup.strategy.is_cut()) setup.resources.findings->recordings_checked = true;

@@ -11,6 +11,7 @@
 #include "step/admission.hpp"
 #include "step/mark_batch.hpp"
 #include "step/options.hpp"
+#include "step/sorted_batch.hpp"
 #include "step/wrap_budget.hpp"
 #include "step/wrap_forward.hpp"
 #include "step/wrap_report.hpp"
@@ -33,8 +34,8 @@ namespace {
 Batch run(const std::shared_ptr<Wrapped>& wrapped, const Setup& setup, const Batch& inputs,
           int64_t total) {
   const Options& options = wrapped->options;
-  const bool native =
-      !options.memory_budget && total <= *options.micro_batch_size && !wrapped->own.agree;
+  const bool native = !options.memory_budget && total <= *options.micro_batch_size &&
+                      !wrapped->own.agree && !setup.problem.trimming;
   if (!native) return forward(wrapped, setup, inputs);
   auto report = std::make_shared<WrapReport>();
   report->micro_batch_sizes = {total};
@@ -125,8 +126,18 @@ Wrap::Wrap(Model model, Options options, WrapOptions own) : wrapped_(std::make_s
 Batch Wrap::forward(const Batch& given) const {
   std::optional<Batch> marked;
   if (const auto& dim = wrapped_->options.batch_dim) marked = mark_inputs(given, *dim);
-  const Batch& inputs = marked ? *marked : given;
   refuse_transforms();
+  std::shared_ptr<Trimming> trimming;
+  if (!wrapped_->options.trim.empty()) {
+    const Batch& unsorted = marked ? *marked : given;
+    trimming = trimming_of(wrapped_->options, unsorted, Batch());
+    if (trimming->changes_nothing()) {
+      trimming = nullptr;
+    } else {
+      marked = trimming->sorted(unsorted);
+    }
+  }
+  const Batch& inputs = marked ? *marked : given;
   for (size_t i = 0; i < inputs.leaves().size(); ++i) {
     refuse_tangent("inputs" + inputs.structure()->leaf_name(i), inputs.leaves()[i].tensor);
   }
@@ -138,6 +149,7 @@ Batch Wrap::forward(const Batch& given) const {
   setup.problem.model = &wrapped_->model;
   setup.problem.match_native_rng = wrapped_->options.match_native_rng;
   setup.problem.exact_coupling = wrapped_->options.batch_coupling == BatchCoupling::exact;
+  setup.problem.trimming = std::move(trimming);
   admit_model(setup.problem);
   const std::string arguments = identity_of_plain_leaves(inputs);
   setup.problem.program = wrapped_->begin_program(arguments);

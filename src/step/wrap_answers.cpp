@@ -1,5 +1,6 @@
 // What a wrapped model's forward does about an attempt that has failed: the answers of
 // `recovery_table`.
+#include "step/options.hpp"
 #include "step/wrap_call.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -140,8 +141,7 @@ void ForwardCall::refuse_smaller() {
                              " samples while they are joined");
   }
   if (options_.micro_batch_size) {
-    throw BudgetExceeded(needed_, *budget_, std::nullopt,
-                         "micro_batch_size=" + std::to_string(*options_.micro_batch_size));
+    throw BudgetExceeded(needed_, *budget_, std::nullopt, given_size(options_));
   }
   if (!planned_) {
     throw BudgetExceeded(needed_, *budget_, std::nullopt,

@@ -190,6 +190,12 @@ std::vector<at::Tensor> backward(WrappedCall& call, const std::vector<at::Tensor
   }
   refuse_batched(gradients);
   for (const Version& version : call.input_versions) version.check();
+  for (size_t i = 0; call.trimming && i < call.gradient_of_output.size(); ++i) {
+    const int number = call.gradient_of_output[i];
+    if (number < 0) continue;
+    call.trimming->check_gradient(i, call.outputs.whole.leaves()[i].batch_dim,
+                                  gradients[static_cast<size_t>(number)]);
+  }
   return with_state_put_back(call, [&] {
     if (!call.budget) return run(call, gradients);
     return backward_under_budget(call, [&] { return run(call, gradients); });

@@ -6,6 +6,7 @@
 #include "execute/schedule.hpp"
 #include "step/admission.hpp"
 #include "step/meter.hpp"
+#include "step/sorted_batch.hpp"
 #include "step/wrap_rehearsal.hpp"
 #include "step/wrap_report.hpp"
 #include "tape/witness.hpp"
@@ -231,6 +232,11 @@ Split ForwardCall::choose() {
 
 Batch ForwardCall::attempt() {
   rerunnable_.check();  // since an earlier attempt
+  if (setup_.problem.trimming) {
+    learn_trimming(setup_);
+    const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+    wrapped_->known.of(kind_).findings.trimmed_outputs = findings_.trimmed_outputs;
+  }
   choose_store();
   const StoreUse alone(*wrapped_, store_.get());
   const bool rehearsed = with_gradients_ || setup_.strategy.is_cut();
@@ -253,10 +259,12 @@ Batch ForwardCall::attempt() {
       const int64_t size = *options_.micro_batch_size;
       // Under a budget nothing is predicted of it, and backward could not begin again.
       const bool overlap = !budget_;
-      const bool one = size >= rows_.size;
-      const int64_t retained = one && !budget_ ? 1 : options_.retained_micro_batches;
       const auto split = setup_.strategy.is_cut() ? &split_for_cuts : &split_by;
-      outputs = pass.run({split(rows_.size, size), retained, overlap});
+      const auto& trimming = setup_.problem.trimming;
+      std::vector<int64_t> sizes = trimming ? trimming->sizes : split(rows_.size, size);
+      const bool one = sizes.size() == 1;
+      const int64_t retained = one && !budget_ ? 1 : options_.retained_micro_batches;
+      outputs = pass.run({std::move(sizes), retained, overlap});
     } else if (setup_.strategy.is_cut() || with_gradients_) {
       outputs = pass.run(choose());
     } else {

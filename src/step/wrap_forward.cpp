@@ -4,6 +4,7 @@
 #include "core/unwatched.hpp"
 #include "execute/schedule.hpp"
 #include "step/meter.hpp"
+#include "step/sorted_batch.hpp"
 #include "step/wrap_run.hpp"
 #include "tape/sample_flow.hpp"
 
@@ -66,6 +67,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Setup& setup, c
   call_->wrapped = std::move(wrapped);
   call_->nodes = NodeRange::from_here();
   call_->device = setup.problem.device;
+  call_->trimming = setup.problem.trimming;
   call_->devices = devices_of(setup.problem);
   call_->buffers = setup.problem.buffers;
   call_->modes = tape::Modes::current();
@@ -308,7 +310,8 @@ bool ForwardPass::may_keep_beside(const std::vector<at::Tensor>& left) {
 
 void ForwardPass::show(Rows rows, const Batch& outputs) const {
   if (!options_.on_micro_batch) return;
-  options_.on_micro_batch({rows.begin, rows.end, outputs, Batch()});
+  showing_samples(call_->trimming,
+                  options_.on_micro_batch)({rows.begin, rows.end, outputs, Batch()});
   at::autocast::clear_cache();  // what it has cast leads into a graph of its own
 }
 
@@ -336,7 +339,13 @@ bool ForwardPass::may_stand_once() const {
 
 void ForwardPass::hand_out_left(const Batch& outputs) {
   if (!left_) return;
-  left_->hand_out(row_counts_, outputs);
+  LeftOutputs::Arrange arrange;
+  if (call_->trimming) {
+    arrange = [this](const at::Tensor& joined, int64_t dim) {
+      return call_->trimming->unsorted(joined, dim);
+    };
+  }
+  left_->hand_out(row_counts_, outputs, arrange);
   call_->left_on_module = left_->not_joined();
 }
 
@@ -364,6 +373,7 @@ Batch ForwardPass::finish() {
     run.keep_numbers({row, row + row_counts_[i]}, numbers_of(outputs_[i]));
     row += row_counts_[i];
   }
+  if (setup_.problem.trimming) setup_.problem.trimming->sizes = row_counts_;
   JoinedOutputs joined = join(std::move(outputs_), row_counts_, from_samples_,
                               call_->findings.rows_seen.dims, losses_, own_);
   if (!run.engine().checks().found()) check_reduce(joined);
@@ -377,6 +387,7 @@ Batch ForwardPass::finish() {
   Batch outputs = joined.whole;
   if (!recording_ ||
       std::find(wants_gradient_.begin(), wants_gradient_.end(), true) == wants_gradient_.end()) {
+    if (call_->trimming) outputs = call_->trimming->unsorted(outputs);
     hand_out_left(outputs);
     return outputs;
   }
@@ -399,6 +410,10 @@ Batch ForwardPass::finish() {
   attach_node(call_, inputs_, wants_gradient_, outputs);
   if (!renormed->empty()) call_->renormed = renormed;
   if (call_->store) call_->graph_bytes = run.engine().kept_graph_bytes();
+  if (call_->trimming) {
+    const at::AutoGradMode recording(/*enabled=*/true);
+    outputs = call_->trimming->unsorted(outputs);
+  }
   hand_out_left(outputs);
   return outputs;
 }

@@ -4,6 +4,7 @@
 #include "core/join.hpp"
 #include "coupled/coupling_watch.hpp"
 #include "step/admission.hpp"
+#include "step/sorted_batch.hpp"
 #include "tape/modes.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -35,7 +36,8 @@ WrapRun::WrapRun(WrappedCall& call, const Setup& setup, std::shared_ptr<const Bu
   setup_.problem.interrupt = call.wrapped->options.interrupt;
   setup_.problem.further_devices = call.devices;
   if (!setup_.strategy.is_cut())
-    setup_.problem.on_micro_batch = call.wrapped->options.on_micro_batch;
+    setup_.problem.on_micro_batch =
+        showing_samples(setup_.problem.trimming, call.wrapped->options.on_micro_batch);
   if (!setup_.strategy.is_cut() && !setup_.strategy.offloads_graphs()) {
     setup_.strategy.offload = Strategy::Offloads::nothing;
     setup_.resources.store = nullptr;
@@ -238,7 +240,11 @@ Batch WrapRun::take(Rows rows, const Batch& inputs, Batch outputs) {
 
 Batch WrapRun::forward_again(const Batch& inputs) {
   for (const Version& version : call_.parameter_versions) version.check();
-  const auto run = [&] { return call_.wrapped->model.forward(inputs); };
+  const auto run = [&] {
+    Batch outputs = call_.wrapped->model.forward(inputs);
+    const auto& trimming = setup_.problem.trimming;
+    return trimming ? trimming->padded(outputs, inputs) : outputs;
+  };
   const auto uncounted = [&] { return call_.runs ? call_.runs->uncounted(run) : run(); };
   const tape::ModesGuard modes;
   call_.modes.apply();

@@ -157,10 +157,11 @@ struct WrappedCall {
 
   std::shared_ptr<Wrapped> wrapped;
   at::Device device = at::kCPU;
-  std::vector<at::Device> devices;     ///< whose random generators are at work
-  Batch inputs;                        ///< detached
-  std::vector<size_t> wanted_inputs;   ///< leaves of `inputs` that require grad
-  std::vector<NamedParameter> leaves;  ///< parameters and other leaves that get a gradient
+  std::vector<at::Device> devices;           ///< whose random generators are at work
+  std::shared_ptr<const Trimming> trimming;  ///< null where rows are as the caller gave them
+  Batch inputs;                              ///< detached
+  std::vector<size_t> wanted_inputs;         ///< leaves of `inputs` that require grad
+  std::vector<NamedParameter> leaves;        ///< parameters and other leaves that get a gradient
   std::vector<std::pair<at::Tensor, bool>> requires_grad;  ///< of every parameter
   std::vector<Version> parameter_versions;
   std::vector<Version> input_versions;

@@ -3,6 +3,7 @@
 #include <infinitybatch/core/batch.hpp>
 
 #include <cstdint>
+#include <vector>
 
 namespace infinitybatch {
 
@@ -12,6 +13,9 @@ struct MicroBatch {
   int64_t end = 0;
   Batch outputs;
   Batch targets;
+  /// Where rows are sorted by length (`Options::trim`): which samples of the logical batch these
+  /// are. Empty otherwise: `begin` to `end`.
+  std::vector<int64_t> samples = {};
 };
 
 }  // namespace infinitybatch

@@ -3,6 +3,7 @@
 #include <infinitybatch/core/micro_batch.hpp>
 #include <infinitybatch/memory/budget.hpp>
 #include <infinitybatch/step/batch_dim.hpp>
+#include <infinitybatch/step/trim_padding.hpp>
 
 #include <ATen/core/TensorBody.h>
 
@@ -10,6 +11,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace infinitybatch {
 
@@ -50,6 +52,12 @@ struct Options {
   /// Samples that are computed at once; skips planning. The last micro-batch may be smaller. A
   /// budget given beside it is kept, or BudgetExceeded is thrown.
   std::optional<int64_t> micro_batch_size = {};
+  /// With `trim`: positions that are computed at once, rows times the longest of them, of all
+  /// sequences. Alone or beside `micro_batch_size`, which then is the most rows; skips planning.
+  std::optional<int64_t> micro_batch_tokens = {};
+  /// How padding is marked, one for each sequence: rows are sorted by length, and each micro-batch
+  /// is computed at the length of its longest row. Of batches that are given as tensors.
+  std::vector<TrimPadding> trim = {};
   /// Along which dimension samples lie in inputs and targets (1 for [time, batch, ...]), where they
   /// are not marked themselves; without it along the first. Of several places for each sample, as
   /// where a model flattens time and batch, targets do the same: [time * batch]. Of batches that

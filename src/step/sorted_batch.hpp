@@ -1,0 +1,66 @@
+#pragma once
+
+#include "execute/setup.hpp"
+#include "execute/trimming.hpp"
+
+#include <infinitybatch/core/batch_source.hpp>
+#include <infinitybatch/step/options.hpp>
+#include <infinitybatch/step/virtual_batch.hpp>
+
+#include <memory>
+
+namespace infinitybatch {
+
+/// How the rows of a batch are sorted, trimmed and packed into micro-batches, as the options say.
+/// \param targets without tensors where there are none
+/// \throws BatchError naming an argument that is not found, is no mask, or may belong to several
+///         sequences
+std::shared_ptr<Trimming> trimming_of(const Options& options, const Batch& inputs,
+                                      const Batch& targets);
+
+/// Sizes of micro-batches of rows that are sorted by length: as many rows as have at most `tokens`
+/// positions at the length of the longest of them, and at most `most` rows. A row that is longer
+/// stands alone.
+std::vector<int64_t> packed(const std::vector<Trimming::Sequence>& sequences,
+                            std::optional<int64_t> tokens, std::optional<int64_t> most);
+
+/// One step of a VirtualBatch on sorted rows: what the engine is given in place of what the caller
+/// has given.
+class SortedStep {
+ public:
+  /// \throws InvalidArgument where rows come from a BatchSource, which cannot be sorted
+  SortedStep(const Options& options, const Loss& loss, const BatchSource& inputs,
+             const BatchSource& targets);
+  SortedStep(const SortedStep&) = delete;
+  SortedStep& operator=(const SortedStep&) = delete;
+
+  const std::shared_ptr<Trimming>& trimming() const noexcept { return trimming_; }
+  const BatchSource& inputs() const noexcept { return inputs_; }
+  const BatchSource& targets() const noexcept { return targets_; }
+  /// Sees the caller's order, and that nothing is taken from padding.
+  const Loss& loss() const noexcept { return loss_; }
+  /// Says which samples it is shown.
+  std::function<void(const MicroBatch&)> callback(
+      const std::function<void(const MicroBatch&)>& given) const;
+  /// \throws BatchError where a loss counts targets that were cut off
+  void check_denominator() const;
+
+ private:
+  std::shared_ptr<Trimming> trimming_;
+  BatchSource inputs_;
+  BatchSource targets_;
+  Loss loss_;
+};
+
+/// That also where the loss is the caller's of a Wrap.
+std::function<void(const MicroBatch&)> showing_samples(
+    const std::shared_ptr<const Trimming>& trimming,
+    const std::function<void(const MicroBatch&)>& given);
+
+/// Finds out along which dimensions outputs are trimmed with their inputs, and compares a few rows,
+/// trimmed, with the same rows in full: once for each kind of batch. Runs forward on each alone and
+/// undoes that.
+/// \throws BatchError where they differ by more than rounding
+void learn_trimming(const Setup& setup);
+
+}  // namespace infinitybatch
