@@ -98,7 +98,8 @@ std::optional<Answer> recover(Failure failure, const Answers& answers);
 [[noreturn]] void refuse_given_segments(const std::string& way_out);
 /// \param failed   whose refusal that is, unless forward fails on a few samples
 /// \param samples of the batch
-[[noreturn]] void refuse_budget(const Failed& failed, infinitybatch::FewRows& few_rows, int64_t samples);
+[[noreturn]] void refuse_budget(const Failed& failed, infinitybatch::FewRows& few_rows,
+                                int64_t samples);
 
 /// Whether the attempt that follows is one that reports count: memory has run out, or what was
 /// believed was wrong.
