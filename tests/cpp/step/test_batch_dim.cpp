@@ -122,10 +122,10 @@ TEST(MarkInputs, OneNumberIsForTensorsThatHaveTheBatchThere) {
   EXPECT_EQ(dim_of(at::zeros({kTime, kTime})), Leaf::kShared);
   EXPECT_EQ(dim_of(at::zeros({4})), Leaf::kShared);
   EXPECT_EQ(dim_of(at::zeros({kSamples, kSamples}, at::kLong)), 1);  // words, not a mask
-  for (const at::IntArrayRef unclear :
-       {at::IntArrayRef{kSamples, kSamples}, at::IntArrayRef{kSamples, 4},
-        at::IntArrayRef{kTime * kSamples, 4}}) {
-    EXPECT_THROW(dim_of(at::zeros(unclear)), BatchError) << unclear;
+  const std::vector<std::vector<int64_t>> unclear{
+      {kSamples, kSamples}, {kSamples, 4}, {kTime * kSamples, 4}};
+  for (const std::vector<int64_t>& sizes : unclear) {
+    EXPECT_THROW(dim_of(at::zeros(sizes)), BatchError) << at::IntArrayRef(sizes);
   }
 }
 
