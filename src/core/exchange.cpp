@@ -83,18 +83,12 @@ std::optional<Exchanges> exchanges_of(const Batch& inputs, int64_t rows) {
 
 at::Tensor exchanged(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& order) {
   const at::NoGradGuard no_grad;
-  return tensor.detach().index_select(dim, at::tensor(order, at::kLong).to(tensor.device()));
+  return in_order(tensor.detach(), dim, order);
 }
 
 Batch exchanged(const Batch& batch, const std::vector<int64_t>& order) {
-  std::vector<Leaf> leaves = batch.leaves();
-  for (Leaf& leaf : leaves) {
-    if (!leaf.tensor.defined() || leaf.batch_dim == Leaf::kShared) continue;
-    leaf.tensor = change_samples(leaf.tensor, leaf, [&](const at::Tensor& apart, int64_t dim) {
-      return exchanged(apart, dim, order);
-    });
-  }
-  return {std::move(leaves), batch.structure()};
+  const at::NoGradGuard no_grad;
+  return in_order(batch, order);
 }
 
 at::Tensor differences(const at::Tensor& a, const at::Tensor& b, int64_t parts) {

@@ -101,6 +101,19 @@ Batch rows(const Batch& batch, int64_t begin, int64_t end) {
   });
 }
 
+at::Tensor in_order(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& order) {
+  return tensor.index_select(dim, at::tensor(order, at::kLong).to(tensor.device()));
+}
+
+Batch in_order(const Batch& batch, const std::vector<int64_t>& order) {
+  return with_tensors(batch, [&](const Leaf& leaf) {
+    if (leaf.batch_dim == Leaf::kShared) return leaf.tensor;
+    return change_samples(leaf.tensor, leaf, [&](const at::Tensor& apart, int64_t dim) {
+      return in_order(apart, dim, order);
+    });
+  });
+}
+
 at::Tensor with_samples_apart(const at::Tensor& tensor, const Leaf& like) {
   if (like.places == 1) return tensor;
   const int64_t samples = tensor.size(like.batch_dim) / like.places;

@@ -6,6 +6,9 @@
 
 #include <ATen/core/TensorBody.h>
 
+#include <cstdint>
+#include <vector>
+
 namespace infinitybatch {
 
 /// A view in which samples have a dimension of their own: of several places for each sample, time
@@ -24,6 +27,10 @@ at::Tensor change_samples(const at::Tensor& tensor, const Leaf& like, const Chan
   return change(with_samples_apart(tensor, like), sample_dim(like))
       .flatten(like.batch_dim, like.batch_dim + 1);
 }
+
+/// The rows `order` of a tensor along `dim`, and of all leaves of a batch that have samples.
+at::Tensor in_order(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& order);
+Batch in_order(const Batch& batch, const std::vector<int64_t>& order);
 
 /// Of a tensor what these samples have. A view, unless they are interleaved.
 at::Tensor rows_of(const at::Tensor& tensor, const Leaf& like, Rows part);

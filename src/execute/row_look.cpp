@@ -209,14 +209,13 @@ RowLook::Seen compare(const RowLook& look, Rows here, int64_t fewer) {
 }
 
 /// The same wherever `more` rows lie in the batch: samples behind the first ones may be what
-/// forward combines. At four places, for all of a large batch would be as dear as the step.
+/// forward combines.
 RowLook::Seen compare_everywhere(const RowLook& look, int64_t more, int64_t fewer) {
-  constexpr int64_t kMost = 4;
   RowLook::Seen seen = compare(look, {0, more}, fewer);
   if (look.few || more >= look.batch_size) return seen;
-  const int64_t places = std::min(kMost, (look.batch_size + more - 1) / more);
-  for (int64_t i = 1; i < places && !seen.differs; ++i) {
-    const int64_t begin = i * (look.batch_size - more) / (places - 1);
+  for (const int64_t begin : places_of_looks(look.batch_size, more)) {
+    if (begin == 0) continue;
+    if (seen.differs) break;
     RowLook::Seen here = compare(look, {begin, begin + more}, fewer);
     if (!here.differs) continue;
     *here.differs = "behind the first " + std::to_string(begin) + " samples, " + *here.differs;
@@ -235,6 +234,14 @@ std::string since(const RowsSeen& before) {
 }
 
 }  // namespace
+
+std::vector<int64_t> places_of_looks(int64_t batch_size, int64_t rows) {
+  constexpr int64_t kMost = 4;  // all of a large batch would be as dear as the step
+  const int64_t count = std::min(kMost, (batch_size + rows - 1) / rows);
+  std::vector<int64_t> begins{0};
+  for (int64_t i = 1; i < count; ++i) begins.push_back(i * (batch_size - rows) / (count - 1));
+  return begins;
+}
 
 void watch_peak(std::optional<memory::HighWater>& peak, at::Device device) {
   if (!device.is_cpu()) return;

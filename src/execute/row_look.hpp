@@ -25,6 +25,9 @@ struct TrialOutputs {
   bool strayed = false;  ///< numbers were drawn that nobody has fixed: shapes alone tell anything
 };
 
+/// Where so many rows of a batch are looked at: a few places, evenly.
+std::vector<int64_t> places_of_looks(int64_t batch_size, int64_t rows);
+
 /// Under the budget not even two samples could be looked at, so that nobody knows whether forward
 /// combines samples. A smaller plan would not help.
 class NoRoomToLook : public BudgetExceeded {

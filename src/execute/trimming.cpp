@@ -33,22 +33,6 @@ void trim(std::vector<Leaf>& leaves, const std::vector<Trimming::Along>& along, 
   }
 }
 
-at::Tensor rows_at(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& rows) {
-  const at::Tensor index = at::tensor(rows, at::kLong).to(tensor.device());
-  return tensor.index_select(dim, index);
-}
-
-Batch with_rows_at(const Batch& batch, const std::vector<int64_t>& rows) {
-  std::vector<Leaf> leaves = batch.leaves();
-  for (Leaf& leaf : leaves) {
-    if (!leaf.tensor.defined() || leaf.batch_dim == Leaf::kShared) continue;
-    leaf.tensor = change_samples(leaf.tensor, leaf, [&](const at::Tensor& apart, int64_t dim) {
-      return rows_at(apart, dim, rows);
-    });
-  }
-  return {std::move(leaves), batch.structure()};
-}
-
 }  // namespace
 
 bool Trimming::changes_nothing() const {
@@ -82,27 +66,27 @@ std::vector<int64_t> Trimming::trimmed_rows(const Sequence& sequence) const {
   return some;
 }
 
-Batch Trimming::inputs(const Batch& batch, Rows rows) const {
+Batch Trimming::trimmed(const Batch& batch, Rows rows,
+                        std::vector<Along> Sequence::* const along) const {
   std::vector<Leaf> leaves = batch.leaves();
   for (const Sequence& sequence : sequences) {
     if (!trims(sequence, rows)) continue;
-    trim(leaves, sequence.inputs, length(sequence, rows), sequence.left);
+    trim(leaves, sequence.*along, length(sequence, rows), sequence.left);
   }
   return {std::move(leaves), batch.structure()};
+}
+
+Batch Trimming::inputs(const Batch& batch, Rows rows) const {
+  return trimmed(batch, rows, &Sequence::inputs);
+}
+
+Batch Trimming::targets(const Batch& batch, Rows rows) const {
+  return trimmed(batch, rows, &Sequence::targets);
 }
 
 Batch Trimming::inputs(const Batch& batch, const Sequence& sequence, int64_t length) const {
   std::vector<Leaf> leaves = batch.leaves();
   trim(leaves, sequence.inputs, length, sequence.left);
-  return {std::move(leaves), batch.structure()};
-}
-
-Batch Trimming::targets(const Batch& batch, Rows rows) const {
-  std::vector<Leaf> leaves = batch.leaves();
-  for (const Sequence& sequence : sequences) {
-    if (!trims(sequence, rows)) continue;
-    trim(leaves, sequence.targets, length(sequence, rows), sequence.left);
-  }
   return {std::move(leaves), batch.structure()};
 }
 
@@ -134,26 +118,24 @@ Batch Trimming::padded(const Batch& outputs, const Batch& inputs) const {
   return {std::move(leaves), outputs.structure()};
 }
 
-Batch Trimming::sorted(const Batch& batch) const {
-  return with_rows_at(batch, order);
+void Trimming::sort_by(std::vector<int64_t> rows) {
+  order = std::move(rows);
+  back_.resize(order.size());
+  for (size_t i = 0; i < order.size(); ++i) {
+    back_[static_cast<size_t>(order[i])] = static_cast<int64_t>(i);
+  }
 }
 
-const std::vector<int64_t>& Trimming::back() const {
-  if (back_.size() != order.size()) {
-    back_.resize(order.size());
-    for (size_t i = 0; i < order.size(); ++i) {
-      back_[static_cast<size_t>(order[i])] = static_cast<int64_t>(i);
-    }
-  }
-  return back_;
+Batch Trimming::sorted(const Batch& batch) const {
+  return in_order(batch, order);
 }
 
 Batch Trimming::unsorted(const Batch& batch) const {
-  return with_rows_at(batch, back());
+  return in_order(batch, back_);
 }
 
 at::Tensor Trimming::unsorted(const at::Tensor& tensor, int64_t dim) const {
-  return rows_at(tensor, dim, back());
+  return in_order(tensor, dim, back_);
 }
 
 std::vector<int64_t> Trimming::samples(Rows rows) const {

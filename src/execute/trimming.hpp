@@ -63,6 +63,8 @@ class Trimming {
   /// \throws BatchError for outputs of another length
   Batch padded(const Batch& outputs, const Batch& inputs) const;
 
+  /// Sorted row i is row `rows[i]` of the caller's.
+  void sort_by(std::vector<int64_t> rows);
   /// Rows of the caller's batch sorted; and back.
   Batch sorted(const Batch& batch) const;
   Batch unsorted(const Batch& batch) const;
@@ -78,8 +80,8 @@ class Trimming {
                       std::optional<Rows> rows = std::nullopt) const;
 
  private:
-  const std::vector<int64_t>& back() const;
-  mutable std::vector<int64_t> back_;
+  Batch trimmed(const Batch& batch, Rows rows, std::vector<Along> Sequence::* along) const;
+  std::vector<int64_t> back_;  // the other way than `order`
 };
 
 }  // namespace infinitybatch

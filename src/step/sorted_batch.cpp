@@ -294,11 +294,12 @@ std::shared_ptr<Trimming> trimming_of(const Options& options, const Batch& input
     }
   }
   const std::vector<int64_t> total = totals(trimming->sequences);
-  trimming->order.resize(total.size());
-  std::iota(trimming->order.begin(), trimming->order.end(), int64_t{0});
-  std::stable_sort(trimming->order.begin(), trimming->order.end(), [&](int64_t a, int64_t b) {
+  std::vector<int64_t> order(total.size());
+  std::iota(order.begin(), order.end(), int64_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
     return total[static_cast<size_t>(a)] > total[static_cast<size_t>(b)];
   });
+  trimming->sort_by(std::move(order));
   for (Trimming::Sequence& sequence : trimming->sequences) {
     std::vector<int64_t> sorted;
     for (const int64_t row : trimming->order) {

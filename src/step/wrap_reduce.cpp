@@ -5,6 +5,7 @@
 #include "coupled/row_errors.hpp"
 #include "execute/moved_values.hpp"
 #include "execute/relative_distance.hpp"
+#include "execute/row_look.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -12,12 +13,10 @@
 
 #include <algorithm>
 #include <exception>
-#include <mutex>
 #include <string>
 #include <utility>
 
 namespace infinitybatch {
-
 namespace {
 
 struct Trial {
@@ -29,17 +28,6 @@ struct Trials {
   Trial whole, first, second;
   bool finite = true;
 };
-
-/// Like `RowLook`, at a few places: samples that weigh alike tell nothing.
-std::vector<int64_t> places(int64_t total, int64_t rows, int64_t step) {
-  const int64_t count = std::min<int64_t>(4, (total + rows - 1) / rows);
-  std::vector<int64_t> begins;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t begin = count == 1 ? 0 : i * (total - rows) / (count - 1);
-    begins.push_back((begin + (step - 1) * rows) % (total - rows + 1));
-  }
-  return begins;
-}
 
 }  // namespace
 
@@ -64,7 +52,7 @@ void ForwardPass::check_reduce(const JoinedOutputs& joined) {
     std::vector<OwnLoss> losses = own_losses_.of(outputs->outputs);
     return Trial{std::move(*outputs), std::move(losses)};
   };
-  /// Nothing where nobody can tell.
+  // Nothing where nobody can tell.
   const auto split = [&](int64_t begin) -> std::optional<Trials> {
     auto whole = attempt({begin, begin + all});
     auto first = whole ? attempt({begin, begin + half}) : std::nullopt;
@@ -79,8 +67,10 @@ void ForwardPass::check_reduce(const JoinedOutputs& joined) {
   // Of a fresh model's losses one is much like another, and so are their means.
   MovedValues moved(recording_ ? setup_.problem.parameters : std::vector<NamedParameter>(), {},
                     engine.forwards().watch().memory());
-  for (const int64_t begin :
-       places(total, all, std::max<int64_t>(1, call_->findings.rows_seen.steps))) {
+  // Samples that weigh alike tell nothing: later steps look elsewhere.
+  const int64_t later = std::max<int64_t>(0, call_->findings.rows_seen.steps - 1) * all;
+  for (const int64_t place : places_of_looks(total, all)) {
+    const int64_t begin = (place + later) % (total - all + 1);
     std::optional<Trials> trials;
     try {
       if (!moved.empty()) moved.on();
