@@ -3,6 +3,7 @@
 import torch
 from support import (
     Calls,
+    Square,
     mlp,
 )
 from torch import nn
@@ -87,18 +88,6 @@ def checkpointed(reentrant: bool):
         middle=nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)),
         second=nn.Linear(8, 5),
     ).double()
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return 2 * x * gradient
 
 
 def custom_function():

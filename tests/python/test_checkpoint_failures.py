@@ -15,7 +15,7 @@ from checkpoint_models import (
     make,
 )
 from fault_support import LONG
-from support import gradient_error, native_gradients
+from support import Square, gradient_error, native_gradients
 from torch import nn
 
 
@@ -85,16 +85,6 @@ def test_a_budget_that_nothing_fits_into_is_told_soon(above: int, norm: bool) ->
 
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(context, x):
-            context.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(context, gradient):
-            return 2 * context.saved_tensors[0] * gradient
-
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

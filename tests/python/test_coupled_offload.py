@@ -4,9 +4,8 @@ import infinitybatch as ib
 import pytest
 import torch
 from fault_support import assert_a_full_disk_leaves_everything
-from support import Calls, gradient_error, native_gradients, until_quiet
+from support import Calls, Square, gradient_error, native_gradients, until_quiet
 from torch import nn
-from wrap_support import Square
 
 HOST = {"host_budget": "1GiB", "disk": False}
 WHERE = {"host": HOST, "host and disk": {"host_budget": "3KiB"}, "disk": {}}

@@ -7,10 +7,9 @@ import infinitybatch as ib
 import pytest
 import torch
 from fault_support import assert_a_full_disk_leaves_everything, assert_a_kill_leaves_nothing
-from support import Calls, gradient_error, native_gradients, until_quiet
+from support import Calls, Square, gradient_error, native_gradients, until_quiet
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from wrap_support import Square
 
 HOST = {"host_budget": "1GiB", "disk": False}
 SAMPLES, TIME, WIDTH, SIZE = 22, 3, 16, 4

@@ -5,13 +5,14 @@ import copy
 import infinitybatch as ib
 import pytest
 import torch
+from support import Square
 from torch import nn
 from torch.nn.utils.rnn import (
     pack_padded_sequence,
     pack_sequence,
     pad_packed_sequence,
 )
-from wrap_support import Square, close, contrastive, grads
+from wrap_support import close, contrastive, grads
 
 LENGTHS = (3, 5, 2, 4, 4, 1, 5)
 

@@ -9,21 +9,11 @@ import infinitybatch as ib
 import pytest
 import torch
 import torch.nn.functional as F
-from support import LOOKS, Calls, classification, looks
+from support import LOOKS, Calls, Double, classification, looks
 from torch import nn
 from wrap_support import close, grads
 
 N, SIZE = 13, 4
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
 
 
 class Counting(nn.Module):

@@ -12,9 +12,9 @@ import infinitybatch as ib
 import pytest
 import torch
 from batch_norm_models import Residual
-from support import Calls
+from support import Calls, Square
 from torch import nn
-from wrap_support import Square, contrastive
+from wrap_support import contrastive
 
 LONG = pytest.mark.skipif("INFINITYBATCH_LONG_TESTS" not in os.environ, reason="in make test-long")
 ROWS, WIDTH = 48, 96

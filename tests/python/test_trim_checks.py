@@ -203,7 +203,7 @@ def test_a_mask_that_is_wrong_in_other_rows_than_the_one_that_is_looked_at() -> 
     trim = ib.trim_padding(mask="wrong")
     wrapped = ib.wrap(wrapped_model, trim=trim, micro_batch_tokens=24)
     contrastive(wrapped(**given)).backward()
-    assert 1e-3 < off(wrapped_model, wanted) < 1
+    assert 0.3 < off(wrapped_model, wanted) < 0.8
     assert not ib.verify(
         wrapped_model, contrastive, given, None, trim=trim, micro_batch_tokens=24
     ).exact
@@ -221,15 +221,22 @@ class Twice(nn.Module):
 
 
 def test_a_loss_that_hangs_on_padding_without_a_gradient_there() -> None:
-    batch, model = texts(), Tagger()
-    loss = ib.losses.coupled(lambda outputs, _: (outputs - 3).amax(1).square().sum())
-    _, wanted = native(model, lambda m: (m(**batch) - 3).amax(1).square().sum())
-    step = ib.VirtualBatch(model, loss, trim=MASK, micro_batch_tokens=24)
-    try:
-        step.backward(batch)
-    except ib.BatchError:
-        return  # a zero that was put there is the maximum, and its gradient tells
-    assert off(model, wanted) < 1
+    """docs/limits.md says so. Where a zero that was put there is the maximum, its gradient tells."""
+
+    def pooled(outputs: torch.Tensor, shift: float) -> torch.Tensor:
+        return (outputs - shift).amax(1).square().sum()
+
+    for shift in (0.0, 3.0):
+        batch, model = texts(), Tagger()
+        _, wanted = native(model, lambda m, given=batch, by=shift: pooled(m(**given), by))
+        loss = ib.losses.coupled(lambda outputs, _, by=shift: pooled(outputs, by))
+        step = ib.VirtualBatch(model, loss, trim=MASK, micro_batch_tokens=24)
+        if shift == 0:  # the square of a zero has no gradient
+            step.backward(batch)
+            assert 0.04 < off(model, wanted) < 0.16
+        else:
+            with pytest.raises(ib.BatchError, match="that trim= has cut off"):
+                step.backward(batch)
 
 
 def test_rows_are_compared_in_the_first_step_alone() -> None:

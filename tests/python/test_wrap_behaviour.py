@@ -12,9 +12,9 @@ from typing import Any
 import infinitybatch as ib
 import pytest
 import torch
-from support import LOOKS, Calls, Tally, mlp
+from support import LOOKS, Calls, Square, Tally, mlp
 from torch import nn
-from wrap_support import Square, X, Y, close, contrastive, grads, opaque
+from wrap_support import X, Y, close, contrastive, grads, opaque
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

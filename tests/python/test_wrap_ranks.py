@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks_support import on_two_ranks
-from support import Calls, Tally, mlp
+from support import Calls, Square, Tally, mlp
 from torch import nn
-from wrap_support import Square, close, contrastive, grads
+from wrap_support import close, contrastive, grads
 
 DDP = nn.parallel.DistributedDataParallel
 

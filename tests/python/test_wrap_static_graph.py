@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from batch_norm_models import images, make, single_layer
 from measure import assert_within
 from random_models import make as make_random
-from support import Calls, classification, mlp
+from support import Calls, Square, classification, mlp
 from torch import nn
-from wrap_support import Square, close, contrastive, grads
+from wrap_support import close, contrastive, grads
 
 
 def buffers(module: nn.Module) -> dict[str, torch.Tensor]:

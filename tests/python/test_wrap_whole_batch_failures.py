@@ -8,10 +8,10 @@ import infinitybatch as ib
 import pytest
 import torch
 import torch.nn.functional as F
-from support import Calls, Tally, mlp
+from support import Calls, Square, Tally, mlp
 from test_across_batch import discriminator, minibatch_deviation
 from torch import nn
-from wrap_support import Square, X, close, contrastive, grads
+from wrap_support import X, close, contrastive, grads
 from wrap_whole_batch_support import across_beside_batch_norm, buffers, live, small
 
 

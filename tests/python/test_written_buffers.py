@@ -8,18 +8,8 @@ import infinitybatch as ib
 import pytest
 import torch
 from module_state_support import CRITERION, layers
-from support import Calls, classification, mlp, native, ours, worst_error
+from support import Calls, Double, classification, mlp, native, ours, worst_error
 from torch import nn
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
 
 
 def test_a_buffer_that_couples_is_named_where_forward_cannot_be_cut():

@@ -8,7 +8,7 @@ from typing import Any
 import infinitybatch as ib
 import torch
 from measure import excess, numbered
-from support import Calls, classification, mlp
+from support import Calls, Square, classification, mlp
 from torch import nn
 from torch.utils import _pytree
 
@@ -59,17 +59,6 @@ def call_meanwhile(layer: nn.Module, call: Callable[[], Any]) -> Iterator[list[s
 
 def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return 2 * ctx.saved_tensors[0] * gradient
 
 
 def opaque(dropout: float = 0.0) -> nn.Module:

@@ -7,6 +7,7 @@ import pytest
 import simulated_device as sim
 import torch
 from measure import numbered, worst
+from support import Square
 from torch import nn
 
 MiB = 1 << 20
@@ -38,18 +39,6 @@ def native(model, loss, inputs, targets):
 def assert_same(found, wanted, tolerance=1e-12):
     error = worst(numbered(found), numbered(wanted))
     assert error <= tolerance, error
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return 2 * x * gradient
 
 
 class Squared(nn.Module):
