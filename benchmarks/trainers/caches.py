@@ -80,7 +80,9 @@ def sentence_transformers(loss: str, batch: int | None, **options: int) -> Step:
                 return features | {"sentence_embedding": self.encoder(features["input_values"])}
 
             def save(self, *_: Any, **__: Any) -> None:
-                raise NotImplementedError
+                raise NotImplementedError(
+                    "abstract in sentence-transformers; nothing is saved here"
+                )
 
         def in_order(dataset: Dataset, **sampling: Any) -> DefaultBatchSampler:
             return DefaultBatchSampler(torch.utils.data.SequentialSampler(dataset), **sampling)
