@@ -1,6 +1,7 @@
 """The benchmarks' harness: its arithmetic, its fairness, and every suite at toy sizes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,23 @@ def test_every_suite_runs_and_its_results_are_complete(suite, results):
     # Nothing in what is committed names the machine.
     assert str(results) not in found.read_text() + text
     assert str(BENCHMARKS) not in found.read_text() + text
+
+
+@pytest.mark.skipif(not LONG, reason="half a minute, in make test-long")
+def test_a_build_beside_itself_has_its_own_peaks(tmp_path):
+    package = os.environ["PYTHONPATH"].split(os.pathsep)[0]
+    command = [sys.executable, str(BENCHMARKS / "builds.py"), package, package, "--rounds", "3"]
+    command += ["--only", "loop", "recording", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = tmp_path.glob("*-builds.json")
+    (run,) = json.loads(found.read_text())["runs"]
+    figures = {figure["work"]: figure for figure in run["findings"]["figures"]}
+    assert len(figures) == 3
+    for work, figure in figures.items():
+        older, newer = figure["peak bytes"]
+        assert older == newer and (older is None) == (work == "recording")
+        assert len(figure["samples"][0]) == len(figure["samples"][1]) == 3
 
 
 def test_no_such_suite_is_said_in_one_line(tmp_path):
