@@ -1,7 +1,5 @@
 #include "step/options.hpp"
 
-#include "step/virtual_batch_state.hpp"
-
 #include <infinitybatch/core/errors.hpp>
 
 #include <string>
@@ -154,11 +152,5 @@ Options checked_wrap_options(Options options) {
   }
   return checked_options(std::move(options));
 }
-
-VirtualBatch::State::State(Model model, Loss loss, Options options)
-    : model_(std::move(model)),
-      loss_(std::move(loss)),
-      options_(checked_options(std::move(options))),
-      use_tapes_(options_.use_tapes) {}
 
 }  // namespace infinitybatch

@@ -13,6 +13,7 @@
 #include "step/admission.hpp"
 #include "step/meter.hpp"
 #include "step/offload.hpp"
+#include "step/options.hpp"
 #include "step/virtual_batch_state.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -30,10 +31,20 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+bool has_penalty(const Loss& loss) {
+  const auto* separable = std::get_if<SeparableLoss>(&loss);
+  return separable != nullptr && separable->has_penalty();
+}
+
 }  // namespace
 
+VirtualBatch::State::State(Model model, Loss loss, Options options)
+    : model_(std::move(model)),
+      loss_(std::move(loss)),
+      facts_{checked_options(std::move(options)), has_penalty(loss_)} {}
+
 StaticTapes* VirtualBatch::State::static_tapes(const Problem& problem) {
-  StaticTapes& tapes = knowledge_->static_tapes[kind_.lengths];
+  StaticTapes& tapes = facts_.knowledge->static_tapes[facts_.kind.lengths];
   std::vector<const void*> owned = owned_by(problem);
   if (tapes.owned != owned) tapes = StaticTapes{{}, std::move(owned)};
   return &tapes;
@@ -49,50 +60,48 @@ Problem VirtualBatch::State::problem(const BatchSource& inputs, const BatchSourc
   problem.loss = loss_;
   problem.inputs = &inputs;
   problem.targets = &targets;
-  problem.exact_coupling = options_.batch_coupling == BatchCoupling::exact;
-  problem.match_native_rng = options_.match_native_rng;
-  problem.keep_outputs = options_.keep_outputs;
-  problem.on_micro_batch = options_.on_micro_batch;
-  problem.interrupt = options_.interrupt;
-  if (options_.loss_scale) problem.loss_scale = options_.loss_scale();
+  problem.exact_coupling = facts_.options.batch_coupling == BatchCoupling::exact;
+  problem.match_native_rng = facts_.options.match_native_rng;
+  problem.keep_outputs = facts_.options.keep_outputs;
+  problem.on_micro_batch = facts_.options.on_micro_batch;
+  problem.interrupt = facts_.options.interrupt;
+  if (facts_.options.loss_scale) problem.loss_scale = facts_.options.loss_scale();
   if (sorted_ != nullptr) {
     problem.trimming = sorted_->trimming();
     problem.loss = sorted_->loss();
-    problem.on_micro_batch = sorted_->callback(options_.on_micro_batch);
+    problem.on_micro_batch = sorted_->callback(facts_.options.on_micro_batch);
   }
   admit(problem);
   if (programs_.full()) {
     programs_.clear();
-    known_.forget_programs();
+    facts_.known.forget_programs();
   }
   problem.program = programs_.number(program_of(problem));
   return problem;
 }
 
-/// What earlier steps have found to work for this kind of batch.
 Strategy VirtualBatch::State::first_strategy(const Problem& problem) const {
   Strategy strategy;
-  strategy.use_tapes(options_.use_tapes, /*work=*/use_tapes_);
-  strategy.reuses_tapes = options_.static_graph;
-  const bool whole_batch_ops = cut_[problem.training] || options_.static_graph;
-  const bool checkpoints =
-      !options_.static_graph && (options_.checkpoint_segments || memory_->checkpoints);
+  strategy.use_tapes(facts_.options.use_tapes, /*work=*/facts_.use_tapes);
+  strategy.reuses_tapes = facts_.options.static_graph;
+  const bool whole_batch_ops = facts_.cut[problem.training] || facts_.options.static_graph;
+  const bool checkpoints = !facts_.options.static_graph &&
+                           (facts_.options.checkpoint_segments || facts_.memory->checkpoints);
   strategy.cut(whole_batch_ops, checkpoints);
-  const bool keeps = keeps_graphs(problem, strategy);
+  const bool keeps = facts_.keeps_graphs(problem, strategy);
   const bool has_boundaries = strategy.is_cut() || problem.loss.coupled() != nullptr;
-  const bool offloads = options_.offload.when == Offload::When::always ||
-                        ((strategy.is_cut() || keeps) && memory_->offloads);
+  const bool offloads = facts_.options.offload.when == Offload::When::always ||
+                        ((strategy.is_cut() || keeps) && facts_.memory->offloads);
   if (has_boundaries && offloads) {
     strategy.offload = keeps ? Strategy::Offloads::graphs : Strategy::Offloads::boundaries;
   }
   return strategy;
 }
 
-/// What the strategy works with.
 void VirtualBatch::State::provide(Setup& setup) {
   const Strategy& strategy = setup.strategy;
-  if (strategy.checkpoints() && !memory_->checkpoints) memory_->checkpoints.emplace();
-  setup.resources.checkpoints = strategy.checkpoints() ? &*memory_->checkpoints : nullptr;
+  if (strategy.checkpoints() && !facts_.memory->checkpoints) facts_.memory->checkpoints.emplace();
+  setup.resources.checkpoints = strategy.checkpoints() ? &*facts_.memory->checkpoints : nullptr;
   setup.resources.static_tapes = strategy.reuses_tapes ? static_tapes(setup.problem) : nullptr;
   setup.resources.store = strategy.offloads() ? store(setup.problem.device) : nullptr;
   setup.resources.renormed = &renormed_;
@@ -100,9 +109,9 @@ void VirtualBatch::State::provide(Setup& setup) {
 
 StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSource& targets,
                                      bool hand_out) {
-  if (options_.trim.empty()) return run_step(inputs, targets, hand_out);
+  if (facts_.options.trim.empty()) return run_step(inputs, targets, hand_out);
   refuse_transforms();
-  const SortedStep sorted(options_, loss_, inputs, targets);
+  const SortedStep sorted(facts_.options, loss_, inputs, targets);
   struct AtWork {
     explicit AtWork(const SortedStep*& place, const SortedStep& here) : place(place) {
       place = &here;
@@ -122,27 +131,28 @@ StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchS
   const PlainNumbers::Scope remembering(&numbers_);
   Setup setup;
   setup.problem = problem(inputs, targets);
-  kind_ = batch_kind(setup.problem, inputs, targets);
-  knowledge_ = &known_.of(kind_);
-  memory_ = &known_.memory_of(kind_);
+  facts_.kind = batch_kind(setup.problem, inputs, targets);
+  facts_.knowledge = &facts_.known.of(facts_.kind);
+  facts_.memory = &facts_.known.memory_of(facts_.kind);
   setup.strategy = first_strategy(setup.problem);
   provide(setup);
   const memory::ForeignStorages counted(reachable_tensors(setup.problem));
   const memory::PeakScope peak(setup.problem.device);
   std::optional<int64_t> budget;
-  if (options_.memory_budget) budget = options_.memory_budget->resolve(setup.problem.device);
+  if (facts_.options.memory_budget)
+    budget = facts_.options.memory_budget->resolve(setup.problem.device);
   if (const int64_t live = memory::stats(setup.problem.device).live; budget && live > *budget) {
     throw BudgetExceeded(
         live, *budget, std::nullopt,
         "What is allocated before the step (parameters, gradients, optimizer state, inputs)");
   }
 
-  Findings findings = knowledge_->findings;  // kept where the step succeeds
+  Findings findings = facts_.knowledge->findings;  // kept where the step succeeds
   setup.resources.findings = &findings;
-  segments_changed_ = 0;
-  beside_plan_ = false;
+  answers_.begin_step();
+  facts_.beside_plan = false;
   collective_.reset();
-  const FewRows::Step few_rows(knowledge_->few_rows);
+  const FewRows::Step few_rows(facts_.knowledge->few_rows);
   for (int64_t restarts = 0;; ++restarts) {
     if (collective_) {
       throw Unsupported(
@@ -159,12 +169,12 @@ StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchS
     try {
       StepReport report = attempt(setup, budget, hand_out);
       programs_.left(program_of(setup.problem));
-      knowledge_->findings = std::move(findings);
+      facts_.knowledge->findings = std::move(findings);
       report.peak_bytes = peak.peak();
       // Of the plan alone, which says nothing of a rehearsal, a look at rows or an attempt that
       // took more.
       const auto& predicted = report.predicted_peak_bytes;
-      const bool beside = beside_plan_ || restarts > 0;
+      const bool beside = facts_.beside_plan || restarts > 0;
       if (beside && report.peak_bytes > predicted && own_peak_ <= predicted) {
         report.predicted_peak_bytes.reset();
       }
@@ -174,8 +184,7 @@ StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchS
       report.restarts = restarts;
       return report;
     } catch (...) {
-      const Failed::Scope failed(failed_, std::current_exception());
-      if (!answer(setup, budget, limit ? &*limit : nullptr)) --restarts;
+      if (!answers_.answer(setup, budget, limit ? &*limit : nullptr)) --restarts;
       provide(setup);
     }
   }
@@ -183,66 +192,64 @@ StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchS
 
 StepReport VirtualBatch::State::attempt(const Setup& setup, const std::optional<int64_t>& budget,
                                         bool hand_out) {
-  planning_ = false;
-  coupled_beyond_cuts_ = false;
-  failed_rows_ = 0;
+  facts_.attempt = {};
   const RngSnapshot random = RngSnapshot::capture(devices_of(setup.problem));
   Setup checked;
   std::optional<Executor> executor;
   try {
     StepReport report;
-    inputs_written_ = false;
     if (setup.problem.trimming) learn_trimming(setup);
     checked = setup;
     const bool rehearsed = (setup.problem.loss.coupled() != nullptr || setup.strategy.is_cut()) &&
                            !setup.strategy.checkpoints();
-    if (rehearsed && !options_.micro_batch_size) {
-      choose_offload(checked.strategy);
-      rehearse(checked, *budget);
-      choose_graphs(setup, *budget);
-      choose_offload(checked.strategy);
+    if (rehearsed && !facts_.options.micro_batch_size) {
+      ways_.choose_offload(checked.strategy);
+      ways_.rehearse(checked, *budget);
+      ways_.choose_graphs(setup, *budget);
+      ways_.choose_offload(checked.strategy);
       random.restore();
     }
     if (setup.strategy.offloads()) offloaded_before_ = setup.resources.store->statistics();
     const memory::PeakScope own(setup.problem.device);
     executor.emplace(checked);
-    if (!options_.micro_batch_size) executor->look_for_few_rows();
+    if (!facts_.options.micro_batch_size) executor->look_for_few_rows();
     if (setup.strategy.checkpoints()) {
-      follow_checkpoints(*executor, setup, budget, hand_out, report);
-    } else if (options_.micro_batch_size) {
-      follow_fixed_size(*executor, setup, hand_out, report);
+      ways_.follow_checkpoints(*executor, setup, budget, hand_out, report);
+    } else if (facts_.options.micro_batch_size) {
+      ways_.follow_fixed_size(*executor, setup, hand_out, report);
     } else {
-      follow_planner(*executor, checked, *budget, hand_out, report);
+      ways_.follow_planner(*executor, checked, *budget, hand_out, report);
     }
     if (setup.strategy.offloads()) {
       times_ = executor->times();
       graph_bytes_ = executor->graph_bytes();
     }
     if (!hand_out) {
-      inputs_written_ = executor->forwards().wrote_inputs();
+      facts_.attempt.inputs_written = executor->forwards().wrote_inputs();
       executor->roll_back();
       random.restore();
-      check_inputs();
+      facts_.check_inputs();
     }
     const std::optional<int64_t> without_look = executor->checks().peak_without_look();
-    if (without_look) beside_plan_ = true;
+    if (without_look) facts_.beside_plan = true;
     own_peak_ = without_look.value_or(own.peak());
     report.loss = executor->loss();
     report.outputs = executor->take_outputs();
-    report.strategy = plan_.strategy;
+    report.strategy = facts_.plan.strategy;
     if (const auto opaque = executor->opaque()) {
       report.strategy = "rerun";
-      report.strategy_reason = options_.use_tapes ? *opaque : "use_tapes=false was given";
+      report.strategy_reason = facts_.options.use_tapes ? *opaque : "use_tapes=false was given";
     }
     return report;
   } catch (...) {
     keep_foreign_exception(std::current_exception());
-    failed_in_loss_ = executor && executor->in_whole_loss();
+    facts_.attempt.failed_in_loss = executor && executor->in_whole_loss();
     if (executor) {
       if (auto collective = executor->collective()) collective_ = std::move(collective);
-      coupled_beyond_cuts_ = executor->coupled_beyond_cuts();
-      failed_rows_ = executor->failed_rows();
-      inputs_written_ = inputs_written_ || executor->forwards().wrote_inputs();
+      facts_.attempt.coupled_beyond_cuts = executor->coupled_beyond_cuts();
+      facts_.attempt.failed_rows = executor->failed_rows();
+      facts_.attempt.inputs_written =
+          facts_.attempt.inputs_written || executor->forwards().wrote_inputs();
       executor->roll_back();
     }
     // Nobody has looked at recordings of a step that failed: what mixes samples is looked for in
@@ -259,34 +266,24 @@ void VirtualBatch::State::tell_offload(const Setup& setup, StepReport& report) {
   const OffloadedMeanwhile offloaded(before, now);
   report.offloaded_bytes = offloaded.bytes;
   report.offload_seconds = offloaded.seconds;
-  plan_.offloads = true;
-  plan_.offloaded_bytes = report.offloaded_bytes;
-  plan_.offload_seconds = report.offload_seconds;
-  plan_.graph_bytes = graph_bytes_;
+  facts_.plan.offloads = true;
+  facts_.plan.offloaded_bytes = report.offloaded_bytes;
+  facts_.plan.offload_seconds = report.offload_seconds;
+  facts_.plan.graph_bytes = graph_bytes_;
   if (!setup.problem.device.is_cpu()) return;
   times_.set_link(report.offloaded_bytes, now.seconds_out - before.seconds_out,
                   now.moved_back - before.moved_back, now.seconds_back - before.seconds_back);
-  plan_.predicted_offload_seconds = simulate_copies(plan_, times_);
+  facts_.plan.predicted_offload_seconds = simulate_copies(facts_.plan, times_);
   // Copies so short that the store makes them itself: no thread wakes up as fast.
   if (report.offload_seconds.hidden <= 0) {
-    CopySeconds& next = *plan_.predicted_offload_seconds;
+    CopySeconds& next = *facts_.plan.predicted_offload_seconds;
     next = {0, next.hidden + next.waited};
   }
 }
 
 offload::Store* VirtualBatch::State::store(at::Device device) {
-  if (!store_ || store_->device() != device) store_ = make_store(options_.offload, device);
+  if (!store_ || store_->device() != device) store_ = make_store(facts_.options.offload, device);
   return store_.get();
-}
-
-void VirtualBatch::State::check_inputs() const {
-  if (!inputs_written_) return;
-  throw Unsupported(
-      "forward changes its inputs in place, and has to run on them again (to be measured, or "
-      "because "
-      "of a layer that sees the whole batch); write that out of place, as in x = x - mean. The "
-      "rows "
-      "that it ran on are changed");
 }
 
 VirtualBatch::VirtualBatch(Model model, Loss loss, Options options)
