@@ -38,10 +38,14 @@ class Effects {
         return {forward.rise, forward.net + graph};
       }
       case Operation::advance_retained: {
+        // What is saved at the next cut is the graph's own; so are outputs that a stand-in for
+        // their gradient tells of.
         const Effect advance = tell({Operation::advance, instruction.segment}, size);
-        const int64_t graph = tell({Operation::resume, instruction.segment}, size).net -
-                              tell({Operation::seed, instruction.segment}, size).net;
-        return {std::max(advance.rise, advance.net + graph), advance.net + graph};
+        int64_t net = tell({Operation::resume, instruction.segment}, size).net;
+        if (instruction.segment + 1 == plan_.segments) {
+          net += advance.net - tell({Operation::seed, instruction.segment}, size).net;
+        }
+        return {std::max(advance.rise, net), net};
       }
       case Operation::resume:
         if (retained && advances(instruction.segment)) return {};
@@ -51,8 +55,13 @@ class Effects {
       case Operation::free: {
         // While measuring, what stood for the outputs' gradient was freed here too, as the gradient
         // itself is where it was offloaded.
-        const Effect effect = tell({Operation::free, instruction.segment}, size);
+        Effect effect = tell({Operation::free, instruction.segment}, size);
         if (plan_.strategy == "stream" || outputs_offload_) return effect;
+        // What was saved in front of the segment is held by the graph that is kept there.
+        if (retained && instruction.segment > 0) {
+          again_ = index > 0;
+          effect.net += tell({Operation::advance, instruction.segment - 1}, size).net;
+        }
         return {effect.rise, effect.net + tell({Operation::seed, instruction.segment}, size).net};
       }
       case Operation::restore:

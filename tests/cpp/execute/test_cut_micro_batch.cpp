@@ -54,7 +54,6 @@ void backward_of(Network& network, CutMicroBatch& micro_batch, int64_t segment) 
   micro_batch.take_gradients(segment, played, roots, gradients);
   torch::autograd::backward(roots, gradients);
   micro_batch.collect(segment, played);
-  micro_batch.forget_first_taken(segment);
 }
 
 /// What lies at the cuts while a micro-batch goes back.
@@ -75,11 +74,11 @@ TEST_P(CutMicroBatches, GiveTheGradientsOfOneThatIsNotCut) {
   CutMicroBatch micro_batch(Rows{0, 4}, network.record(), /*ops=*/nullptr);
   ASSERT_GT(micro_batch.segments(), 4);
   for (int64_t s = 0; s < micro_batch.segments(); ++s) {
-    micro_batch.go_through(network.inputs, s, /*inside=*/false);
+    micro_batch.go_through(network.inputs, s);
+    if (GetParam() == Saves::nothing) micro_batch.leave(s);
   }
   for (int64_t s = micro_batch.segments() - 1; s >= 0; --s) {
     if (GetParam() == Saves::nothing) {
-      micro_batch.forget_stretch(s);
       micro_batch.advance_to(network.inputs, s, /*forget=*/true, /*store=*/nullptr);
     } else if (GetParam() == Saves::what_the_next_takes) {
       micro_batch.offload_but_for(store, s, /*back=*/true);
