@@ -6,6 +6,7 @@
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/limit.hpp>
+#include <infinitybatch/memory/statistics.hpp>
 
 #include <algorithm>
 #include <exception>
@@ -80,7 +81,7 @@ Answers VirtualBatch::State::answers(Setup& setup, const std::optional<int64_t>&
   Answers answers{
       {Answer::rerun_forwards, [&] { return begin_reruns(setup); }},
       {Answer::record_anew, [] { return true; }},
-      {Answer::follow_segments, [this] { return follow_segments(); }},
+      {Answer::follow_segments, [&] { return follow_segments(setup); }},
       {Answer::cut, [&] { return begin_cuts(setup); }},
       {Answer::stop_cutting, [&] { return end_cuts(setup); }},
       {Answer::whole_batch, [&] { return begin_whole_batch(setup); }},
@@ -88,6 +89,7 @@ Answers VirtualBatch::State::answers(Setup& setup, const std::optional<int64_t>&
       {Answer::copy_in_turn, [&] { return begin_turns(setup); }},
       {Answer::smaller_micro_batches, [&] { return plan_smaller(*budget); }},
       {Answer::second_forwards, [this] { return give_up_graphs(); }},
+      {Answer::recompute, [&] { return begin_recompute(setup, budget); }},
       {Answer::offload, [&] { return begin_offload(setup); }},
       {Answer::checkpoint, [&] { return begin_checkpoints(setup); }},
   };
@@ -105,8 +107,10 @@ bool VirtualBatch::State::begin_reruns(Setup& setup) {
   return true;
 }
 
-bool VirtualBatch::State::follow_segments() {
+bool VirtualBatch::State::follow_segments(Setup& setup) {
   segments_ = failed_.segments;
+  memory_->boundaries.reset();
+  keep_all_boundaries(setup);
   return ++segments_changed_ <= 3;
 }
 
@@ -169,6 +173,7 @@ bool VirtualBatch::State::begin_checkpoints(Setup& setup) {
                         options_.use_tapes && setup.problem.exact_coupling &&
                         !knowledge_->why_coupled && planner_.smallest_failed() && !failed_in_loss_;
   if (!possible || setup.strategy.checkpoints()) return false;
+  keep_all_boundaries(setup);
   streamed_ = failed_.refusal ? std::make_exception_ptr(*failed_.refusal) : failed_.error;
   setup.strategy.cut(setup.strategy.is_cut(), /*for_memory=*/true);
   memory_->checkpoints.reset();
@@ -209,12 +214,63 @@ bool VirtualBatch::State::begin_again(const Setup& setup, CheckpointPlanner& pla
   return true;
 }
 
+bool VirtualBatch::State::begin_recompute(Setup& setup, const std::optional<int64_t>& budget) {
+  const bool possible = budget && setup.strategy.cuts == Strategy::Cuts::whole_batch_ops &&
+                        !setup.strategy.offloads() && memory_->boundaries &&
+                        options_.offload.when == Offload::When::never &&
+                        options_.retained_micro_batches == 0 &&
+                        (options_.micro_batch_size || planner_.smallest_failed());
+  if (!possible) return false;
+  const auto choice = fewer_boundaries(setup, *budget);
+  if (!choice) return false;
+  memory_->kept = choice;
+  setup.strategy.kept = choice->kept;
+  return true;
+}
+
+/// What micro-batches take beside their boundary activations grows with their size, and small ones
+/// take more time: it is tried to keep so much that micro-batches of a fair size fit.
+std::optional<plan::Boundaries::Choice> VirtualBatch::State::fewer_boundaries(
+    const Setup& setup, int64_t budget) const {
+  constexpr int64_t kFairSize = 32;
+  const plan::Boundaries& boundaries = *memory_->boundaries;
+  const int64_t samples = setup.problem.batch_size();
+  const int64_t now =
+      memory_->kept && setup.strategy.kept ? memory_->kept->bytes : boundaries.all(samples).bytes;
+  const auto fewer = [&](int64_t bytes) {
+    return boundaries.within(std::min(bytes, now - 1), samples);
+  };
+  if (options_.micro_batch_size) return fewer(budget - memory::stats(setup.problem.device).live);
+  for (int64_t size = std::min(kFairSize, samples); size > 0; size /= 2) {
+    const auto peak = planner_.peak_at(size);
+    if (!peak) break;
+    if (auto choice = fewer(budget - (*peak - now))) return choice;
+  }
+  // What is estimated here its own rehearsal knows, and says what would be enough.
+  plan::Boundaries::Choice least = boundaries.least(samples);
+  if (least.bytes >= now) return std::nullopt;
+  return least;
+}
+
+void VirtualBatch::State::keep_all_boundaries(Setup& setup) {
+  memory_->kept.reset();
+  setup.strategy.kept.reset();
+}
+
+void VirtualBatch::State::learn_boundaries(const Executor& executor, const Setup& setup,
+                                           Rows rows) {
+  if (memory_->boundaries || setup.strategy.cuts != Strategy::Cuts::whole_batch_ops) return;
+  memory_->boundaries.emplace(executor.recorded(rows), rows.size(),
+                              setup.problem.loss.coupled() != nullptr);
+}
+
 bool VirtualBatch::State::begin_offload(Setup& setup) {
   const bool fixed = options_.micro_batch_size || setup.strategy.checkpoints();
   const bool possible = (setup.strategy.is_cut() || keeps_graphs(setup.problem, setup.strategy)) &&
                         options_.offload.when != Offload::When::never &&
                         (fixed || planner_.smallest_failed());
   if (!possible || setup.strategy.offloads()) return false;
+  keep_all_boundaries(setup);
   memory_->offloads = true;
   setup.strategy.offload = keeps_graphs(setup.problem, setup.strategy)
                                ? Strategy::Offloads::graphs

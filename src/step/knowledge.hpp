@@ -2,6 +2,7 @@
 
 #include "execute/findings.hpp"
 #include "execute/static_tapes.hpp"
+#include "plan/boundaries.hpp"
 #include "plan/checkpoint_planner.hpp"
 #include "step/batch_kind.hpp"
 #include "step/few_rows.hpp"
@@ -30,8 +31,11 @@ struct Knowledge {
 /// whatever the program.
 struct KnownMemory {
   std::optional<CheckpointPlanner> checkpoints;  ///< one sample does not fit as a whole
-  bool offloads = false;                         ///< what waits does not fit
-  bool in_turn = false;  ///< nor what is copied beside other micro-batches' work
+  std::optional<plan::Boundaries> boundaries;    ///< in front of ops of the whole batch, once seen
+  /// Of these not all are kept: they did not fit.
+  std::optional<plan::Boundaries::Choice> kept;
+  bool offloads = false;  ///< what waits does not fit
+  bool in_turn = false;   ///< nor what is copied beside other micro-batches' work
 };
 
 /// Everything that one object knows of batches.

@@ -35,8 +35,8 @@ void Rehearsal::run() {
         planner.observe(*piece, run_planned(*executor, *piece, row, setup.problem.device));
         if (times) choices.add(request(), piece->plan, executor->take_times());
         executor->checks().examine();
+        after_piece(*executor, {row, row + piece->plan.micro_batch_sizes.front()});
         row += piece->plan.batch_size;
-        after_piece(*executor);
         if (!setup.strategy.is_cut()) continue;
         // Each piece stands for a whole batch.
         setup.resources.findings->recordings_checked = true;

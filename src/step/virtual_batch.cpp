@@ -85,6 +85,9 @@ Strategy VirtualBatch::State::first_strategy(const Problem& problem) const {
   if (has_boundaries && offloads) {
     strategy.offload = keeps ? Strategy::Offloads::graphs : Strategy::Offloads::boundaries;
   }
+  if (strategy.cuts == Strategy::Cuts::whole_batch_ops && !strategy.offloads() && memory_->kept) {
+    strategy.kept = memory_->kept->kept;
+  }
   return strategy;
 }
 
@@ -230,6 +233,7 @@ StepReport VirtualBatch::State::attempt(const Setup& setup, const std::optional<
     report.loss = executor->loss();
     report.outputs = executor->take_outputs();
     report.strategy = plan_.strategy;
+    report.strategy_reason = plan_.explain_kept();
     if (const auto opaque = executor->opaque()) {
       report.strategy = "rerun";
       report.strategy_reason = options_.use_tapes ? *opaque : "use_tapes=false was given";

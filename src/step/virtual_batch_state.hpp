@@ -78,7 +78,7 @@ class VirtualBatch::State {
   bool answer(Setup& setup, const std::optional<int64_t>& budget, const memory::Limit* limit);
   Answers answers(Setup& setup, const std::optional<int64_t>& budget);
   bool begin_reruns(Setup& setup);
-  bool follow_segments();
+  bool follow_segments(Setup& setup);
   void raise_explained(const Setup& setup, const std::optional<int64_t>& budget);
   void refuse_smaller(int64_t budget);
   bool plan_smaller(int64_t budget);
@@ -94,6 +94,14 @@ class VirtualBatch::State {
   /// They did not help: as if they had never begun. \throws BudgetExceeded
   /// \param what it is that does not fit
   [[noreturn]] void give_up_checkpoints(int64_t needed, int64_t budget, const std::string& what);
+  /// From now on fewer boundary activations of the whole batch are kept; false where that does not
+  /// help, or what waits may leave the device instead.
+  bool begin_recompute(Setup& setup, const std::optional<int64_t>& budget);
+  std::optional<plan::Boundaries::Choice> fewer_boundaries(const Setup& setup,
+                                                           int64_t budget) const;
+  void keep_all_boundaries(Setup& setup);
+  /// \param rows of the micro-batch that an executor has recorded
+  void learn_boundaries(const Executor& executor, const Setup& setup, Rows rows);
   /// From now on what waits of batches of this kind leaves the device; false where it cannot.
   bool begin_offload(Setup& setup);
   /// What waits until a coupled loss is known does not, but is made again after it.

@@ -63,8 +63,8 @@ void VirtualBatch::State::follow_cuts(Executor& executor, const Setup& setup,
   const auto count = static_cast<int64_t>(sizes.size());
   const int64_t retained = std::min(options_.retained_micro_batches, count);
   const auto plan = [&](int64_t segments) {
-    Plan cut =
-        cut_plan(sizes, segments, retained, setup.problem.loss.coupled() != nullptr, has_penalty());
+    Plan cut = cut_plan(sizes, segments, retained, setup.problem.loss.coupled() != nullptr,
+                        has_penalty(), setup.strategy.kept);
     return setup.strategy.offloads() ? with_offload(std::move(cut), may_overlap(setup)) : cut;
   };
   Piece piece;
@@ -73,6 +73,7 @@ void VirtualBatch::State::follow_cuts(Executor& executor, const Setup& setup,
   piece.plan.instructions.resize(sizes.size());  // the recordings
   plan_ = piece.plan;
   run(executor, piece, 0, setup.problem.device);
+  learn_boundaries(executor, setup, {0, sizes.front()});
   piece.plan = plan(executor.segments());
   plan_ = piece.plan;
   plan_.baseline_bytes = memory::stats(setup.problem.device).live;
@@ -177,6 +178,11 @@ Request VirtualBatch::State::request(const Setup& setup, int64_t budget) const {
   if (request.offloaded) request.signature += "|offloaded";
   request.offloads_graphs = setup.strategy.offloads_graphs();
   if (request.offloads_graphs) request.signature += "|graphs, too";
+  if (setup.strategy.cuts == Strategy::Cuts::whole_batch_ops) request.kept = setup.strategy.kept;
+  if (request.kept) {
+    request.signature += "|keeps";
+    for (const int64_t op : *request.kept) request.signature += " " + std::to_string(op);
+  }
   request.outputs_offload =
       request.offloaded && setup.problem.loss.coupled() != nullptr &&
       setup.problem.loss.coupled()->device().value_or(setup.problem.device) == setup.problem.device;
@@ -196,7 +202,8 @@ Request VirtualBatch::State::request(const Setup& setup, int64_t budget) const {
 
 void VirtualBatch::State::rehearse(const Setup& setup, int64_t budget) {
   if (planner_.settled_for(request(setup, budget))) return;
-  const auto check = [this](const Executor& executor) {
+  const auto check = [&](const Executor& executor, Rows first) {
+    learn_boundaries(executor, setup, first);
     inputs_written_ = executor.forwards().wrote_inputs();
     check_inputs();
   };
