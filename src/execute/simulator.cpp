@@ -38,14 +38,12 @@ class Effects {
         return {forward.rise, forward.net + graph};
       }
       case Operation::advance_retained: {
-        // What is saved at the next cut is the graph's own; so are outputs that a stand-in for
-        // their gradient tells of.
         const Effect advance = tell({Operation::advance, instruction.segment}, size);
-        int64_t net = tell({Operation::resume, instruction.segment}, size).net;
-        if (instruction.segment + 1 == plan_.segments) {
-          net += advance.net - tell({Operation::seed, instruction.segment}, size).net;
-        }
-        return {std::max(advance.rise, net), net};
+        int64_t graph = tell({Operation::resume, instruction.segment}, size).net -
+                        tell({Operation::seed, instruction.segment}, size).net;
+        const bool goes_on = instruction.segment + 1 < plan_.segments;
+        if (goes_on) graph -= shared(instruction.segment, index, size);
+        return {std::max(advance.rise, advance.net + graph), advance.net + graph};
       }
       case Operation::resume:
         if (retained && advances(instruction.segment)) return {};
@@ -57,12 +55,10 @@ class Effects {
         // itself is where it was offloaded.
         Effect effect = tell({Operation::free, instruction.segment}, size);
         if (plan_.strategy == "stream" || outputs_offload_) return effect;
-        // What was saved in front of the segment is held by the graph that is kept there.
-        if (retained && instruction.segment > 0) {
-          again_ = index > 0;
-          effect.net += tell({Operation::advance, instruction.segment - 1}, size).net;
-        }
-        return {effect.rise, effect.net + tell({Operation::seed, instruction.segment}, size).net};
+        effect.net += tell({Operation::seed, instruction.segment}, size).net;
+        const bool beside_graph = retained && instruction.segment > 0;
+        if (beside_graph) effect.net += shared(instruction.segment - 1, index, size);
+        return effect;
       }
       case Operation::restore:
       case Operation::prefetch: {
@@ -99,6 +95,19 @@ class Effects {
  private:
   /// A separable loss goes through the last segment once, forward and backward.
   bool advances(int64_t segment) const { return segment + 1 < plan_.segments || whole_loss_; }
+
+  /// Bytes that a micro-batch saves at the cut behind a segment, and that the segment's graph holds
+  /// where it is kept: they are there once, and until that graph goes. Whoever advances leaves
+  /// them, beside what is there once (where a draw begins); whoever frees the next segment lets go
+  /// of them, beside what that segment has made.
+  int64_t shared(int64_t segment, int64_t index, double size) {
+    const bool noted = std::exchange(again_, index > 0);
+    const int64_t left = tell({Operation::advance, segment}, size).net;
+    const int64_t freed = -tell({Operation::free, segment + 1}, size).net -
+                          tell({Operation::seed, segment + 1}, size).net;
+    again_ = noted;
+    return std::max<int64_t>(0, std::min(left, freed));
+  }
 
   /// Copies beside compute take what copies in turn do.
   static Step restoring(const Instruction& instruction) {
