@@ -62,7 +62,6 @@ class CutMicroBatch {
   PlayedSegment go_through(const Batch& inputs, int64_t segment);
   /// Stands in front of a segment no longer.
   void leave(int64_t segment);
-  bool stands_at(int64_t segment) const { return segment == 0 || standing_.contains(segment); }
   /// From the beginning of its stretch to the cut in front of a segment.
   /// \param forget it stands nowhere between
   /// \param store  where all but what the segment takes is offloaded to; null: nowhere
