@@ -5,6 +5,7 @@
 #include <infinitybatch/execute/plan.hpp>
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <vector>
 
@@ -28,13 +29,17 @@ class Boundaries {
   /// Ops that see the whole batch.
   int64_t ops() const noexcept { return ops_; }
 
+  /// Seconds of a sample's way forward through segments, of which the least that were seen count.
+  /// Until those of all have been, a segment's work is taken to be the bytes that its ops make.
+  void learn(const std::map<int64_t, double>& seconds);
+
   struct Choice {
     KeptBoundaries kept;
     int64_t bytes = 0;  ///< the most of what waits, its gradients included
     double again = 0;   ///< computed once more, as a share of a forward
   };
-  /// All are kept.
-  Choice all(int64_t samples) const;
+  /// What a choice takes.
+  Choice with(const KeptBoundaries& kept, int64_t samples) const;
   /// What takes the least time with at most so many bytes; nothing where nothing does.
   /// \param samples of the logical batch
   std::optional<Choice> within(int64_t bytes, int64_t samples) const;
@@ -49,23 +54,25 @@ class Boundaries {
     int64_t last = 0;
     double bytes = 0;  // of one sample
   };
-  /// From an op whose boundary is kept, or the inputs, to the next.
+  /// From an op whose boundary is kept, or the inputs, to the next. Bytes of one sample.
   struct Block {
-    double beside = 0;  // bytes of one sample, beside what is kept in front of it
-    double kept = 0;    // bytes that the next one adds to what is kept
-    double again = 0;   // share of a forward
+    double beside = 0;  // the most that is there beside what is kept up to its beginning
+    double kept = 0;    // what the next one adds to that
   };
-  /// Where every second forward ends: in front of the op at which all arrive at once, or behind the
-  /// last.
+  void note_given(const Recorded& recorded, int64_t segment, int64_t samples);
+  /// In front of this op all micro-batches arrive at once and go back, or it is behind the last.
   int64_t end() const noexcept { return coupled_ ? ops_ + 1 : ops_; }
-  /// In front of op `at`, and not in front of op `beside`.
-  double added(int64_t beside, int64_t at) const;
   Block block(int64_t begin, int64_t end) const;
+  /// What a block computes once more, as a share of a forward.
+  double again(int64_t begin, int64_t end) const;
 
   int64_t ops_;
   bool coupled_;
   std::vector<Given> given_;
-  std::vector<double> work_;                // of each segment, as a share of all
+  std::vector<double> work_;           // of each segment, as a share of all
+  std::map<int64_t, double> seconds_;  // of segments
+  /// Bytes in front of an op, the second index, that are not there in front of the first; of 0 all.
+  std::vector<std::vector<double>> added_;
   std::vector<std::vector<Block>> blocks_;  // from each op, 0 for the inputs, to those behind it
 };
 

@@ -6,6 +6,7 @@
 #include <infinitybatch/execute/plan.hpp>
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -63,6 +64,9 @@ struct Measurement {
   std::optional<MicroBatchProfile::Effect> whole_loss;
   std::vector<double> seconds;  ///< of each micro-batch of a timed piece
   std::vector<double> again;    ///< of these: forward once more, which a kept graph saves
+  /// Of a piece that is timed or traced: seconds of a sample on its way forward, by segment; the
+  /// least of its micro-batches.
+  std::map<int64_t, double> advances;
   int64_t peak_bytes = 0;
   int64_t lasting_bytes = 0;  ///< live more than before, beside sums of gradients
   /// Of every micro-batch, where they need not be alike: how long its samples are. Else empty.

@@ -220,48 +220,9 @@ bool VirtualBatch::State::begin_recompute(Setup& setup, const std::optional<int6
                         options_.offload.when == Offload::When::never &&
                         options_.retained_micro_batches == 0 &&
                         (options_.micro_batch_size || planner_.smallest_failed());
-  if (!possible) return false;
-  const auto choice = fewer_boundaries(setup, *budget);
-  if (!choice) return false;
-  memory_->kept = choice;
-  setup.strategy.kept = choice->kept;
+  if (!possible || !keep_fewer_boundaries(setup, *budget)) return false;
+  memory_->kept = setup.strategy.kept;
   return true;
-}
-
-/// What micro-batches take beside their boundary activations grows with their size, and small ones
-/// take more time: it is tried to keep so much that micro-batches of a fair size fit.
-std::optional<plan::Boundaries::Choice> VirtualBatch::State::fewer_boundaries(
-    const Setup& setup, int64_t budget) const {
-  constexpr int64_t kFairSize = 32;
-  const plan::Boundaries& boundaries = *memory_->boundaries;
-  const int64_t samples = setup.problem.batch_size();
-  const int64_t now =
-      memory_->kept && setup.strategy.kept ? memory_->kept->bytes : boundaries.all(samples).bytes;
-  const auto fewer = [&](int64_t bytes) {
-    return boundaries.within(std::min(bytes, now - 1), samples);
-  };
-  if (options_.micro_batch_size) return fewer(budget - memory::stats(setup.problem.device).live);
-  for (int64_t size = std::min(kFairSize, samples); size > 0; size /= 2) {
-    const auto peak = planner_.peak_at(size);
-    if (!peak) break;
-    if (auto choice = fewer(budget - (*peak - now))) return choice;
-  }
-  // What is estimated here its own rehearsal knows, and says what would be enough.
-  plan::Boundaries::Choice least = boundaries.least(samples);
-  if (least.bytes >= now) return std::nullopt;
-  return least;
-}
-
-void VirtualBatch::State::keep_all_boundaries(Setup& setup) {
-  memory_->kept.reset();
-  setup.strategy.kept.reset();
-}
-
-void VirtualBatch::State::learn_boundaries(const Executor& executor, const Setup& setup,
-                                           Rows rows) {
-  if (memory_->boundaries || setup.strategy.cuts != Strategy::Cuts::whole_batch_ops) return;
-  memory_->boundaries.emplace(executor.recorded(rows), rows.size(),
-                              setup.problem.loss.coupled() != nullptr);
 }
 
 bool VirtualBatch::State::begin_offload(Setup& setup) {

@@ -32,10 +32,11 @@ struct Knowledge {
 struct KnownMemory {
   std::optional<CheckpointPlanner> checkpoints;  ///< one sample does not fit as a whole
   std::optional<plan::Boundaries> boundaries;    ///< in front of ops of the whole batch, once seen
-  /// Of these not all are kept: they did not fit.
-  std::optional<plan::Boundaries::Choice> kept;
-  bool offloads = false;  ///< what waits does not fit
-  bool in_turn = false;   ///< nor what is copied beside other micro-batches' work
+  KeptBoundaries kept;                           ///< of these, where not all fit
+  bool compared = false;                         ///< whether that or offload takes less time
+  std::string why_offloaded;                     ///< or not, then
+  bool offloads = false;                         ///< what waits does not fit
+  bool in_turn = false;  ///< nor what is copied beside other micro-batches' work
 };
 
 /// Everything that one object knows of batches.

@@ -19,8 +19,8 @@ struct Rehearsal {
   GraphChoices& choices;
   Setup setup;
   std::function<Request()> request;  ///< for what is live now
-  /// Is told the first micro-batch, too; may throw.
-  std::function<void(const Executor&, Rows)> after_piece;
+  /// Is told the first micro-batch, too, and what was measured; may throw.
+  std::function<void(const Executor&, Rows, const Measurement&)> after_piece;
   std::function<void(Setup&)> in_front = {};  ///< of each executor
 
   // What `run` tells:

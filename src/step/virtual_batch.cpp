@@ -85,8 +85,8 @@ Strategy VirtualBatch::State::first_strategy(const Problem& problem) const {
   if (has_boundaries && offloads) {
     strategy.offload = keeps ? Strategy::Offloads::graphs : Strategy::Offloads::boundaries;
   }
-  if (strategy.cuts == Strategy::Cuts::whole_batch_ops && !strategy.offloads() && memory_->kept) {
-    strategy.kept = memory_->kept->kept;
+  if (strategy.cuts == Strategy::Cuts::whole_batch_ops && !strategy.offloads()) {
+    strategy.kept = memory_->kept;
   }
   return strategy;
 }
@@ -160,6 +160,7 @@ StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchS
     std::optional<memory::Limit> limit;
     if (budget) limit.emplace(*budget, setup.problem.device);
     try {
+      if (budget) choose_boundaries(setup, *budget);
       StepReport report = attempt(setup, budget, hand_out);
       programs_.left(program_of(setup.problem));
       knowledge_->findings = std::move(findings);

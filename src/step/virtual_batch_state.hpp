@@ -97,9 +97,12 @@ class VirtualBatch::State {
   /// From now on fewer boundary activations of the whole batch are kept; false where that does not
   /// help, or what waits may leave the device instead.
   bool begin_recompute(Setup& setup, const std::optional<int64_t>& budget);
-  std::optional<plan::Boundaries::Choice> fewer_boundaries(const Setup& setup,
-                                                           int64_t budget) const;
+  bool keep_fewer_boundaries(Setup& setup, int64_t budget) const;
   void keep_all_boundaries(Setup& setup);
+  /// Of what is offloaded because it does not fit, once that is rehearsed: finds out whether
+  /// keeping some of it and computing the rest again takes less time.
+  void choose_boundaries(Setup& setup, int64_t budget);
+  std::optional<double> rehearse_fewer(Setup& setup, int64_t budget);
   /// \param rows of the micro-batch that an executor has recorded
   void learn_boundaries(const Executor& executor, const Setup& setup, Rows rows);
   /// From now on what waits of batches of this kind leaves the device; false where it cannot.

@@ -202,8 +202,9 @@ Request VirtualBatch::State::request(const Setup& setup, int64_t budget) const {
 
 void VirtualBatch::State::rehearse(const Setup& setup, int64_t budget) {
   if (planner_.settled_for(request(setup, budget))) return;
-  const auto check = [&](const Executor& executor, Rows first) {
+  const auto check = [&](const Executor& executor, Rows first, const Measurement& measured) {
     learn_boundaries(executor, setup, first);
+    if (memory_->boundaries) memory_->boundaries->learn(measured.advances);
     inputs_written_ = executor.forwards().wrote_inputs();
     check_inputs();
   };
@@ -271,6 +272,7 @@ void VirtualBatch::State::follow_planner(Executor& executor, const Setup& setup,
     planner_.observe(piece, run_planned(executor, piece, 0, setup.problem.device));
     if (setup.strategy.is_cut()) setup.resources.findings->recordings_checked = true;
     plan_ = planner_.plan();
+    if (!memory_->why_offloaded.empty()) plan_.reason += "; " + memory_->why_offloaded;
     if (!graph_choices_.empty()) {
       const GraphChoice* choice = graph_choices_.find(kind_.shapes());
       if (choice != nullptr) plan_.reason += "; " + choice->reason;

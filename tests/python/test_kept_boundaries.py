@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from batch_norm_models import Dense, Residual
 from batch_norm_support import assert_same, contrastive
 from measure import gradients, worst
-from support import Calls, Result, native, ours
+from support import Calls, Result, native, ours, until_quiet
 from torch import nn
 
 TOLERANCE = 1e-12
@@ -229,3 +229,29 @@ def test_offload_that_is_allowed_comes_first() -> None:
     budget = ib.memory.stats().live + whole_peak(model, criterion, inputs, targets) // 2
     found = ours(model, criterion, inputs, targets, micro_batch_size=SIZE, memory_budget=budget)
     assert found.report.offloaded_bytes > 0 and found.report.strategy_reason == ""
+
+
+#: Bytes a second, and what stays then: copies take many times what forward does, or next to nothing.
+LINKS = {"slow": (2e7, "computed again, not offloaded"), "fast": (0, "offloaded, not computed")}
+
+
+@until_quiet
+@pytest.mark.parametrize("link", LINKS)
+def test_what_is_faster_stays(link: str) -> None:
+    bandwidth, wanted = LINKS[link]
+    model, inputs, targets = made(lambda: Residual(8))
+    criterion = nn.CrossEntropyLoss()
+    expected = native(model, criterion, inputs, targets)
+    budget = ib.memory.stats().live + whole_peak(model, criterion, inputs, targets) // 2
+    offload = ib.Offload("auto", host_budget="64MiB", host_bandwidth=bandwidth)
+    batch = ib.VirtualBatch(model, criterion, memory_budget=budget, offload=offload)
+    for _ in range(20):
+        reason = batch.plan(inputs, targets).reason
+        if "boundary activations are" in reason:
+            break
+    assert f"boundary activations are {wanted}" in reason
+    report = batch.backward(inputs, targets)
+    assert worst(gradients(model), expected.gradients) <= TOLERANCE
+    assert report.peak_bytes <= budget
+    assert (report.offloaded_bytes > 0) == (link == "fast")
+    assert report.strategy_reason.startswith(KEPT) == (link == "slow")
