@@ -6,7 +6,6 @@
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/limit.hpp>
-#include <infinitybatch/memory/statistics.hpp>
 
 #include <algorithm>
 #include <exception>

@@ -29,9 +29,9 @@ void VirtualBatch::State::keep_all_boundaries(Setup& setup) {
 /// What micro-batches take beside their boundary activations grows with their size, and small ones
 /// take more time: it is tried to keep so much that micro-batches of a fair size fit.
 bool VirtualBatch::State::keep_fewer_boundaries(Setup& setup, int64_t budget) const {
-  constexpr int64_t kFairSize = 32;
   const plan::Boundaries& boundaries = *memory_->boundaries;
   const int64_t samples = setup.problem.batch_size();
+  const int64_t fair = std::min(samples, std::max(int64_t{32}, samples / 8));
   const int64_t now = boundaries.with(setup.strategy.kept, samples).bytes;
   const auto keep = [&](int64_t bytes) {
     const auto choice = boundaries.within(std::min(bytes, now - 1), samples);
@@ -39,7 +39,7 @@ bool VirtualBatch::State::keep_fewer_boundaries(Setup& setup, int64_t budget) co
     return choice.has_value();
   };
   if (options_.micro_batch_size) return keep(budget - memory::stats(setup.problem.device).live);
-  for (int64_t size = std::min(kFairSize, samples); size > 0; size /= 2) {
+  for (int64_t size = fair; size > 0; size /= 2) {
     const auto peak = planner_.peak_at(size);
     if (!peak) break;
     if (keep(budget - (*peak - now))) return true;
