@@ -95,13 +95,15 @@ class VirtualBatch:
             `memory_budget` does so by itself where one sample does not fit.
         offload: what leaves the device while it waits: "auto" (where no plan fits otherwise),
             "always", "never" (one sample that does not fit computes it again instead, in time that
-            grows with the square of its depth; of a whole batch: BudgetExceeded), or an `Offload`,
-            which says where to as well. It is for what waits at the cuts of recordings (BatchNorm
-            and its like, or one sample that does not fit), for outputs that wait for a coupled loss
-            and their gradients after it, and for the graphs of `retained_micro_batches`. With
-            "always" a plan keeps all graphs of a coupled loss away from the device, or none,
-            whichever takes less time. Copies run while others compute where the budget has room for
-            what two more micro-batches leave at a cut, else in turn.
+            grows with the square of its depth; of a whole batch some of what waits is computed
+            again, one forward more at most), or an `Offload`, which says where to as well. It is
+            for what waits at the cuts of recordings (BatchNorm and its like, or one sample that does
+            not fit), for outputs that wait for a coupled loss and their gradients after it, and for
+            the graphs of `retained_micro_batches`. Under a budget "auto" computes again what waits
+            in front of BatchNorm if rehearsals find that faster. With "always" a plan keeps all
+            graphs of a coupled loss away from the device, or none, whichever takes less time. Copies
+            run while others compute where the budget has room for what two more micro-batches leave
+            at a cut, else in turn.
         match_native_rng: whether dropout, rand, randn and their like give the numbers that the whole
             batch's run would draw from the same generator (after the same torch.manual_seed), which
             is left where that run leaves it. What draws in a way whose numbers for the whole batch

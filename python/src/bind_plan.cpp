@@ -66,6 +66,9 @@ The executor runs the instructions, the predicted peak is read off the same ones
       .def_readonly("retained", &Plan::retained, "Micro-batches that keep their graph.")
       .def_property_readonly("offloaded_graphs", &Plan::offloaded_graphs,
                              "Of these, whose graph is kept away from the device.")
+      .def_readonly("kept_boundaries", &Plan::kept_boundaries,
+                    "Ops that see the whole batch, from 1, in front of which boundary activations "
+                    "are kept, where those of others are computed again; None where all are.")
       .def_readonly("offloads", &Plan::offloads, "Whether what waits at cuts leaves the device.")
       .def_readonly("overlaps", &Plan::overlaps,
                     "Whether it is copied while other micro-batches, or segments, compute.")

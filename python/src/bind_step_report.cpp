@@ -187,7 +187,8 @@ void bind_step_report(py::module_& module) {
           "forwards ran twice), \"cut\" (layers of the model see the whole batch) or "
           "\"checkpoint\" (the graph of one micro-batch was never there as a whole).")
       .def_readonly("strategy_reason", &StepReport::strategy_reason,
-                    "Why forwards ran twice; empty where they did not.")
+                    "Why forwards ran twice, or which boundary activations of the whole batch were "
+                    "kept where others were computed again; else empty.")
       .def("as_dict", &as_dict,
            "All but `outputs` as numbers, text and lists, for loggers and JSON; `loss` as a float.")
       .def("_repr_html_", &html)

@@ -99,8 +99,8 @@ Batch replay_lightly(const Recorded& recorded, Rows rows, const Batch& inputs) {
   PlayedSegment played;
   for (int64_t s = 0; s < micro_batch.segments(); ++s) {
     played = PlayedSegment();
-    played = micro_batch.go_through(inputs, s, /*inside=*/false);
-    micro_batch.forget_used(s);
+    played = micro_batch.go_through(inputs, s);
+    micro_batch.leave(s);
   }
   return tape::result_of(plain->tape, played.values);
 }

@@ -34,7 +34,8 @@ CutMicroBatch::CutMicroBatch(Rows rows, std::shared_ptr<const Recorded> recorded
       recorded_(std::move(recorded)),
       ops_(ops),
       lent_by_(lent_by),
-      random_(recorded_->segments.size()) {
+      random_(recorded_->segments.size()),
+      to_go_back_(segments()) {
   if (ops_ != nullptr && ops_->draw()) return;
   random_[0] = recorded_->tape.initial;
   if (lent_by_ == nullptr) return;
@@ -43,6 +44,7 @@ CutMicroBatch::CutMicroBatch(Rows rows, std::shared_ptr<const Recorded> recorded
 
 void CutMicroBatch::stand_at(Saved saved) {
   boundaries_ = std::move(saved.boundaries);
+  for (int64_t s = 1; s < segments(); ++s) standing_.insert(s);
   for (size_t s = 0; s < saved.random.size(); ++s) random_[s + 1] = std::move(saved.random[s]);
   if (saved.tail) keep_graph(segments() - 1, std::move(*saved.tail));
 }
@@ -133,38 +135,40 @@ void CutMicroBatch::play_values(const Batch& inputs, int64_t segment, PlayedSegm
              /*other_rows=*/lent_by_ != nullptr);
 }
 
-PlayedSegment CutMicroBatch::go_through(const Batch& inputs, int64_t segment, bool inside) {
+PlayedSegment CutMicroBatch::go_through(const Batch& inputs, int64_t segment) {
   std::vector<tape::Draw> random = random_[static_cast<size_t>(segment)];
   PlayedSegment played = play(inputs, segment, random);
-  const int64_t last = recorded_->last_beside(segment);
+  if (is_last(segment)) return played;
+  standing_.insert(segment + 1);
   for (const tape::ValueId value : at(segment).gives) {
     const tape::Crossing crossing{value, static_cast<int32_t>(segment)};
-    if (inside && recorded_->first_user.at(crossing) > last) continue;
-    boundaries_.save(crossing, played.values[value]);
+    if (is_needed(crossing)) boundaries_.save(crossing, played.values[value]);
   }
-  if (!is_last(segment)) random_[static_cast<size_t>(segment) + 1] = std::move(random);
+  random_[static_cast<size_t>(segment) + 1] = std::move(random);
   return played;
+}
+
+bool CutMicroBatch::is_needed(tape::Crossing crossing) const {
+  const auto behind = standing_.upper_bound(crossing.giver);
+  return behind != standing_.end() && *behind <= recorded_->last_user(crossing, to_go_back_);
+}
+
+void CutMicroBatch::forget_unneeded() {
+  boundaries_.forget_if([this](tape::Crossing crossing) { return !is_needed(crossing); });
+}
+
+void CutMicroBatch::leave(int64_t segment) {
+  if (standing_.erase(segment) > 0) forget_unneeded();
 }
 
 void CutMicroBatch::advance_to(const Batch& inputs, int64_t segment, bool forget,
                                offload::Store* store) {
-  for (int64_t s = recorded_->first_beside(segment); s < segment; ++s) {
-    go_through(inputs, s, /*inside=*/true);
-    if (forget) forget_used(s);
+  const int64_t first = recorded_->first_beside(segment);
+  for (int64_t s = first; s < segment; ++s) {
+    go_through(inputs, s);
+    if (forget && s > first) leave(s);
     if (store != nullptr) offload_but_for(*store, s + 1, /*back=*/true);
   }
-}
-
-void CutMicroBatch::forget_used(int64_t segment) {
-  const int64_t first = recorded_->first_beside(segment);
-  boundaries_.forget_if([&](tape::Crossing crossing) {
-    return crossing.giver >= first && recorded_->last_user.at(crossing) <= segment;
-  });
-}
-
-void CutMicroBatch::forget_stretch(int64_t segment) {
-  const int64_t first = recorded_->first_beside(segment);
-  boundaries_.forget_if([&](tape::Crossing crossing) { return crossing.giver >= first; });
 }
 
 void CutMicroBatch::give_op_behind(const Batch& inputs, int64_t segment) {
@@ -193,8 +197,14 @@ PlayedSegment CutMicroBatch::graph_of(const Batch& inputs, int64_t segment) {
   return play(inputs, segment, random);
 }
 
+void CutMicroBatch::begin_backward(bool keep) {
+  boundaries_.forget_gradients();
+  lasting_.reset();
+  if (keep) lasting_ = standing_;
+}
+
 void CutMicroBatch::correct_behind(const Batch& inputs, int64_t segment,
-                                   autograd::GradientSinks& sinks) {
+                                   const PlayedSegment& played, autograd::GradientSinks& sinks) {
   const coupled::WholeBatchOp* const op = op_behind(segment);
   if (op == nullptr || op->corrected() == 0) return;
   const tape::Segment& next = at(segment + 1);
@@ -208,7 +218,11 @@ void CutMicroBatch::correct_behind(const Batch& inputs, int64_t segment,
     if (take == next.takes.end()) {
       correct_leaf(inputs, segment + 1, i, given[i], sinks);
     } else if (boundaries_.differentiable(take->from)) {
-      op->correct(rows_, i, boundaries_.at(take->from), boundaries_.gradient(take->from));
+      // What this segment gave may be saved no more.
+      const at::Tensor input = take->from.giver == segment
+                                   ? played.values[take->from.value].detach()
+                                   : boundaries_.at(take->from);
+      op->correct(rows_, i, input, boundaries_.gradient(take->from));
     }
   }
   // An op may leave a gradient alone.
@@ -218,7 +232,7 @@ void CutMicroBatch::correct_behind(const Batch& inputs, int64_t segment,
 /// Of the inputs, or a parameter.
 void CutMicroBatch::correct_leaf(const Batch& inputs, int64_t segment, size_t which,
                                  tape::ValueId value, autograd::GradientSinks& sinks) {
-  std::vector<at::Tensor> values = frontier(at(segment), /*op_only=*/true);
+  std::vector<at::Tensor> values(recorded_->tape.value_count);
   tape::first_arguments(recorded_->tape, at(segment), inputs, values);
   const at::Tensor leaf = values[value];
   if (!leaf.requires_grad()) return;
@@ -248,17 +262,15 @@ void CutMicroBatch::collect(int64_t segment, PlayedSegment& played) {
       boundaries_.add_gradient(crossing, std::move(leaf.mutable_grad()));
     }
   }
-}
-
-void CutMicroBatch::forget_first_taken(int64_t segment) {
-  boundaries_.forget_if(
-      [&](tape::Crossing crossing) { return recorded_->first_user.at(crossing) == segment; });
+  if (!lasting_) to_go_back_ = segment;
+  if (!lasting_ || !lasting_->contains(segment)) standing_.erase(segment);
+  forget_unneeded();
 }
 
 BoundaryActivations::Some CutMicroBatch::taken(int64_t segment, bool back) const {
   BoundaryActivations::Some some;
-  const auto take = [&](tape::Crossing crossing) {
-    some.values.insert(crossing);
+  const auto take = [&](tape::Crossing crossing, bool at_hand = false) {
+    if (!at_hand) some.values.insert(crossing);
     // Gradients of what several segments use are summed up.
     if (back) some.gradients.insert(crossing);
   };
@@ -277,7 +289,8 @@ BoundaryActivations::Some CutMicroBatch::taken(int64_t segment, bool back) const
                             if (left == 0) return;
                             --left;
                             for (const tape::Take& each : at(segment + 1).takes) {
-                              if (each.from.value == value) take(each.from);
+                              if (each.from.value != value) continue;
+                              take(each.from, /*at_hand=*/back && each.from.giver == segment);
                             }
                           });
   return some;

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -52,19 +53,19 @@ class CutMicroBatch {
   /// Whether segments `first` to `last`, or the op behind them, read the inputs.
   bool reads_inputs(int64_t first, int64_t last) const;
 
-  // Forward:
-  /// Plays a segment and saves what it gives.
-  /// \param inside only what the rest of its stretch takes: later ones have been there already
+  // It stands at cuts: there everything is saved that segments behind one need, of those that have
+  // yet to go back. At first it stands in front of segment 0.
+
+  // Forward, and, where it does not stand at a cut, forward once more on the way back:
+  /// Plays a segment, and stands at the cut behind it.
   /// \throws tape::OtherValues where values decide what forward does, see `lent_by`
-  PlayedSegment go_through(const Batch& inputs, int64_t segment, bool inside);
+  PlayedSegment go_through(const Batch& inputs, int64_t segment);
+  /// Stands in front of a segment no longer.
+  void leave(int64_t segment);
   /// From the beginning of its stretch to the cut in front of a segment.
-  /// \param forget only what this segment takes is saved then
-  /// \param store  where all else is offloaded to; null: nowhere
+  /// \param forget it stands nowhere between
+  /// \param store  where all but what the segment takes is offloaded to; null: nowhere
   void advance_to(const Batch& inputs, int64_t segment, bool forget, offload::Store* store);
-  /// Forgets what its stretch has saved for segments up to this.
-  void forget_used(int64_t segment);
-  /// Forgets all that its stretch has saved.
-  void forget_stretch(int64_t segment);
   /// Gives the op behind a segment what it is called with.
   void give_op_behind(const Batch& inputs, int64_t segment);
   /// What a buffer would hold now, without user code that writes it.
@@ -78,19 +79,21 @@ class CutMicroBatch {
   void drop_graphs() { graphs_.clear(); }
 
   // Back:
-  void begin_backward() { boundaries_.forget_gradients(); }
+  /// \param keep another backward may follow: where it stands now, it stands then
+  void begin_backward(bool keep);
   /// The graph of a segment: the one that was kept, or by playing it.
   PlayedSegment graph_of(const Batch& inputs, int64_t segment);
   /// What the op behind a segment adds to the gradients of its arguments, now that it knows those
   /// of all rows.
-  void correct_behind(const Batch& inputs, int64_t segment, autograd::GradientSinks& sinks);
+  /// \param played the segment
+  void correct_behind(const Batch& inputs, int64_t segment, const PlayedSegment& played,
+                      autograd::GradientSinks& sinks);
   /// Where backward of a segment begins, beside the model's outputs.
   void take_gradients(int64_t segment, const PlayedSegment& played, std::vector<at::Tensor>& roots,
                       std::vector<at::Tensor>& gradients);
   /// Takes the gradients of a segment's leaves, which has run backward.
+  /// It has gone back, unless another backward may follow.
   void collect(int64_t segment, PlayedSegment& played);
-  /// Backward needs no more what a segment was the first one to take.
-  void forget_first_taken(int64_t segment);
 
   // Offload of what is saved. Each returns the bytes whose copies begin.
   /// What a segment takes, on its way forward or back, is on the device again; with `ahead` its
@@ -115,6 +118,8 @@ class CutMicroBatch {
     return is_last(segment) ? nullptr : op_before(segment + 1);
   }
   BoundaryActivations::Some taken(int64_t segment, bool back) const;
+  bool is_needed(tape::Crossing crossing) const;
+  void forget_unneeded();
   /// What a segment takes, by value. \param op_only what its first op is called with
   std::vector<at::Tensor> frontier(const tape::Segment& segment, bool op_only = false);
   PlayedSegment play(const Batch& inputs, int64_t segment, std::vector<tape::Draw>& random);
@@ -129,7 +134,10 @@ class CutMicroBatch {
   StaticTapes* lent_by_;
   std::vector<std::vector<tape::Draw>> random_;  // in front of each segment
   BoundaryActivations boundaries_;
-  std::map<int64_t, PlayedSegment> graphs_;  // by segment
+  std::set<int64_t> standing_;                // in front of these segments
+  std::optional<std::set<int64_t>> lasting_;  // where it stays, for another backward
+  int64_t to_go_back_;                        // segments that have yet to
+  std::map<int64_t, PlayedSegment> graphs_;   // by segment
 };
 
 }  // namespace infinitybatch

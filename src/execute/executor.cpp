@@ -96,9 +96,12 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
     case Operation::seed:
       return pass_.seed(forwards_.outputs);
     case Operation::advance:
-      return advance(rows, segment, /*retain=*/false);
     case Operation::advance_retained:
-      return advance(rows, segment, /*retain=*/true);
+      return advance(rows, instruction);
+    case Operation::recompute:
+      load_for(rows, segment);
+      pass_.recompute(rows, forwards_.inputs, segment);
+      return release();
     case Operation::combine:
       return pass_.combine(segment);
     case Operation::resume:
@@ -173,9 +176,11 @@ void Executor::load_for(Rows rows, int64_t segment) {
   if (pass_.reads_inputs(rows, segment)) forwards_.inputs = forwards_.load_inputs(rows);
 }
 
-void Executor::advance(Rows rows, int64_t segment, bool retain) {
+void Executor::advance(Rows rows, const Instruction& instruction) {
+  const int64_t segment = instruction.segment;
   load_for(rows, segment);
-  Batch outputs = pass_.advance(rows, forwards_.inputs, segment, retain);
+  const bool retain = instruction.operation == Operation::advance_retained;
+  Batch outputs = pass_.advance(rows, forwards_.inputs, segment, retain, instruction.leaves);
   if (pass_.is_last(rows, segment) && problem_.loss.external() != nullptr) {
     problem_.loss.external()->take(rows, Batch(), std::exchange(outputs, Batch()));
   } else if (pass_.is_last(rows, segment)) {

@@ -105,6 +105,8 @@ class Executor {
   Stretches stretches(Rows rows) const { return pass_.stretches(rows); }
   /// One micro-batch's recording, once it is recorded.
   const tape::Tape& tape(Rows rows) const { return pass_.tape(rows); }
+  /// The same, with `Strategy::is_cut`, with its cuts.
+  const Recorded& recorded(Rows rows) const { return pass_.recorded(rows); }
   /// By which operation a loss of all outputs talked to other ranks; nothing where it did not.
   std::optional<std::string> collective() const;
   /// Why the user's forward ran twice for some rows; nothing where it did not.
@@ -120,7 +122,7 @@ class Executor {
   void record_for_cuts(Rows rows);
   void whole_loss();
   void replay(Rows rows);
-  void advance(Rows rows, int64_t segment, bool retain);
+  void advance(Rows rows, const Instruction& instruction);
   void resume(Rows rows, int64_t segment);
   void load_for(Rows rows, int64_t segment);
   void free();

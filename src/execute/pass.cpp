@@ -175,11 +175,11 @@ void Pass::advance_to(CutMicroBatch& micro_batch, const Batch& inputs, int64_t s
                          strategy_.offloads() ? resources_.store : nullptr);
 }
 
-Batch Pass::advance(Rows rows, const Batch& inputs, int64_t segment, bool retain) {
+Batch Pass::advance(Rows rows, const Batch& inputs, int64_t segment, bool retain, bool leave) {
   CutMicroBatch& micro_batch = cut_.at(rows.begin);
-  PlayedSegment played = micro_batch.go_through(inputs, segment, /*inside=*/false);
+  PlayedSegment played = micro_batch.go_through(inputs, segment);
   micro_batch.tell_written(segment, played, buffers_);
-  micro_batch.forget_used(segment);
+  if (leave || !micro_batch.recorded().begins_stretch(segment)) micro_batch.leave(segment);
   micro_batch.give_op_behind(inputs, segment);
   Batch outputs;
   if (micro_batch.is_last(segment)) {
@@ -189,21 +189,21 @@ Batch Pass::advance(Rows rows, const Batch& inputs, int64_t segment, bool retain
   return outputs;
 }
 
+void Pass::recompute(Rows rows, const Batch& inputs, int64_t segment) {
+  cut_.at(rows.begin).go_through(inputs, segment);
+}
+
 Batch Pass::resume(Rows rows, const Batch& inputs, int64_t segment) {
   CutMicroBatch& micro_batch = cut_.at(rows.begin);
   if (problem_.loss.external() != nullptr) input_leaves_ = inputs.tensors();
   const bool last = micro_batch.is_last(segment);
-  if (!last) {
-    micro_batch.correct_behind(inputs, segment, sinks_);
-    end_segment(micro_batch, segment + 1);
-  }
-  if (is_made_again(micro_batch, segment)) {
-    micro_batch.forget_stretch(segment);
-    advance_to(micro_batch, inputs, segment);
-  }
+  if (is_made_again(micro_batch, segment)) advance_to(micro_batch, inputs, segment);
   const bool kept = micro_batch.keeps_graph(segment);
   work_ = micro_batch.graph_of(inputs, segment);
-  if (!last) return {};
+  if (!last) {
+    micro_batch.correct_behind(inputs, segment, work_, sinks_);
+    return {};
+  }
   // With a separable loss this is the last segment's only pass.
   if (!kept) micro_batch.tell_written(segment, work_, buffers_);
   Batch outputs = tape::result_of(micro_batch.recorded().tape, work_.values);
@@ -216,9 +216,8 @@ void Pass::collect(Rows rows, int64_t segment) {
   if (segment == kWhole) return;  // its leaves are the sinks'
   CutMicroBatch& micro_batch = cut_.at(rows.begin);
   micro_batch.collect(segment, work_);
-  if (segment > 0) return;
-  end_segment(micro_batch, 0);
-  if (strategy_.per_micro_batch()) cut_.erase(rows.begin);  // nothing of it is used again
+  // Then nothing of it is used again.
+  if (segment == 0 && strategy_.per_micro_batch()) cut_.erase(rows.begin);
 }
 
 void Pass::drop_graph(Rows rows) {
@@ -227,10 +226,9 @@ void Pass::drop_graph(Rows rows) {
 }
 
 void Pass::begin_backward(bool keep) {
-  keep_ = keep;
   replayed_ = false;
   ops_.begin_backward(keep);
-  for (auto& [begin, micro_batch] : cut_) micro_batch.begin_backward();
+  for (auto& [begin, micro_batch] : cut_) micro_batch.begin_backward(keep);
 }
 
 std::vector<at::Tensor> Pass::leaves() const {
@@ -333,7 +331,6 @@ int64_t Pass::finish_offload(CutMicroBatch& micro_batch, int64_t segment, bool b
   const Recorded& recorded = micro_batch.recorded();
   const int64_t end = back ? recorded.first_beside(segment) : recorded.last_beside(segment);
   if (segment == end) return micro_batch.finish_offload(store);
-  if (back) end_segment(micro_batch, segment);
   return micro_batch.offload_but_for(store, back ? segment - 1 : segment + 1, back);
 }
 

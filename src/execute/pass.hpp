@@ -89,9 +89,13 @@ class Pass {
   /// Takes these rows through a segment to the next cut. Returns the model's outputs where it is
   /// the last one.
   /// \param retain keep the graph for `resume`
-  Batch advance(Rows rows, const Batch& inputs, int64_t segment, bool retain);
+  /// \param leave  what is saved in front of the segment goes; see `recompute`
+  Batch advance(Rows rows, const Batch& inputs, int64_t segment, bool retain, bool leave);
   /// The op in front of a stretch has seen all rows.
   void combine(int64_t stretch) { ops_.combine(stretch, buffers_); }
+  /// Takes these rows through a segment once more, with what is known of ops of the whole batch:
+  /// what was saved behind it is again.
+  void recompute(Rows rows, const Batch& inputs, int64_t segment);
   /// Plays a segment with a graph. Returns the model's outputs where it is the last one.
   Batch resume(Rows rows, const Batch& inputs, int64_t segment);
   /// The op in front of a stretch has seen the gradients of all rows.
@@ -113,6 +117,7 @@ class Pass {
   // All of them:
   /// A micro-batch's, once it is recorded.
   const tape::Tape& tape(Rows rows) const;
+  const Recorded& recorded(Rows rows) const { return cut_.at(rows.begin).recorded(); }
   /// Graphs of these rows cannot be kept after all (buffers were restored under them).
   void drop_graph(Rows rows);
   /// In front of a backward pass that is not the first, or not the last.
@@ -158,10 +163,6 @@ class Pass {
   /// Whether what is saved in front of a segment is made again from the front of its stretch.
   bool is_made_again(const CutMicroBatch& micro_batch, int64_t segment) const;
   void advance_to(CutMicroBatch& micro_batch, const Batch& inputs, int64_t segment) const;
-  /// Backward needs no more what a segment was the first one to take, unless another one follows.
-  void end_segment(CutMicroBatch& micro_batch, int64_t segment) const {
-    if (!keep_) micro_batch.forget_first_taken(segment);
-  }
   int64_t finish_offload(CutMicroBatch& micro_batch, int64_t segment, bool back) const;
   int64_t finish_offload(RepeatableForward& forward);
   /// What others see of these rows' outputs, detached; see `ExternalLoss::take`.
@@ -192,7 +193,6 @@ class Pass {
   std::vector<at::Tensor> input_leaves_;  // of it, with an external loss
   std::vector<at::Tensor> seeds_;         // while measuring, in place of the outputs' gradient
   bool replayed_ = false;
-  bool keep_ = false;  // what is saved, for another backward pass
   GraphBytes graph_bytes_;
   std::optional<std::string> opaque_;
 };

@@ -37,6 +37,8 @@ const char* name_of(Operation operation) {
       return "advance, keeping the graph";
     case Operation::combine:
       return "combine";
+    case Operation::recompute:
+      return "recompute";
     case Operation::resume:
       return "resume";
     case Operation::combine_gradients:
@@ -116,6 +118,19 @@ std::string each_whole_batch_op(int64_t ops) {
 
 }  // namespace
 
+std::string Plan::explain_kept() const {
+  if (!kept_boundaries) return "";
+  std::string numbers;
+  for (const int64_t op : *kept_boundaries) {
+    numbers += (numbers.empty() ? "" : ", ") + std::to_string(op);
+  }
+  return "boundary activations are kept at " +
+         (numbers.empty() ? "none" : std::to_string(kept_boundaries->size())) + " of " +
+         std::to_string(segments - 1) + " ops that see the whole batch" +
+         (numbers.empty() ? "" : " (numbered " + numbers + ")") +
+         ", and computed again in front of the others";
+}
+
 std::string Plan::explain() const {
   std::string text = "strategy " + strategy + ": " + std::to_string(batch_size) + " samples as " +
                      describe_sizes(micro_batch_sizes) + "\n";
@@ -130,6 +145,7 @@ std::string Plan::explain() const {
             ", then it combines; backward in the same way, last segment first (" +
             std::to_string(retained) + " of " + std::to_string(micro_batch_sizes.size()) +
             " keep their graph); then hand out once\n";
+    if (kept_boundaries) text += explain_kept() + "\n";
   } else if (strategy == "checkpoint") {
     const bool coupled = computes_whole_loss();
     const auto ops =

@@ -14,23 +14,18 @@ namespace infinitybatch {
 struct Recorded {
   tape::Tape tape;
   std::vector<tape::Segment> segments;
-  std::vector<int64_t> stretches{0};             ///< the first segment of each
-  std::map<tape::Crossing, int64_t> first_user;  ///< the last segment to need a value in backward
-  std::map<tape::Crossing, int64_t> last_user;   ///< and in forward
+  std::vector<int64_t> stretches{0};  ///< the first segment of each
+  /// The segments that need a value, rising: those that take it, and in front of an op of the whole
+  /// batch the one that adds to the gradients of what the op was given.
+  std::map<tape::Crossing, std::vector<int64_t>> users;
   std::map<tape::ValueId, int64_t> last_writer;  ///< the last segment to write what it takes
   /// It may be used again in later steps: in buffers it reads what they hold then.
   bool outlives_step = false;
 
-  /// Fills the three once the tape is cut.
-  void note_users() {
-    for (size_t s = 0; s < segments.size(); ++s) {
-      for (const tape::Take& take : segments[s].takes) {
-        first_user.try_emplace(take.from, static_cast<int64_t>(s));
-        last_user[take.from] = static_cast<int64_t>(s);
-        if (take.written) last_writer[take.from.value] = static_cast<int64_t>(s);
-      }
-    }
-  }
+  /// Fills both once the tape is cut.
+  void note_users();
+  /// The last segment in front of `end` that needs a value; -1 where none does.
+  int64_t last_user(tape::Crossing crossing, int64_t end) const;
 
   /// The stretch that a segment belongs to.
   int64_t stretch_of(int64_t segment) const {

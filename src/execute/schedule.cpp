@@ -43,6 +43,7 @@ struct Shape {
   bool rehearses = false;                 ///< without the loss of all and the hand-out
   bool penalty = false;
   int64_t retained = 0;
+  KeptBoundaries kept = {};  ///< of cut tapes without cuts for memory
 };
 
 /// The only one who makes instructions, but for those of offload.
@@ -54,6 +55,7 @@ class Schedule {
     Plan plan;
     plan.strategy = strategy;
     plan.retained = shape_.retained;
+    plan.kept_boundaries = shape_.kept;
     plan.batch_size = std::accumulate(shape_.sizes.begin(), shape_.sizes.end(), int64_t{0});
     if (is_cut()) plan.segments = 0;
     instructions_.reserve(shape_.sizes.size() * 6 + 2);  // a plan is made in each step
@@ -77,6 +79,12 @@ class Schedule {
   int64_t end_of(int64_t i, int64_t stretch) const {
     if (stretch < 0) return 0;
     return shape_.stretches[static_cast<size_t>(i)][static_cast<size_t>(stretch)];
+  }
+
+  /// Whether what all micro-batches save in front of a stretch waits for their way back.
+  bool keeps(int64_t stretch) const {
+    if (!shape_.kept || stretch == 0) return true;
+    return std::binary_search(shape_.kept->begin(), shape_.kept->end(), stretch);
   }
 
   void add(Operation operation, int64_t micro_batch = -1, int64_t segment = -1) {
@@ -110,6 +118,7 @@ class Schedule {
     for (int64_t i = begin; i < end; ++i) {
       for (int64_t s = end_of(i, stretch - 1); s < end_of(i, stretch); ++s) {
         add(retains(i) ? Operation::advance_retained : Operation::advance, i, s);
+        instructions_.back().leaves = !keeps(stretch);
       }
     }
   }
@@ -117,9 +126,24 @@ class Schedule {
   void go_back(int64_t i, int64_t stretch, bool streams) {
     const int64_t end = end_of(i, stretch);
     const bool of_loss = stretch == last_stretch();
+    if (ends_block(stretch, streams)) recompute(i, stretch);
     for (int64_t s = end; s-- > end_of(i, stretch - 1);) {
       visit(i, s, of_loss && s + 1 == end, streams);
     }
+  }
+
+  /// Whether nobody has gone from the boundary that is kept in front of a stretch to the stretch
+  /// since. At the last one of a stream all have just arrived.
+  bool ends_block(int64_t stretch, bool streams) const {
+    if (keeps(stretch) || streams) return false;
+    const bool behind_is_at_once = stretch + 1 == last_stretch() && !shape_.coupled;
+    return stretch == last_stretch() || behind_is_at_once || keeps(stretch + 1);
+  }
+
+  void recompute(int64_t i, int64_t stretch) {
+    int64_t from = stretch;
+    while (!keeps(from)) --from;
+    for (int64_t s = from; s < stretch; ++s) add(Operation::recompute, i, s);
   }
 
   /// A segment, or the whole, with its graph.
@@ -197,17 +221,25 @@ std::vector<Stretches> stretches_of(size_t micro_batches, int64_t segments) {
 }  // namespace
 
 Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t retained,
-              bool coupled, bool penalty) {
+              bool coupled, bool penalty, const KeptBoundaries& kept) {
   const auto stretches = stretches_of(micro_batch_sizes.size(), segments);
-  return cut_plan(std::move(micro_batch_sizes), stretches, retained, coupled, penalty);
+  if (!kept) return cut_plan(std::move(micro_batch_sizes), stretches, retained, coupled, penalty);
+  return Schedule({.sizes = std::move(micro_batch_sizes),
+                   .stretches = stretches,
+                   .coupled = coupled,
+                   .penalty = penalty,
+                   .kept = kept})
+      .build("cut");
 }
 
-Plan cut_rehearsal_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, bool coupled) {
+Plan cut_rehearsal_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, bool coupled,
+                        const KeptBoundaries& kept) {
   const auto stretches = stretches_of(micro_batch_sizes.size(), segments);
   return Schedule({.sizes = std::move(micro_batch_sizes),
                    .stretches = stretches,
                    .coupled = coupled,
-                   .rehearses = true})
+                   .rehearses = true,
+                   .kept = kept})
       .build("rehearsal");
 }
 

@@ -41,8 +41,10 @@ using Stretches = std::vector<int64_t>;
 Plan cut_plan(std::vector<int64_t> micro_batch_sizes, const std::vector<Stretches>& stretches,
               int64_t retained, bool coupled, bool penalty);
 /// The same without cuts for memory.
+/// \param kept from one of these boundaries to the next, or to the end, each micro-batch goes once
+///             more, up to the last cut, when its way back arrives there; then no graph is kept
 Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t retained,
-              bool coupled, bool penalty);
+              bool coupled, bool penalty, const KeptBoundaries& kept = {});
 
 /// `plan`, of tapes that are cut, with what waits away from the device while its micro-batch is not
 /// at work. With `overlap` a micro-batch's values come back while the one before it computes, and
@@ -51,7 +53,8 @@ Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t 
 Plan with_offload(Plan plan, bool overlap);
 
 /// One micro-batch that goes through its cut tape alone: a rehearsal, as `rehearsal_plan`.
-Plan cut_rehearsal_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, bool coupled);
+Plan cut_rehearsal_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, bool coupled,
+                        const KeptBoundaries& kept = {});
 
 /// Micro-batches whose graph does not fit: each is recorded, and then played again segment by
 /// segment, last first. How many segments it has, its recording tells. The first instructions of a

@@ -39,8 +39,10 @@ class Effects {
       }
       case Operation::advance_retained: {
         const Effect advance = tell({Operation::advance, instruction.segment}, size);
-        const int64_t graph = tell({Operation::resume, instruction.segment}, size).net -
-                              tell({Operation::seed, instruction.segment}, size).net;
+        int64_t graph = tell({Operation::resume, instruction.segment}, size).net -
+                        tell({Operation::seed, instruction.segment}, size).net;
+        const bool goes_on = instruction.segment + 1 < plan_.segments;
+        if (goes_on) graph -= shared(instruction.segment, index, size);
         return {std::max(advance.rise, advance.net + graph), advance.net + graph};
       }
       case Operation::resume:
@@ -51,9 +53,12 @@ class Effects {
       case Operation::free: {
         // While measuring, what stood for the outputs' gradient was freed here too, as the gradient
         // itself is where it was offloaded.
-        const Effect effect = tell({Operation::free, instruction.segment}, size);
+        Effect effect = tell({Operation::free, instruction.segment}, size);
         if (plan_.strategy == "stream" || outputs_offload_) return effect;
-        return {effect.rise, effect.net + tell({Operation::seed, instruction.segment}, size).net};
+        effect.net += tell({Operation::seed, instruction.segment}, size).net;
+        const bool beside_graph = retained && instruction.segment > 0;
+        if (beside_graph) effect.net += shared(instruction.segment - 1, index, size);
+        return effect;
       }
       case Operation::restore:
       case Operation::prefetch: {
@@ -90,6 +95,19 @@ class Effects {
  private:
   /// A separable loss goes through the last segment once, forward and backward.
   bool advances(int64_t segment) const { return segment + 1 < plan_.segments || whole_loss_; }
+
+  /// Bytes that a micro-batch saves at the cut behind a segment, and that the segment's graph holds
+  /// where it is kept: they are there once, and until that graph goes. Whoever advances leaves
+  /// them, beside what is there once (where a draw begins); whoever frees the next segment lets go
+  /// of them, beside what that segment has made.
+  int64_t shared(int64_t segment, int64_t index, double size) {
+    const bool noted = std::exchange(again_, index > 0);
+    const int64_t left = tell({Operation::advance, segment}, size).net;
+    const int64_t freed = -tell({Operation::free, segment + 1}, size).net -
+                          tell({Operation::seed, segment + 1}, size).net;
+    again_ = noted;
+    return std::max<int64_t>(0, std::min(left, freed));
+  }
 
   /// Copies beside compute take what copies in turn do.
   static Step restoring(const Instruction& instruction) {

@@ -7,6 +7,7 @@ std::string Strategy::text() const {
                      : cuts == Cuts::memory ? "cut for memory"
                      : cuts == Cuts::both   ? "cut at whole-batch ops and for memory"
                                             : "cut at whole-batch ops";
+  if (kept) text += ", boundary activations between some of them computed again";
   if (reuses_tapes) text += ", tapes used again";
   if (!replays()) text += ", second forwards run the user's code";
   if (offloads()) text += ", offloads boundary activations";

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <infinitybatch/execute/plan.hpp>
+
 #include <string>
 
 namespace infinitybatch {
@@ -31,6 +33,7 @@ struct Strategy {
   SecondForward second_forward = SecondForward::replay;
   Offloads offload = Offloads::nothing;
   bool reuses_tapes = false;  ///< static_graph, with cuts
+  KeptBoundaries kept;  ///< where tapes are cut at whole-batch ops alone; nothing is offloaded
 
   void cut(bool at_whole_batch_ops, bool for_memory) noexcept {
     cuts = at_whole_batch_ops ? for_memory ? Cuts::both : Cuts::whole_batch_ops

@@ -286,6 +286,11 @@ void Planner::forget_settled_plan() {
   full_plan_.reset();
 }
 
+std::optional<int64_t> Planner::peak_at(int64_t cap) const {
+  if (kinds_.learned() == nullptr || !learned().profile) return std::nullopt;
+  return prediction().peak(request_.size_under(cap));
+}
+
 bool Planner::whole_batch_may_fit() const {
   return !request_.measured || prediction().fits(request_.batch_size);
 }

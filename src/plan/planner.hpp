@@ -55,6 +55,10 @@ class Planner {
   /// \param in_loss      it happened in the loss of all outputs
   void ran_out_of_memory(int64_t needed_bytes, bool in_loss = false);
 
+  /// Of a step in micro-batches of at most so many samples, whether it fits or not; nothing where
+  /// nothing is known.
+  std::optional<int64_t> peak_at(int64_t cap) const;
+
   /// Whether one micro-batch of the whole logical batch may be tried, where samples are coupled.
   bool whole_batch_may_fit() const;
 

@@ -94,7 +94,7 @@ Plan Prediction::plan(int64_t size, int64_t retained) const {
 
 int64_t Prediction::retained(int64_t size) const {
   const int64_t count = request_.count_under(size);
-  if (request_.offloaded || !request_.keeps_graphs || !learned_.profile ||
+  if (request_.offloaded || request_.kept || !request_.keeps_graphs || !learned_.profile ||
       !whole_loss(static_cast<size_t>(count)))
     return 0;
   int64_t low = 0;

@@ -6,6 +6,7 @@
 #include <infinitybatch/execute/plan.hpp>
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -24,6 +25,7 @@ struct Request {
   bool penalty = false;
   bool two_pass = false;         ///< measured in a rehearsal: a coupled loss, or tapes that are cut
   int64_t segments = 0;          ///< where above 0: of cut tapes
+  KeptBoundaries kept;           ///< of these, with `segments` and nothing offloaded
   bool offloaded = false;        ///< what waits leaves the device, so no graph is kept there
   bool outputs_offload = false;  ///< outputs of a coupled loss and their gradients among it
   bool keeps_graphs = true;      ///< with `two_pass`: as many as fit
@@ -62,6 +64,9 @@ struct Measurement {
   std::optional<MicroBatchProfile::Effect> whole_loss;
   std::vector<double> seconds;  ///< of each micro-batch of a timed piece
   std::vector<double> again;    ///< of these: forward once more, which a kept graph saves
+  /// Of a piece that is timed or traced: seconds of a sample on its way forward, by segment; the
+  /// least of its micro-batches.
+  std::map<int64_t, double> advances;
   int64_t peak_bytes = 0;
   int64_t lasting_bytes = 0;  ///< live more than before, beside sums of gradients
   /// Of every micro-batch, where they need not be alike: how long its samples are. Else empty.

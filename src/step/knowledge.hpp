@@ -2,6 +2,7 @@
 
 #include "execute/findings.hpp"
 #include "execute/static_tapes.hpp"
+#include "plan/boundaries.hpp"
 #include "plan/checkpoint_planner.hpp"
 #include "step/batch_kind.hpp"
 #include "step/few_rows.hpp"
@@ -30,6 +31,10 @@ struct Knowledge {
 /// whatever the program.
 struct KnownMemory {
   std::optional<CheckpointPlanner> checkpoints;  ///< one sample does not fit as a whole
+  std::optional<plan::Boundaries> boundaries;    ///< in front of ops of the whole batch, once seen
+  KeptBoundaries kept;                           ///< of these, where not all fit
+  bool compared = false;                         ///< whether that or offload takes less time
+  std::string why_offloaded;                     ///< or not, then
   bool offloads = false;                         ///< what waits does not fit
   bool in_turn = false;  ///< nor what is copied beside other micro-batches' work
 };

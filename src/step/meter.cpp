@@ -110,6 +110,15 @@ bool saved_where_kept(const Plan& plan, Operation operation) {
   return operation == Operation::replay || operation == Operation::advance;
 }
 
+void note_advance(const Instruction& instruction, int64_t samples, double seconds,
+                  Measurement& measured) {
+  if (instruction.operation != Operation::advance) return;
+  if (const auto assumed = AssumedTimes::get()) seconds = assumed->instruction(samples);
+  const double of_sample = seconds / static_cast<double>(samples);
+  const auto [known, is_new] = measured.advances.try_emplace(instruction.segment, of_sample);
+  if (!is_new) known->second = std::min(known->second, of_sample);
+}
+
 template <typename Call>
 MicroBatchProfile::Effect effect_of(at::Device device, Call&& call) {
   const int64_t before = memory::stats(device).live;
@@ -174,10 +183,15 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
       if (peak) measured.peak_bytes = peak->peak();
       if (tracing) tracing->end();
     }
-    const bool saved = timed && saved_where_kept(piece.plan, instruction.operation);
+    const bool saved =
+        (timed || piece.trace) && saved_where_kept(piece.plan, instruction.operation);
     const Moment before = saved ? watch.read() : Moment();
     perform(instruction, rows);
-    if (saved) again += Stopwatch::seconds(before, watch.read());
+    if (saved) {
+      const double seconds = Stopwatch::seconds(before, watch.read());
+      again += seconds;
+      note_advance(instruction, rows.size(), seconds, measured);
+    }
     if (timed && instruction.operation == Operation::free && instruction.segment <= 0) {
       const Moment now = watch.read();
       measured.seconds.push_back(Stopwatch::seconds(start, now));

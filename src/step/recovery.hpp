@@ -44,6 +44,7 @@ enum class Answer : uint8_t {
   copy_in_turn,           ///< what is offloaded, not beside other micro-batches' work
   smaller_micro_batches,  ///< or fewer graphs kept, as the planner says
   second_forwards,        ///< in place of graphs that wait away from the device
+  recompute,              ///< of what waits at whole-batch ops some is computed again
   offload,                ///< what waits leaves the device
   checkpoint,             ///< one sample is cut for memory
   smaller_segments,

@@ -32,11 +32,12 @@ void Rehearsal::run() {
       began = true;
       int64_t row = 0;
       while (const std::optional<Piece> piece = planner.next()) {
-        planner.observe(*piece, run_planned(*executor, *piece, row, setup.problem.device));
+        const Measurement measured = run_planned(*executor, *piece, row, setup.problem.device);
+        planner.observe(*piece, measured);
         if (times) choices.add(request(), piece->plan, executor->take_times());
         executor->checks().examine();
+        after_piece(*executor, {row, row + piece->plan.micro_batch_sizes.front()}, measured);
         row += piece->plan.batch_size;
-        after_piece(*executor);
         if (!setup.strategy.is_cut()) continue;
         // Each piece stands for a whole batch.
         setup.resources.findings->recordings_checked = true;

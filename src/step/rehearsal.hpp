@@ -18,9 +18,10 @@ struct Rehearsal {
   Planner& planner;
   GraphChoices& choices;
   Setup setup;
-  std::function<Request()> request;                  ///< for what is live now
-  std::function<void(const Executor&)> after_piece;  ///< may throw
-  std::function<void(Setup&)> in_front = {};         ///< of each executor
+  std::function<Request()> request;  ///< for what is live now
+  /// Is told the first micro-batch, too, and what was measured; may throw.
+  std::function<void(const Executor&, Rows, const Measurement&)> after_piece;
+  std::function<void(Setup&)> in_front = {};  ///< of each executor
 
   // What `run` tells:
   bool began = false;                ///< the planner knows of it

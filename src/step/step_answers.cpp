@@ -87,7 +87,7 @@ Answers StepAnswers::answers(Setup& setup, const std::optional<int64_t>& budget)
   Answers answers{
       {Answer::rerun_forwards, [&] { return begin_reruns(setup); }},
       {Answer::record_anew, [] { return true; }},
-      {Answer::follow_segments, [this] { return follow_segments(); }},
+      {Answer::follow_segments, [&] { return follow_segments(setup); }},
       {Answer::cut, [&] { return begin_cuts(setup); }},
       {Answer::stop_cutting, [&] { return end_cuts(setup); }},
       {Answer::whole_batch, [&] { return begin_whole_batch(setup); }},
@@ -96,6 +96,7 @@ Answers StepAnswers::answers(Setup& setup, const std::optional<int64_t>& budget)
       {Answer::smaller_micro_batches, [&] { return plan_smaller(*budget); }},
       {Answer::second_forwards,
        [this] { return facts_.graph_choices.give_up(facts_.kind.shapes()); }},
+      {Answer::recompute, [&] { return begin_recompute(setup, budget); }},
       {Answer::offload, [&] { return begin_offload(setup); }},
       {Answer::checkpoint, [&] { return begin_checkpoints(setup); }},
   };
@@ -113,8 +114,10 @@ bool StepAnswers::begin_reruns(Setup& setup) {
   return true;
 }
 
-bool StepAnswers::follow_segments() {
+bool StepAnswers::follow_segments(Setup& setup) {
   facts_.segments = failed_.segments;
+  facts_.memory->boundaries.reset();
+  facts_.keep_all_boundaries(setup);
   return ++segments_changed_ <= 3;
 }
 
@@ -174,6 +177,7 @@ bool StepAnswers::begin_checkpoints(Setup& setup) {
                         !facts_.knowledge->why_coupled && facts_.planner.smallest_failed() &&
                         !facts_.attempt.failed_in_loss;
   if (!possible || setup.strategy.checkpoints()) return false;
+  facts_.keep_all_boundaries(setup);
   streamed_ = failed_.refusal ? std::make_exception_ptr(*failed_.refusal) : failed_.error;
   setup.strategy.cut(setup.strategy.is_cut(), /*for_memory=*/true);
   facts_.memory->checkpoints.reset();
@@ -213,6 +217,17 @@ bool StepAnswers::begin_again(const Setup& setup, CheckpointPlanner& planner) co
   return true;
 }
 
+bool StepAnswers::begin_recompute(Setup& setup, const std::optional<int64_t>& budget) {
+  const bool possible = budget && setup.strategy.cuts == Strategy::Cuts::whole_batch_ops &&
+                        !setup.strategy.offloads() && facts_.memory->boundaries &&
+                        facts_.options.offload.when == Offload::When::never &&
+                        facts_.options.retained_micro_batches == 0 &&
+                        (facts_.options.micro_batch_size || facts_.planner.smallest_failed());
+  if (!possible || !facts_.keep_fewer_boundaries(setup, *budget)) return false;
+  facts_.memory->kept = setup.strategy.kept;
+  return true;
+}
+
 bool StepAnswers::begin_offload(Setup& setup) {
   const bool fixed = facts_.options.micro_batch_size || setup.strategy.checkpoints();
   const bool possible =
@@ -220,6 +235,7 @@ bool StepAnswers::begin_offload(Setup& setup) {
       facts_.options.offload.when != Offload::When::never &&
       (fixed || facts_.planner.smallest_failed());
   if (!possible || setup.strategy.offloads()) return false;
+  facts_.keep_all_boundaries(setup);
   facts_.memory->offloads = true;
   setup.strategy.offload = facts_.keeps_graphs(setup.problem, setup.strategy)
                                ? Strategy::Offloads::graphs

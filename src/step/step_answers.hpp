@@ -27,7 +27,7 @@ class StepAnswers {
   bool respond(Setup& setup, const std::optional<int64_t>& budget, const memory::Limit* limit);
   Answers answers(Setup& setup, const std::optional<int64_t>& budget);
   bool begin_reruns(Setup& setup);
-  bool follow_segments();
+  bool follow_segments(Setup& setup);
   /// What other errors mean, where a step knows it.
   void raise_explained(const Setup& setup, const std::optional<int64_t>& budget);
   /// Makes the planner plan smaller.
@@ -46,6 +46,9 @@ class StepAnswers {
   /// They did not help: as if they had never begun. \throws BudgetExceeded
   /// \param what it is that does not fit
   [[noreturn]] void give_up_checkpoints(int64_t needed, int64_t budget, const std::string& what);
+  /// From now on fewer boundary activations of the whole batch are kept; false where that does not
+  /// help, or what waits may leave the device instead.
+  bool begin_recompute(Setup& setup, const std::optional<int64_t>& budget);
   /// From now on what waits of batches of this kind leaves the device; false where it cannot.
   bool begin_offload(Setup& setup);
   /// What waits until a coupled loss is known does not, but is made again after it.

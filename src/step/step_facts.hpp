@@ -44,6 +44,10 @@ struct StepFacts {
 
   /// With a fixed size: whether micro-batches keep their graph for a coupled loss.
   bool keeps_graphs(const Problem& problem, const Strategy& strategy) const;
+  /// The strategy keeps the boundary activations of the whole batch.
+  void keep_all_boundaries(Setup& setup) const;
+  /// Fewer than now, the others are computed again; false where that does not help.
+  bool keep_fewer_boundaries(Setup& setup, int64_t budget) const;
   /// \throws Unsupported where forward has to run again on inputs that it has changed
   void check_inputs() const;
 };

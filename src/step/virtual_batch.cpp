@@ -95,6 +95,9 @@ Strategy VirtualBatch::State::first_strategy(const Problem& problem) const {
   if (has_boundaries && offloads) {
     strategy.offload = keeps ? Strategy::Offloads::graphs : Strategy::Offloads::boundaries;
   }
+  if (strategy.cuts == Strategy::Cuts::whole_batch_ops && !strategy.offloads()) {
+    strategy.kept = facts_.memory->kept;
+  }
   return strategy;
 }
 
@@ -167,6 +170,8 @@ StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchS
     std::optional<memory::Limit> limit;
     if (budget) limit.emplace(*budget, setup.problem.device);
     try {
+      facts_.attempt = {};
+      if (budget) boundaries_.choose(setup, *budget);
       StepReport report = attempt(setup, budget, hand_out);
       programs_.left(program_of(setup.problem));
       facts_.knowledge->findings = std::move(findings);
@@ -236,6 +241,7 @@ StepReport VirtualBatch::State::attempt(const Setup& setup, const std::optional<
     report.loss = executor->loss();
     report.outputs = executor->take_outputs();
     report.strategy = facts_.plan.strategy;
+    report.strategy_reason = facts_.plan.explain_kept();
     if (const auto opaque = executor->opaque()) {
       report.strategy = "rerun";
       report.strategy_reason = facts_.options.use_tapes ? *opaque : "use_tapes=false was given";

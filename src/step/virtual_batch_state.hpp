@@ -4,6 +4,7 @@
 #include "execute/executor.hpp"
 #include "execute/pass_times.hpp"
 #include "offload/store.hpp"
+#include "step/boundary_choice.hpp"
 #include "step/programs.hpp"
 #include "step/sorted_batch.hpp"
 #include "step/step_answers.hpp"
@@ -51,6 +52,7 @@ class VirtualBatch::State {
   Loss loss_;
   StepFacts facts_;
   Ways ways_{facts_};
+  BoundaryChoice boundaries_{facts_, ways_};
   StepAnswers answers_{facts_};
   Programs programs_;
   std::unique_ptr<offload::Store> store_;

@@ -60,13 +60,19 @@ void Ways::follow_fixed_size(Executor& executor, const Setup& setup, bool hand_o
   report.micro_batch_sizes = facts_.plan.micro_batch_sizes;
 }
 
+void Ways::learn_boundaries(const Executor& executor, const Setup& setup, Rows rows) {
+  if (facts_.memory->boundaries || setup.strategy.cuts != Strategy::Cuts::whole_batch_ops) return;
+  facts_.memory->boundaries.emplace(executor.recorded(rows), rows.size(),
+                                    setup.problem.loss.coupled() != nullptr);
+}
+
 void Ways::follow_cuts(Executor& executor, const Setup& setup, std::vector<int64_t> sizes,
                        bool hand_out) {
   const auto count = static_cast<int64_t>(sizes.size());
   const int64_t retained = std::min(facts_.options.retained_micro_batches, count);
   const auto plan = [&](int64_t segments) {
     Plan cut = cut_plan(sizes, segments, retained, setup.problem.loss.coupled() != nullptr,
-                        facts_.penalty);
+                        facts_.penalty, setup.strategy.kept);
     return setup.strategy.offloads() ? with_offload(std::move(cut), may_overlap(setup)) : cut;
   };
   Piece piece;
@@ -75,6 +81,7 @@ void Ways::follow_cuts(Executor& executor, const Setup& setup, std::vector<int64
   piece.plan.instructions.resize(sizes.size());  // the recordings
   facts_.plan = piece.plan;
   run(executor, piece, 0, setup.problem.device);
+  learn_boundaries(executor, setup, {0, sizes.front()});
   piece.plan = plan(executor.segments());
   facts_.plan = piece.plan;
   facts_.plan.baseline_bytes = memory::stats(setup.problem.device).live;
@@ -181,6 +188,11 @@ Request Ways::request(const Setup& setup, int64_t budget) const {
   if (request.offloaded) request.signature += "|offloaded";
   request.offloads_graphs = setup.strategy.offloads_graphs();
   if (request.offloads_graphs) request.signature += "|graphs, too";
+  if (setup.strategy.cuts == Strategy::Cuts::whole_batch_ops) request.kept = setup.strategy.kept;
+  if (request.kept) {
+    request.signature += "|keeps";
+    for (const int64_t op : *request.kept) request.signature += " " + std::to_string(op);
+  }
   request.outputs_offload =
       request.offloaded && setup.problem.loss.coupled() != nullptr &&
       setup.problem.loss.coupled()->device().value_or(setup.problem.device) == setup.problem.device;
@@ -200,7 +212,9 @@ Request Ways::request(const Setup& setup, int64_t budget) const {
 
 void Ways::rehearse(const Setup& setup, int64_t budget) {
   if (facts_.planner.settled_for(request(setup, budget))) return;
-  const auto check = [this](const Executor& executor) {
+  const auto check = [&](const Executor& executor, Rows first, const Measurement& measured) {
+    learn_boundaries(executor, setup, first);
+    if (facts_.memory->boundaries) facts_.memory->boundaries->learn(measured.advances);
     facts_.attempt.inputs_written = executor.forwards().wrote_inputs();
     facts_.check_inputs();
   };
@@ -259,6 +273,8 @@ void Ways::follow_planner(Executor& executor, const Setup& setup, int64_t budget
     facts_.planner.observe(piece, run_planned(executor, piece, 0, setup.problem.device));
     if (setup.strategy.is_cut()) setup.resources.findings->recordings_checked = true;
     facts_.plan = facts_.planner.plan();
+    if (!facts_.memory->why_offloaded.empty())
+      facts_.plan.reason += "; " + facts_.memory->why_offloaded;
     if (!facts_.graph_choices.empty()) {
       const GraphChoice* choice = facts_.graph_choices.find(facts_.kind.shapes());
       if (choice != nullptr) facts_.plan.reason += "; " + choice->reason;

@@ -30,6 +30,8 @@ class Ways {
   /// Measures what the planner still wants to know of a coupled loss's micro-batches, and undoes
   /// it.
   void rehearse(const Setup& setup, int64_t budget);
+  /// What the planner is asked for.
+  Request request(const Setup& setup, int64_t budget) const;
   /// Graphs or boundaries, where the strategy offloads: by what was chosen.
   void choose_offload(Strategy& strategy) const;
   /// Of a coupled loss that offloads, once it is rehearsed: finds out whether offloading all graphs
@@ -44,7 +46,8 @@ class Ways {
                    bool hand_out);
   /// Whether graphs are offloaded by choice.
   bool offloads_graphs() const;
-  Request request(const Setup& setup, int64_t budget) const;
+  /// \param rows of the micro-batch that an executor has recorded
+  void learn_boundaries(const Executor& executor, const Setup& setup, Rows rows);
   /// With a fixed size: whether offloaded values may be copied while other micro-batches compute.
   bool may_overlap(const Setup& setup) const;
 

@@ -61,7 +61,8 @@ StaticTapes WrapRehearsal::static_tapes(const Problem& problem) const {
 
 void WrapRehearsal::run() {
   if (planner.settled_for(request())) return;
-  Rehearsal rehearsal{planner, choices, call, request, [this](const Executor&) { check_inputs(); }};
+  Rehearsal rehearsal{planner, choices, call, request,
+                      [this](const Executor&, Rows, const Measurement&) { check_inputs(); }};
   Setup& setup = rehearsal.setup;
   BatchSource source = rows;
   source.rows = [this](int64_t begin, int64_t end) { return wanting(begin, end); };

@@ -49,6 +49,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "dropout": (lambda: layers(lambda: nn.Dropout(0.3)), (26, 32)),
     "opaque": (lambda: layers(lambda: Calls(lambda self, x: Square.apply(x))), (26, 32)),
     "deep": (lambda: layers(width=48, depth=24), (2, 64, 48)),
+    "batch norms": (lambda: layers(lambda: nn.BatchNorm1d(16), depth=9), (26, 16, 32)),
 }
 
 
@@ -71,6 +72,7 @@ WAYS: dict[str, tuple[dict[str, Any], float | None]] = {
     "size, offload": ({"micro_batch_size": 4, "offload": ib.Offload("always", **HOST)}, None),
     "budget": ({"offload": "never"}, 0.7),
     "budget, offload": ({"offload": ib.Offload("always", **HOST)}, 0.7),
+    "budget, recompute": ({"offload": "never"}, 0.4),
     "segments": ({"micro_batch_size": 1, "checkpoint_segments": 3}, None),
 }
 
@@ -172,6 +174,8 @@ def cases() -> list[tuple[str, str, str, str]]:
         and (way != "segments" or (model == "deep" and api == "VirtualBatch"))
         and (way != "size, kept graphs" or loss == "coupled" or api == "wrap")
         and (model != "deep" or way in ("budget", "budget, offload", "segments"))
+        and ((way == "budget, recompute") == (model == "batch norms"))
+        and (model != "batch norms" or api == "VirtualBatch")
     ]
 
 

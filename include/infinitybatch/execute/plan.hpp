@@ -23,6 +23,7 @@ enum class Operation : uint8_t {
   advance,            ///< take a micro-batch through a segment to the next cut
   advance_retained,   ///< the same, keeping the graph
   combine,            ///< the op in front of the segment has been given all micro-batches
+  recompute,          ///< on the way back: to the next cut once more, where nothing is saved
   resume,             ///< play a segment with its graph
   combine_gradients,  ///< the op in front of the segment has the gradients of all micro-batches
   // Where what waits leaves the device:
@@ -44,7 +45,13 @@ struct Instruction {
   int64_t segment = -1;  ///< of the micro-batch's cut tape; -1 for the whole. Of the whole logical
                          ///< batch: the stretch behind an op that sees it
   bool back = false;     ///< of an offload: of a visit that goes back (`resume`, `replay`)
+  bool leaves = false;   ///< of `advance`: what is saved in front of the segment goes
 };
+
+/// Ops that see the whole batch, from 1, in front of which the boundary activations of all
+/// micro-batches are kept, rising; those in front of the others are computed again on the way back.
+/// Nothing: all are kept.
+using KeptBoundaries = std::optional<std::vector<int64_t>>;
 
 /// One micro-batch size that the planner looked at.
 struct Candidate {
@@ -88,6 +95,7 @@ struct Plan {
   int64_t retained = 0;          ///< micro-batches that keep their graph
   bool offloads_graphs = false;  ///< then these wait away from the device, too
   int64_t segments = 1;  ///< one more than ops that see the whole batch, or than cuts for memory
+  KeptBoundaries kept_boundaries;
 
   bool offloads = false;        ///< what waits at cuts leaves the device
   bool overlaps = false;        ///< and is copied while other micro-batches compute
@@ -103,6 +111,8 @@ struct Plan {
   int64_t offloaded_graphs() const noexcept { return offloads_graphs ? retained : 0; }
   /// The size of the largest micro-batch.
   int64_t micro_batch_size() const;
+  /// "boundary activations are kept at 2 of 9 ops …" for people; empty where all are.
+  std::string explain_kept() const;
   /// For people: what was chosen, what else was possible, what bounds it.
   std::string explain() const;
 };

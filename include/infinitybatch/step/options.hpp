@@ -28,7 +28,8 @@ struct Offload {
     automatic,  ///< where no plan fits otherwise
     always,     ///< wherever tapes are cut, or outputs wait for a coupled loss; graphs if that pays
     never,      ///< one sample that does not fit computes it again instead, which takes time that
-                ///< grows with the square of its depth; of a whole batch: BudgetExceeded
+                ///< grows with the square of its depth; of a whole batch some of what waits
+                ///< is computed again, which is one forward more at most
   };
   When when = When::automatic;
   /// What the arena may take of the host's memory. Nothing: half of what is available, and on the

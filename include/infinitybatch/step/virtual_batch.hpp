@@ -37,6 +37,7 @@ struct StepReport {
   /// forwards ran twice; `strategy_reason` says why), "cut" (ops of the model see the whole batch),
   /// or "checkpoint" (the graph of one micro-batch was never there as a whole).
   std::string strategy;
+  /// Of "cut": which boundary activations were kept, where others were computed again.
   std::string strategy_reason;
 };
 

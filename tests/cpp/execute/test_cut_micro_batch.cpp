@@ -54,11 +54,10 @@ void backward_of(Network& network, CutMicroBatch& micro_batch, int64_t segment) 
   micro_batch.take_gradients(segment, played, roots, gradients);
   torch::autograd::backward(roots, gradients);
   micro_batch.collect(segment, played);
-  micro_batch.forget_first_taken(segment);
 }
 
 /// What lies at the cuts while a micro-batch goes back.
-enum class Saves { everything, what_the_next_takes, nothing };
+enum class Saves { everything, every_third_cut, what_the_next_takes, nothing };
 
 class CutMicroBatches : public testing::TestWithParam<Saves> {};
 
@@ -75,12 +74,19 @@ TEST_P(CutMicroBatches, GiveTheGradientsOfOneThatIsNotCut) {
   CutMicroBatch micro_batch(Rows{0, 4}, network.record(), /*ops=*/nullptr);
   ASSERT_GT(micro_batch.segments(), 4);
   for (int64_t s = 0; s < micro_batch.segments(); ++s) {
-    micro_batch.go_through(network.inputs, s, /*inside=*/false);
+    micro_batch.go_through(network.inputs, s);
+    const bool leaves =
+        GetParam() == Saves::every_third_cut && s % 3 != 0 && !micro_batch.is_last(s);
+    if (leaves || GetParam() == Saves::nothing) micro_batch.leave(s);
   }
   for (int64_t s = micro_batch.segments() - 1; s >= 0; --s) {
     if (GetParam() == Saves::nothing) {
-      micro_batch.forget_stretch(s);
       micro_batch.advance_to(network.inputs, s, /*forget=*/true, /*store=*/nullptr);
+    } else if (GetParam() == Saves::every_third_cut && !micro_batch.is_last(s) &&
+               (s % 3 == 2 || micro_batch.is_last(s + 1))) {
+      for (int64_t again = s / 3 * 3; again < s; ++again) {
+        micro_batch.go_through(network.inputs, again);
+      }
     } else if (GetParam() == Saves::what_the_next_takes) {
       micro_batch.offload_but_for(store, s, /*back=*/true);
     }
@@ -92,8 +98,8 @@ TEST_P(CutMicroBatches, GiveTheGradientsOfOneThatIsNotCut) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Saved, CutMicroBatches,
-                         testing::Values(Saves::everything, Saves::what_the_next_takes,
-                                         Saves::nothing));
+                         testing::Values(Saves::everything, Saves::every_third_cut,
+                                         Saves::what_the_next_takes, Saves::nothing));
 
 TEST(BoundaryActivations, AGradientThatSharesItsMemoryIsNoSum) {
   BoundaryActivations boundaries;

@@ -71,6 +71,8 @@ const char* name_of(Answer answer) {
       return "smaller micro-batches";
     case Answer::second_forwards:
       return "second forwards";
+    case Answer::recompute:
+      return "recompute";
     case Answer::offload:
       return "offload";
     case Answer::checkpoint:
