@@ -25,11 +25,14 @@ void BoundaryChoice::choose(Setup& setup, int64_t budget) {
   const std::optional<double> recomputed = rehearse_fewer(recomputing, budget);
   if (!recomputed) {
     facts_.memory->why_offloaded =
-        "boundary activations are offloaded: computing some of them again needs "
-        "more memory";
+        "boundary activations are offloaded: no plan that computes some of them again fits, or "
+        "only "
+        "one size of micro-batches does, which nobody has timed";
     return;
   }
-  const bool offload = !offloaded || *offloaded <= *recomputed;
+  // Closer times change places from one rehearsal to the next.
+  constexpr double kWorthIt = 0.9;
+  const bool offload = !offloaded || *recomputed > kWorthIt * *offloaded;
   facts_.memory->why_offloaded =
       std::string("boundary activations are ") +
       (offload ? "offloaded, not computed again" : "computed again, not offloaded") +
@@ -42,14 +45,19 @@ void BoundaryChoice::choose(Setup& setup, int64_t budget) {
 }
 
 std::optional<double> BoundaryChoice::rehearse_fewer(Setup& setup, int64_t budget) {
-  constexpr int kTries = 4;  // estimates fall short by little
+  constexpr int kTries = 4;   // estimates fall short by little
+  constexpr int kRounds = 4;  // of a small batch not every size is timed in one rehearsal
   for (int i = 0; i < kTries; ++i) {
     try {
       // The first time with all: that these do not fit is what the planner knows.
-      if (i > 0) ways_.rehearse(setup, budget);
       facts_.planner.begin(ways_.request(setup, budget));
-      if (i > 0)
-        return facts_.planner.settled() ? facts_.planner.plan().predicted_seconds : std::nullopt;
+      for (int round = 0; i > 0 && round < kRounds; ++round) {
+        ways_.rehearse(setup, budget);
+        facts_.planner.begin(ways_.request(setup, budget));
+        if (facts_.planner.settled() || round + 1 == kRounds) {
+          return facts_.planner.plan().predicted_seconds;
+        }
+      }
     } catch (const BudgetExceeded&) {
     } catch (...) {
       if (!is_out_of_memory(std::current_exception())) throw;
