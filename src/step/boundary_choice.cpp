@@ -26,8 +26,7 @@ void BoundaryChoice::choose(Setup& setup, int64_t budget) {
   if (!recomputed) {
     facts_.memory->why_offloaded =
         "boundary activations are offloaded: no plan that computes some of them again fits, or "
-        "only "
-        "one size of micro-batches does, which nobody has timed";
+        "only one size of micro-batches does, which nobody has timed";
     return;
   }
   // Closer times change places from one rehearsal to the next.
