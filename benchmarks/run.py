@@ -82,7 +82,6 @@ PROCESSES = {"trainer": 5, "coupled": 5, "losses": 5}
 TOY_ROUNDS = 4
 THREADS = [1, 2]
 LOOK = 2.0  # seconds between looks at what a running suite has found
-BUSY = 0.1  # cores used by others from which on a run is called disturbed
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -132,7 +131,7 @@ def run_apart(
     """
     import dataclasses
 
-    from harness.machine import Bystanders, environment
+    from harness.machine import BUSY, Bystanders, environment
     from harness.results import Findings
 
     with tempfile.TemporaryDirectory() as folder:
@@ -212,22 +211,11 @@ def report_on(
     began: datetime.datetime,
 ) -> dict[str, Any]:
     """Runs a suite under each setting. `save` gets the report whenever there is more of it."""
-    from harness.machine import TUNED_MALLOC, commit, describe
-    from harness.results import between
+    from harness.results import begin_report, between
 
     module = importlib.import_module(f"suites.{MODULES[suite]}")
-    report: dict[str, Any] = {
-        "title": module.TITLE,
-        "explanation": module.EXPLANATION,
-        "date": began.date().isoformat(),
-        "time": began.isoformat(timespec="seconds"),
-        "commit": commit(),
-        "command": command,
-        "machine": describe(),
-        "timed": getattr(module, "TIMED", True),
-        "tuned malloc": " ".join(f"{name}={value}" for name, value in TUNED_MALLOC.items()),
-        "runs": [],
-    }
+    timed = getattr(module, "TIMED", True)
+    report = begin_report(module.TITLE, module.EXPLANATION, began, command, timed)
     done: list[dict[str, Any]] = report["runs"]
     processes = options.processes or (1 if options.toy else PROCESSES.get(suite, 1))
     for settings in [each for each in settings_of(suite, options) for _ in range(processes)]:

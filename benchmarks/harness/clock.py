@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 LEAST_ROUNDS = 3
 
@@ -43,6 +44,7 @@ def interleave(
     rounds: int,
     warm_up: int = 2,
     at_most: float = float("inf"),
+    measure: Callable[[Callable[[], Any]], Sample] = measure,
 ) -> dict[str, list[Sample]]:
     """Runs every contestant once a round, in an order that changes from round to round.
 
@@ -51,6 +53,7 @@ def interleave(
         rounds: how many samples each gives; sample i of all of them belongs to round i.
         warm_up: rounds before the first that counts.
         at_most: seconds after which no further round begins, once LEAST_ROUNDS are done.
+        measure: runs a contestant and says what that took.
     """
     order = list(contestants)
     shuffle = random.Random(0).shuffle

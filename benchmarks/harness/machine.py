@@ -13,6 +13,8 @@ TUNED_MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
 }
+#: Cores used by others from which on a run is called disturbed.
+BUSY = 0.1
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 

@@ -4,9 +4,12 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from .machine import TUNED_MALLOC, commit, describe
 
 
 @dataclass
@@ -51,6 +54,24 @@ def to_json(value: Any) -> str:
         raise TypeError(f"{type(item).__name__} does not belong into results")
 
     return json.dumps(value, indent=1, default=plain) + "\n"
+
+
+def begin_report(
+    title: str, explanation: str, began: datetime, command: str, timed: bool = True
+) -> dict[str, Any]:
+    """What every report says in front of its runs."""
+    return {
+        "title": title,
+        "explanation": explanation,
+        "date": began.date().isoformat(),
+        "time": began.isoformat(timespec="seconds"),
+        "commit": commit(),
+        "command": command,
+        "machine": describe(),
+        "timed": timed,
+        "tuned malloc": " ".join(f"{name}={value}" for name, value in TUNED_MALLOC.items()),
+        "runs": [],
+    }
 
 
 def _cells(row: Sequence[str]) -> str:

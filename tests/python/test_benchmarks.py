@@ -148,12 +148,13 @@ def test_a_build_beside_itself_has_its_own_peaks(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = tmp_path.glob("*-builds.json")
     (run,) = json.loads(found.read_text())["runs"]
-    figures = {figure["work"]: figure for figure in run["findings"]["figures"]}
+    figures = {figure["workload"]: figure for figure in run["findings"]["figures"]}
     assert len(figures) == 3
-    for work, figure in figures.items():
+    for workload, figure in figures.items():
         older, newer = figure["peak bytes"]
-        assert older == newer and (older is None) == (work == "recording")
-        assert len(figure["samples"][0]) == len(figure["samples"][1]) == 3
+        assert older == newer and (older is None) == (workload == "recording")
+        assert len(figure["samples"]["older"]) == len(figure["samples"]["newer"]) == 3
+        assert 0.2 < figure["CPU"]["median"] < 5
 
 
 def test_no_such_suite_is_said_in_one_line(tmp_path):
