@@ -159,45 +159,6 @@ def for_whole_batch(toy: bool) -> list[tuple[Workload, int]]:
     ]
 
 
-class EqualLayers(nn.Module):
-    """A residual net of equal layers, a BatchNorm in each."""
-
-    def __init__(self, layers: int, width: int, classes: int = 10) -> None:
-        super().__init__()
-        inputs = [3] + [width] * (layers - 1)
-        self.convolutions = nn.ModuleList(
-            nn.Conv2d(each, width, 3, padding=1, bias=False) for each in inputs
-        )
-        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in inputs)
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, (convolution, norm) in enumerate(
-            zip(self.convolutions, self.norms, strict=True)
-        ):
-            y = norm(convolution(x))
-            x = functional.relu(y if index == 0 else y + x, inplace=True)
-        return self.head(x.mean((2, 3)))
-
-
-def for_kept_boundaries(toy: bool) -> list[tuple[Workload, int]]:
-    """Networks with BatchNorm, and the micro-batch size of each."""
-    sizes = [(5, 4, 8, 16, 4)] if toy else [(9, 16, 32, 256, 32), (17, 16, 16, 256, 32)]
-    sizes += [] if toy else [(53, 16, 16, 256, 32), (17, 8, 16, 1024, 64)]
-    return [
-        (
-            Workload(
-                f"{layers} layers, {samples:,} images",
-                lambda layers=layers, width=width: EqualLayers(layers, width),
-                (3, side, side),
-                batch_size=samples,
-            ),
-            size,
-        )
-        for layers, width, side, samples, size in sizes
-    ]
-
-
 class Deep(nn.Module):
     """A stem, equal blocks, and a linear layer on their mean over all places."""
 
