@@ -102,7 +102,8 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
                                      bool hand_out) {
   if (options_.trim.empty()) return run_step(inputs, targets, hand_out);
   refuse_transforms();
-  const SortedStep sorted(options_, loss_, inputs, targets);
+  const bool reads_parts = options_.micro_batch_size.has_value();
+  const SortedStep sorted(options_, loss_, inputs, targets, reads_parts);
   struct AtWork {
     explicit AtWork(const SortedStep*& place, const SortedStep& here) : place(place) {
       place = &here;
