@@ -319,7 +319,25 @@ std::shared_ptr<Trimming> trimming_of(const Options& options, const Batch& input
     trimming->sizes =
         packed(trimming->sequences, options.micro_batch_tokens, options.micro_batch_size);
   }
+  constexpr size_t kFewest = 6;  // with less a planner has nothing to compare
+  trimming->planned = !options.micro_batch_size && trimming->sequences.size() == 1 &&
+                      trimming->order.size() >= kFewest;
   return trimming;
+}
+
+void plan_by_length(Request& request, const Trimming& trimming) {
+  if (!trimming.planned) return;
+  const Trimming::Sequence& sequence = trimming.sequences.front();
+  request.lengths = sequence.lengths;
+  const bool padded_back =
+      sequence.targets.empty() && sequence.outputs && !sequence.outputs->along.empty();
+  request.signature += padded_back ? "|padded back from" : "|trimmed";
+  if (padded_back) return;  // outputs are as long as the batch
+  for (std::vector<int64_t>& leaf : request.dims) {
+    for (int64_t& size : leaf) {
+      if (size == sequence.full) size = 0;
+    }
+  }
 }
 
 }  // namespace infinitybatch

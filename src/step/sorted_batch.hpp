@@ -2,6 +2,7 @@
 
 #include "execute/setup.hpp"
 #include "execute/trimming.hpp"
+#include "plan/request.hpp"
 
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/step/options.hpp>
@@ -29,6 +30,9 @@ int64_t packed_from(int64_t begin, const std::vector<Trimming::Sequence>& sequen
 /// So all rows.
 std::vector<int64_t> packed(const std::vector<Trimming::Sequence>& sequences,
                             std::optional<int64_t> tokens, std::optional<int64_t> most);
+
+/// Asks for a plan by the lengths of these rows, where micro-batches are planned.
+void plan_by_length(Request& request, const Trimming& trimming);
 
 /// One step of a VirtualBatch on sorted rows: what the engine is given in place of what the caller
 /// has given.

@@ -193,7 +193,10 @@ StepReport VirtualBatch::State::attempt(const Setup& setup, const std::optional<
   try {
     StepReport report;
     inputs_written_ = false;
-    if (setup.problem.trimming) learn_trimming(setup);
+    if (setup.problem.trimming) {
+      setup.problem.trimming->at_least = 0;  // of an attempt that failed
+      learn_trimming(setup);
+    }
     checked = setup;
     const bool rehearsed = (setup.problem.loss.coupled() != nullptr || setup.strategy.is_cut()) &&
                            !setup.strategy.checkpoints();

@@ -170,6 +170,7 @@ class Evaluation::State {
     unplanned.micro_batch_size.reset();
     unplanned.micro_batch_tokens.reset();
     const SortedStep sorted(unplanned, loss_, inputs, targets, /*reads_parts=*/true);
+    sorted.trimming()->planned = false;
     try {
       learn(sorted);
     } catch (...) {
