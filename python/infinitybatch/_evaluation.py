@@ -4,12 +4,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import _C, _criteria, callbacks
+from . import _C, _criteria, _trim, callbacks
 from ._loader import Batches
 from ._metrics import Metrics
 from ._model import ModelView
 from .errors import StateError
-from .virtual_batch import batch_dim_for
+from .virtual_batch import batch_dim_for, forward_of
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -38,9 +38,13 @@ def evaluate(trainer: "Trainer", loader: Any, metrics: Any) -> EvaluationResult:
     batches.at_work = trainer._batches.not_begun_twice()
     modules = list(trainer._model.modules())
     modes = [(module, module.training) for module in modules]
-    options = {n: trainer._options[n] for n in ("memory_budget", "micro_batch_size")}
+    sizes = ("memory_budget", "micro_batch_size", "micro_batch_tokens")
+    options = {n: trainer._options[n] for n in sizes}
     if not any(options.values()):
         options["memory_budget"] = "auto"
+    options["trim"] = _trim.for_forward(
+        trainer._options["trim"], forward_of(trainer._model), wrapped=False
+    )
     # Random state is kept from here on: iterating a DataLoader draws, too.
     evaluation = _C.Evaluation(
         ModelView(trainer._model, exact_coupling=False),

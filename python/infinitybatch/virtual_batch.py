@@ -236,9 +236,7 @@ class VirtualBatch:
         options = dict(self._options)
         scaler = options.pop("grad_scaler")
         options["batch_dim"] = batch_dim_for(self._model, options["batch_dim"])
-        options["trim"] = _trim.for_forward(
-            options["trim"], _forward_of(self._model), wrapped=False
-        )
+        options["trim"] = _trim.for_forward(options["trim"], forward_of(self._model), wrapped=False)
         options["loss_scale"] = None if scaler is None else self._scale_of(scaler)
         return _C.VirtualBatch(self._view, self._step_loss, **options)
 
@@ -267,12 +265,12 @@ class VirtualBatch:
 
 def batch_dim_for(model: Any, given: BatchDim | None) -> Any:
     """As C++ takes it, for steps with targets."""
-    forward = _forward_of(model)
+    forward = forward_of(model)
     _batch_dim.check_arguments(given, [forward], also=("targets",))
     return _batch_dim.by_argument(given, forward)
 
 
-def _forward_of(model: Any) -> Any:
+def forward_of(model: Any) -> Any:
     function = model._forward if isinstance(model, CallableModel) else model
     return function.forward if isinstance(function, nn.Module) else function
 

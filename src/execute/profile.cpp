@@ -91,12 +91,16 @@ class StoryTeller {
   Story story_;
 };
 
-bool same_plot(const Story& a, const Story& b) {
-  return a.sizes.size() == b.sizes.size() && a.starts == b.starts &&
-         std::equal(a.events.begin(), a.events.end(), b.events.begin(), b.events.end(),
+bool same_events(const std::vector<ProfileEvent>& a, const std::vector<ProfileEvent>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
                     [](const ProfileEvent& x, const ProfileEvent& y) {
                       return x.kind == y.kind && x.block == y.block;
                     });
+}
+
+bool same_plot(const Story& a, const Story& b) {
+  return a.sizes.size() == b.sizes.size() && a.starts == b.starts &&
+         same_events(a.events, b.events);
 }
 
 }  // namespace
@@ -125,7 +129,8 @@ std::optional<MicroBatchProfile> MicroBatchProfile::fit(const MicroBatchTrace& a
                                                         int64_t rounding) {
   const Story first = StoryTeller(a).tell();
   const Story second = StoryTeller(b).tell();
-  if (a.size == b.size || !same_plot(first, second)) return std::nullopt;
+  const bool comparable = a.size != b.size && a.length == b.length;
+  if (!comparable || !same_plot(first, second)) return std::nullopt;
   MicroBatchProfile profile;
   profile.steps_ = steps;
   profile.events_ = first.events;
@@ -147,6 +152,7 @@ std::optional<MicroBatchProfile> MicroBatchProfile::fit(const MicroBatchTrace& a
     profile.events_[i].taken_over = first.events[i].taken_over || second.events[i].taken_over;
     if (!profile.events_[i].again) profile.buffer_bytes_ += profile.events_[i].buffer_bytes;
   }
+  if (a.length > 0) profile.tell_length(a.length);
   return profile;
 }
 
@@ -155,13 +161,101 @@ std::optional<MicroBatchProfile> MicroBatchProfile::fit(const MicroBatchTrace& a
   return fit(a, b, {stream_operations().begin(), stream_operations().end()});
 }
 
-MicroBatchProfile::Effect MicroBatchProfile::effect(Step step, double samples, bool first) const {
+void MicroBatchProfile::tell_length(int64_t length) {
+  length_ = length;
+  known_ = {{length, std::vector<double>(blocks_.size(), 1.0)}};
+}
+
+bool MicroBatchProfile::learn(const MicroBatchTrace& trace) {
+  if (known_.empty() || trace.length <= 0) return false;
+  const Story story = StoryTeller(trace).tell();
+  if (story.sizes.size() != blocks_.size() || story.starts != operation_starts_ ||
+      !same_events(story.events, events_)) {
+    return false;
+  }
+  Known known{trace.length, {}};
+  for (size_t i = 0; i < blocks_.size(); ++i) {
+    const double expected = blocks_[i].at(static_cast<double>(trace.size));
+    known.ratios.push_back(expected > 0 ? story.sizes[i] / expected : 1.0);
+  }
+  const auto place =
+      std::lower_bound(known_.begin(), known_.end(), trace.length,
+                       [](const Known& each, int64_t length) { return each.length < length; });
+  if (place != known_.end() && place->length == trace.length) {
+    *place = std::move(known);  // what was measured last counts
+  } else {
+    known_.insert(place, std::move(known));
+  }
+  return true;
+}
+
+std::vector<int64_t> MicroBatchProfile::lengths() const {
+  std::vector<int64_t> lengths;
+  for (const Known& known : known_) lengths.push_back(known.length);
+  return lengths;
+}
+
+std::vector<MicroBatchProfile::Share> MicroBatchProfile::shares_at(int64_t length) const {
+  if (known_.empty() || length == 0 || length == length_) return {};
+  const auto square = [](int64_t of) { return static_cast<double>(of) * static_cast<double>(of); };
+  const auto above = static_cast<size_t>(
+      std::lower_bound(known_.begin(), known_.end(), length,
+                       [](const Known& each, int64_t of) { return each.length < of; }) -
+      known_.begin());
+  if (above < known_.size() && known_[above].length == length) return {{&known_[above], 1.0}};
+  const Known& first = known_.front();
+  if (known_.size() == 1) {
+    // What grows with the length grows with its square at most, and what is shorter takes no more.
+    return {{&first, length < first.length ? 1.0 : square(length) / square(first.length)}};
+  }
+  if (known_.size() == 2) {
+    const Known& last = known_.back();
+    // Between the two a chord is above every parabola that rises; outside one without a linear part
+    // is.
+    const bool between = above == 1;
+    const auto at = [&](int64_t of) { return between ? static_cast<double>(of) : square(of); };
+    const double share = (at(length) - at(first.length)) / (at(last.length) - at(first.length));
+    return {{&first, 1.0 - share}, {&last, share}};
+  }
+  // Of three neighbours, so that a kernel that takes over at some length spoils those near it
+  // alone.
+  size_t begin = above < 2 ? 0 : above - 2;
+  if (above >= 2 && above < known_.size()) {
+    const int64_t below = length - known_[above - 2].length;
+    const bool nearer_above =
+        above + 1 < known_.size() && known_[above + 1].length - length < below;
+    if (nearer_above) begin = above - 1;
+  }
+  begin = std::min(begin, known_.size() - 3);
+  std::vector<Share> shares;
+  for (size_t i = begin; i < begin + 3; ++i) {
+    double weight = 1;
+    for (size_t j = begin; j < begin + 3; ++j) {
+      if (i == j) continue;
+      weight *= static_cast<double>(length - known_[j].length) /
+                static_cast<double>(known_[i].length - known_[j].length);
+    }
+    shares.push_back({&known_[i], weight});
+  }
+  return shares;
+}
+
+MicroBatchProfile::Effect MicroBatchProfile::effect(Step step, RowsAtLength micro_batch,
+                                                    bool first) const {
   auto place = std::find(steps_.begin(), steps_.end(), step);
   if (place == steps_.end() && step.again) {
     step.again = false;
     place = std::find(steps_.begin(), steps_.end(), step);
   }
   if (place == steps_.end()) return {};
+  const std::vector<Share> shares = shares_at(micro_batch.length);
+  const auto bytes_of = [&](uint32_t block) {
+    const double bytes = blocks_[block].at(micro_batch.rows);
+    if (shares.empty()) return std::max(0.0, bytes);
+    double ratio = 0;
+    for (const auto& [known, weight] : shares) ratio += weight * known->ratios[block];
+    return std::max(0.0, bytes * ratio);
+  };
   const auto index = static_cast<size_t>(place - steps_.begin());
   const size_t begin = operation_starts_[index];
   const size_t end =
@@ -170,7 +264,7 @@ MicroBatchProfile::Effect MicroBatchProfile::effect(Step step, double samples, b
   double rise = 0;
   for (size_t i = begin; i < end; ++i) {
     const ProfileEvent& event = events_[i];
-    const double bytes = std::max(0.0, blocks_[event.block].at(samples));
+    const double bytes = bytes_of(event.block);
     switch (event.kind) {
       case ProfileEvent::Kind::allocate:
         live += bytes;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <compare>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -22,13 +23,23 @@ struct MicroBatchTrace {
     /// Whether the first gradient becomes the buffer.
     bool taken_over() const { return inherited || what.buffer == what.gradient; }
   };
-  int64_t size = 0;  ///< samples
+  int64_t size = 0;    ///< samples
+  int64_t length = 0;  ///< what the longest of them is computed at; 0 where all are alike
   std::vector<memory::AllocationEvent> events;
   std::vector<size_t> operation_starts;  ///< first event of each operation, in order
   std::vector<SinkMark> sinks;
 
   /// Takes over from an earlier trace which gradients became their buffers: later ones are added.
   void inherit(const MicroBatchTrace& earlier);
+};
+
+/// How much a micro-batch is: rows, computed at one length.
+struct RowsAtLength {
+  RowsAtLength(double how_many, int64_t how_long = 0)  // NOLINT(google-explicit-constructor)
+      : rows(how_many), length(how_long) {}
+  double rows;
+  int64_t length;  ///< 0: the one that the profile was fit at
+  auto operator<=>(const RowsAtLength&) const = default;
 };
 
 /// Bytes as a function of the micro-batch size.
@@ -71,6 +82,12 @@ struct ProfileEvent {
 /// The memory story of one micro-batch as a function of its size. The peak is a maximum of affine
 /// functions, so a line through two measured peaks would be too low; here every single block is an
 /// affine function and the story is told again at the size asked for.
+///
+/// Of samples that differ in length a block is that function at the length of the two traces, times
+/// what further traces, of any size, show at other lengths. A block is a tensor, whose bytes are a
+/// product of dimensions: each is a number, the rows, or grows with the length, at most two of
+/// these (attention's square). So three lengths tell all others, by the parabola through them.
+/// Where fewer are known what it gives is a bound, as long as nothing falls with the length.
 class MicroBatchProfile {
  public:
   /// Fits the story to traces of two different sizes, neither of them 1 (one sample takes other
@@ -81,7 +98,18 @@ class MicroBatchProfile {
                                               const std::vector<Step>& steps, int64_t rounding = 1);
   static std::optional<MicroBatchProfile> fit(const MicroBatchTrace& a, const MicroBatchTrace& b);
 
-  /// What one operation does to live memory at `samples`.
+  /// Says how long the samples of the two traces were, where other ones turn out to be longer or
+  /// shorter.
+  void tell_length(int64_t length);
+  /// Takes a trace at another length, of any number of samples. False where it tells another story
+  /// than the two that the profile was fit to.
+  bool learn(const MicroBatchTrace& trace);
+  /// Of the two traces; 0 where all samples are alike.
+  int64_t length() const noexcept { return length_; }
+  /// All that are known, rising.
+  std::vector<int64_t> lengths() const;
+
+  /// What one operation does to live memory.
   struct Effect {
     int64_t rise = 0;  ///< highest point, above where it began
     int64_t net = 0;   ///< where it ends, relative to where it began
@@ -89,7 +117,7 @@ class MicroBatchProfile {
   /// \param step  of a micro-batch that is not the first is that of the first where the profile
   ///              was not told of two
   /// \param first whether this is the first micro-batch, whose gradients become the buffers
-  Effect effect(Step step, double samples, bool first) const;
+  Effect effect(Step step, RowsAtLength micro_batch, bool first) const;
 
   /// How many micro-batches the traces were of.
   int micro_batches() const noexcept {
@@ -101,7 +129,21 @@ class MicroBatchProfile {
   int64_t buffer_bytes() const noexcept { return buffer_bytes_; }
 
  private:
+  /// Bytes of each block at another length ÷ those at `length_`.
+  struct Known {
+    int64_t length = 0;
+    std::vector<double> ratios;
+  };
+  /// What the ratios of known lengths count for at another one.
+  struct Share {
+    const Known* known;
+    double weight;
+  };
+  std::vector<Share> shares_at(int64_t length) const;
+
   std::vector<AffineBytes> blocks_;
+  int64_t length_ = 0;
+  std::vector<Known> known_;  // rising; empty where all samples are alike
   std::vector<ProfileEvent> events_;
   std::vector<Step> steps_;
   std::vector<size_t> operation_starts_;

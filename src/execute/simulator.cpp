@@ -11,6 +11,11 @@ namespace {
 
 using Effect = MicroBatchProfile::Effect;
 
+RowsAtLength rows_at(const Plan& plan, size_t index) {
+  const auto rows = static_cast<double>(plan.micro_batch_sizes[index]);
+  return {rows, plan.lengths.empty() ? 0 : plan.lengths[index]};
+}
+
 /// The effects of one plan's instructions. Most micro-batches are alike: each distinct (operation,
 /// size, first) is told once.
 class Effects {
@@ -24,7 +29,7 @@ class Effects {
 
   Effect of(const Instruction& instruction) {
     const int64_t index = instruction.micro_batch;
-    const auto size = static_cast<double>(plan_.micro_batch_sizes[static_cast<size_t>(index)]);
+    const RowsAtLength size = rows_at(plan_, static_cast<size_t>(index));
     note(instruction);
     const bool retained =
         index >= static_cast<int64_t>(plan_.micro_batch_sizes.size()) - plan_.retained;
@@ -83,8 +88,8 @@ class Effects {
     // The first of the next segment's gradients make buffers of their own.
     if (instruction.operation == Operation::combine_gradients) first_ = true;
     again_ = false;
-    return tell({instruction.operation, instruction.segment},
-                static_cast<double>(plan_.batch_size) / profile_.micro_batches());
+    const double rows = static_cast<double>(plan_.batch_size) / profile_.micro_batches();
+    return tell({instruction.operation, instruction.segment}, {rows, rows_at(plan_, 0).length});
   }
 
   /// The next micro-batch of a streaming plan: its gradients find buffers.
@@ -125,7 +130,7 @@ class Effects {
     again_ = !done_.insert({operation, step.segment, step.back}).second;
   }
 
-  Effect tell(Step step, double size) {
+  Effect tell(Step step, RowsAtLength size) {
     step.again = again_;
     const auto key = std::make_tuple(step.operation, step.segment, step.back, again_, size, first_);
     auto found = known_.find(key);
@@ -142,14 +147,14 @@ class Effects {
   bool first_;
   bool again_ = false;
   std::set<std::tuple<Operation, int64_t, bool>> done_;
-  std::map<std::tuple<Operation, int64_t, bool, bool, double, bool>, Effect> known_;
+  std::map<std::tuple<Operation, int64_t, bool, bool, RowsAtLength, bool>, Effect> known_;
 };
 
 }  // namespace
 
-int64_t outputs_of(const MicroBatchProfile& profile, const Plan& plan, int64_t samples) {
+int64_t outputs_of(const MicroBatchProfile& profile, const Plan& plan, size_t index) {
   const int64_t segment = plan.strategy == "cut" ? plan.segments - 1 : -1;
-  return profile.effect({Operation::seed, segment}, samples, /*first=*/true).net;
+  return profile.effect({Operation::seed, segment}, rows_at(plan, index), /*first=*/true).net;
 }
 
 int64_t simulate_peak(const Plan& plan, const MicroBatchProfile& profile, int64_t baseline,

@@ -17,6 +17,7 @@ int64_t simulate_peak(const Plan& plan, const MicroBatchProfile& profile, int64_
                       bool outputs_offload = false);
 
 /// Bytes of a micro-batch's outputs as far as they want a gradient: 0 where only one pass is made.
-int64_t outputs_of(const MicroBatchProfile& profile, const Plan& plan, int64_t samples);
+/// \param index of the micro-batch
+int64_t outputs_of(const MicroBatchProfile& profile, const Plan& plan, size_t index);
 
 }  // namespace infinitybatch

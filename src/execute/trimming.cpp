@@ -26,10 +26,11 @@ at::Tensor cut_off(const at::Tensor& tensor, int64_t dim, int64_t length, bool l
 
 /// Forward finds memory of its own, as natively: it may ask for a view of all of it.
 void trim(std::vector<Leaf>& leaves, const std::vector<Trimming::Along>& along, int64_t length,
-          bool left) {
+          bool left, bool copies) {
   for (const auto& [leaf, dim] : along) {
     at::Tensor& tensor = leaves[leaf].tensor;
-    tensor = narrowed(tensor, dim, length, left).contiguous();
+    tensor = narrowed(tensor, dim, length, left);
+    tensor = copies ? tensor.clone(at::MemoryFormat::Contiguous) : tensor.contiguous();
   }
 }
 
@@ -45,7 +46,8 @@ bool Trimming::changes_nothing() const {
 
 int64_t Trimming::length(const Sequence& sequence, Rows rows) const {
   const auto begin = sequence.lengths.begin();
-  return *std::max_element(begin + rows.begin, begin + rows.end);
+  const int64_t longest = *std::max_element(begin + rows.begin, begin + rows.end);
+  return std::min(sequence.full, std::max(longest, at_least));
 }
 
 std::vector<int64_t> Trimming::trimmed_rows(const Sequence& sequence) const {
@@ -70,8 +72,8 @@ Batch Trimming::trimmed(const Batch& batch, Rows rows,
                         std::vector<Along> Sequence::* const along) const {
   std::vector<Leaf> leaves = batch.leaves();
   for (const Sequence& sequence : sequences) {
-    if (!trims(sequence, rows)) continue;
-    trim(leaves, sequence.*along, length(sequence, rows), sequence.left);
+    if (!planned && !trims(sequence, rows)) continue;
+    trim(leaves, sequence.*along, length(sequence, rows), sequence.left, planned);
   }
   return {std::move(leaves), batch.structure()};
 }
@@ -86,7 +88,7 @@ Batch Trimming::targets(const Batch& batch, Rows rows) const {
 
 Batch Trimming::inputs(const Batch& batch, const Sequence& sequence, int64_t length) const {
   std::vector<Leaf> leaves = batch.leaves();
-  trim(leaves, sequence.inputs, length, sequence.left);
+  trim(leaves, sequence.inputs, length, sequence.left, /*copies=*/false);
   return {std::move(leaves), batch.structure()};
 }
 
@@ -96,7 +98,7 @@ Batch Trimming::padded(const Batch& outputs, const Batch& inputs) const {
     if (sequence.inputs.empty() || !sequence.targets.empty()) continue;
     const Along& first = sequence.inputs.front();
     const int64_t length = inputs.leaves()[first.leaf].tensor.size(first.dim);
-    if (length == sequence.full) continue;
+    if (length == sequence.full && !(planned && sequence.outputs)) continue;
     if (!sequence.outputs) throw StateError("outputs were trimmed before it was known where");
     for (const auto& [leaf, dim] : sequence.outputs->along) {
       at::Tensor& tensor = leaves[leaf].tensor;
@@ -112,6 +114,8 @@ Batch Trimming::padded(const Batch& outputs, const Batch& inputs) const {
       }
       std::vector<int64_t> pad(static_cast<size_t>(2 * (tensor.dim() - dim)), 0);
       pad[pad.size() - (sequence.left ? 2 : 1)] = sequence.full - length;
+      // Of nothing to pad it gives a copy as the tensor lies, else a contiguous one.
+      if (planned) tensor = tensor.contiguous();
       tensor = at::constant_pad_nd(tensor, pad, 0);
     }
   }
@@ -162,13 +166,17 @@ void Trimming::check_gradient(size_t leaf, int64_t batch_dim, const at::Tensor& 
       if (of != leaf || dim >= gradient.dim() || gradient.size(dim) != sequence.full) continue;
       int64_t row = rows ? rows->begin : 0;
       const auto meet = [&](Rows here, const at::Tensor& part) {
-        if (!trims(sequence, here)) return;
-        at::Tensor cut = cut_off(part, dim, length(sequence, here), sequence.left);
+        const bool trimmed = trims(sequence, here);
+        if (!planned && !trimmed) return;
+        // Where nothing is cut off a planned micro-batch does the same to memory.
+        at::Tensor cut = trimmed ? cut_off(part, dim, length(sequence, here), sequence.left)
+                                 : part.narrow(dim, 0, std::min<int64_t>(1, part.size(dim)));
         if (cut.numel() == 0) return;
         if (cut.is_complex()) cut = at::view_as_real(cut);
         // Without a copy of it. What is not a number comes of a padding's zero beside an infinity:
         // native has it too.
         const at::Tensor any = cut.amax().gt(0).logical_or(cut.amin().lt(0));
+        if (!trimmed) return;
         read = read.defined() ? read.logical_or(any) : any;
       };
       if (rows) {

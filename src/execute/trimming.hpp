@@ -42,10 +42,14 @@ class Trimming {
   std::vector<int64_t> sizes;  ///< of micro-batches, in rows; empty until a plan says
   std::vector<int64_t> order;  ///< sorted row i is row `order[i]` of the caller's
   Rows at_work;                ///< whose targets were loaded last
+  /// Micro-batches are planned by what they take at each length: whether anything is cut off or
+  /// not, all do the same to memory.
+  bool planned = false;
+  int64_t at_least = 0;  ///< then: positions of the micro-batch at work, whatever its rows have
   /// Whether micro-batches are what they would be without it.
   bool changes_nothing() const;
 
-  /// Of the longest of these rows.
+  /// That these rows are computed at: of the longest of them.
   int64_t length(const Sequence& sequence, Rows rows) const;
   bool trims(const Sequence& sequence, Rows rows) const {
     return length(sequence, rows) < sequence.full;

@@ -4,6 +4,7 @@
 #include "plan/probes.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <climits>
 #include <cmath>
 
@@ -40,27 +41,29 @@ void Candidates::find() {
     if (!known) caps_.push_back(cap);
     return true;
   };
-  int64_t cap = kSmallProbe;
+  const int64_t whole = request_.whole();
+  int64_t cap = kSmallProbe * request_.unit();
   // Larger ones can fit where small ones do not: a coupled loss keeps something of every
   // micro-batch, and a step was measured where others are predicted.
-  while ((consider(cap) || caps_.empty()) && cap < request_.batch_size) cap *= 2;
-  if (caps_.empty()) {
-    consider(1);
-  } else if (caps_.back() < request_.batch_size) {
-    // The largest that fits lies between this power of two and the next.
-    int64_t low = caps_.back();
-    int64_t high = std::min(2 * low, request_.batch_size);
+  while ((consider(cap) || caps_.empty()) && cap < whole) cap *= 2;
+  // The largest that fits lies between two of these.
+  const auto largest = [&](int64_t low, int64_t high) {
     while (high - low > 1) {
       const int64_t middle = low + (high - low) / 2;
       (fits(middle) ? low : high) = middle;
     }
-    consider(low);
+    return low;
+  };
+  if (caps_.empty()) {
+    if (fits(1)) consider(largest(1, kSmallProbe * request_.unit()));
+  } else if (caps_.back() < whole) {
+    consider(largest(caps_.back(), std::min(2 * caps_.back(), whole)));
   }
 }
 
 /// The largest size that may fit, with more samples in each micro-batch than forward fails on.
 std::optional<int64_t> Candidates::largest_that_works() const {
-  int64_t cap = std::min(request_.batch_size, learned_.shortages.largest());
+  int64_t cap = std::min(request_.whole(), learned_.shortages.largest());
   while (cap > request_.fails_on) {
     const int64_t size = request_.size_under(cap);
     if (request_.batch_size / request_.count_under(size) <= request_.fails_on) break;
@@ -71,7 +74,7 @@ std::optional<int64_t> Candidates::largest_that_works() const {
 }
 
 bool Candidates::stays_whole(int64_t size) const {
-  return size >= request_.batch_size && (!request_.two_pass || prediction_.retained(size) > 0);
+  return size >= request_.whole() && (!request_.two_pass || prediction_.retained(size) > 0);
 }
 
 int64_t Candidates::fastest() const {
@@ -79,36 +82,50 @@ int64_t Candidates::fastest() const {
   double best = INFINITY;
   // From the largest on: how many graphs fit is soon said of few micro-batches.
   for (auto cap = caps_.rbegin(); cap != caps_.rend(); ++cap) {
-    const Timings::Timing* timing = learned_.timings.of(*cap);
+    const Timings::Timing* timing = timing_of(*cap);
     if (timing == nullptr) continue;
     if (request_.two_pass && timing->estimate(/*kept=*/1) > best) continue;  // whatever it keeps
     const int64_t size = request_.size_under(*cap);
     const double favour = stays_whole(size) ? kWorthSplitting : 1;
     const double estimate = favour * timing->estimate(prediction_.kept_share(size));
-    if (estimate > best) continue;
+    // What is taken to be as fast as a smaller one saves calls beside it.
+    const bool as_fast = estimate == best && !is_timed(best_cap);
+    if (estimate > best || as_fast) continue;
     best = estimate;
     best_cap = *cap;
   }
   if (best_cap > 0) return best_cap;
   for (auto cap = caps_.rbegin(); cap != caps_.rend(); ++cap) {
-    if (*cap <= kLargeProbe) return *cap;
+    if (*cap <= kLargeProbe * request_.unit()) return *cap;
   }
   return caps_.empty() ? 1 : caps_.front();
 }
 
+bool Candidates::is_timed(int64_t cap) const {
+  if (!request_.packing || caps_.size() == 1 || cap != caps_.back()) return true;
+  const int64_t smallest = kSmallProbe * request_.unit();
+  return cap % smallest == 0 && std::has_single_bit(static_cast<uint64_t>(cap / smallest));
+}
+
+const Timings::Timing* Candidates::timing_of(int64_t cap) const {
+  if (is_timed(cap) || caps_.size() < 2) return learned_.timings.of(cap);
+  return learned_.timings.of(caps_[caps_.size() - 2]);
+}
+
 bool Candidates::timed() const {
   return caps_.size() == 1 || std::none_of(caps_.begin(), caps_.end(), [&](int64_t cap) {
-           return learned_.timings.wants(cap);
+           return is_timed(cap) && learned_.timings.wants(cap);
          });
 }
 
 std::optional<int64_t> Candidates::to_time(const Progress& progress) const {
-  const auto& [row, last] = progress;
   const Timings& timings = learned_.timings;
-  const int64_t remaining = request_.batch_size - row;
+  const int64_t last = progress.timed_cap;
+  const int64_t remaining = std::min(progress.end, request_.batch_size) - progress.row;
   // Where one micro-batch is the whole step the next step is the only way to time a warm one.
-  if (row == 0 && last > 0 && request_.size_under(last) == remaining &&
-      prediction_.fits(remaining) && timings.wants(last)) {
+  if (progress.row == 0 && last > 0 && remaining == request_.batch_size &&
+      request_.size_under(last) == request_.whole() && prediction_.fits(request_.whole()) &&
+      timings.wants(last)) {
     return last;
   }
   std::optional<int64_t> found;
@@ -116,29 +133,62 @@ std::optional<int64_t> Candidates::to_time(const Progress& progress) const {
   for (const int64_t cap : caps_) {
     const int64_t size = request_.size_under(cap);
     const int pieces = timings.pieces(cap);
-    if (pieces >= fewest || size > remaining) continue;
-    if (!timings.wants(cap) || !fits_at(row, size)) continue;
+    if (pieces >= fewest || !is_timed(cap) || !timings.wants(cap)) continue;
+    if (request_.packing ? full(cap, progress).empty() : size > remaining) continue;
+    if (!fits_at(progress.row, size)) continue;
     found = cap;
     fewest = pieces;
   }
   return found;
 }
 
-int64_t Candidates::count_to_time(int64_t cap, const Progress& progress) const {
-  if (request_.segments > 0) return 1;  // all micro-batches of a piece go together
-  const int64_t size = request_.size_under(cap);
-  const int64_t count = learned_.timings.count(cap, size, /*first=*/cap != progress.timed_cap);
-  return std::min(count, (request_.batch_size - progress.row) / size);
+std::vector<int64_t> Candidates::full(int64_t cap, const Progress& progress) const {
+  std::vector<int64_t> sizes = request_.split(request_.size_under(cap), progress.row);
+  // What is left for the last one may be less than it could take.
+  if (sizes.size() > 1 || progress.row > 0) sizes.pop_back();
+  int64_t end = progress.row;
+  size_t within = 0;
+  while (within < sizes.size() && end + sizes[within] <= progress.end) end += sizes[within++];
+  sizes.resize(within);
+  return sizes;
 }
 
-std::vector<int64_t> Candidates::split_rest(int64_t row) const {
-  int64_t size = request_.size_under(fastest());
-  while (size > 1 && !fits_at(row, size)) size -= (size + 31) / 32;
-  return split_evenly(request_.batch_size - row, size);
+std::vector<int64_t> Candidates::sizes_to_time(int64_t cap, const Progress& progress) const {
+  const bool first = cap != progress.timed_cap;
+  const int64_t size = request_.size_under(cap);
+  if (request_.packing) {
+    const int64_t samples = std::max<int64_t>(1, size / request_.unit());
+    std::vector<int64_t> sizes = full(cap, progress);
+    const int64_t count = learned_.timings.count(cap, samples, first);
+    if (std::ssize(sizes) > count) sizes.resize(static_cast<size_t>(count));
+    return sizes;
+  }
+  if (request_.segments > 0) return {size};  // all micro-batches of a piece go together
+  const int64_t count = learned_.timings.count(cap, size, first);
+  const int64_t most = (request_.batch_size - progress.row) / size;
+  return std::vector<int64_t>(static_cast<size_t>(std::min(count, most)), size);
+}
+
+std::vector<int64_t> Candidates::split_rest(const Progress& progress) const {
+  // Where the longest rows are not known to fit others may be far from them.
+  const bool none = request_.packing && caps_.empty();
+  int64_t size = none ? kLargeProbe * request_.unit() : request_.size_under(fastest());
+  while (size > 1 && !fits_at(progress.row, size)) size -= (size + 31) / 32;
+  std::vector<int64_t> sizes = request_.split(size, progress.row);
+  int64_t end = progress.row;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (end + sizes[i] >= progress.end) {
+      sizes[i] = progress.end - end;
+      sizes.resize(i + 1);
+    }
+    end += sizes[i];
+  }
+  return sizes;
 }
 
 bool is_settled(const Request& request, const Learned& learned) {
-  return !probe_size(request, learned) && Candidates(request, learned).timed();
+  return !probe_size(request, learned) && !length_to_learn(request, learned, /*row=*/0) &&
+         Candidates(request, learned).timed();
 }
 
 }  // namespace infinitybatch::plan

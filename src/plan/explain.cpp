@@ -1,23 +1,41 @@
 #include "plan/explain.hpp"
 
 #include "plan/candidates.hpp"
+#include "plan/packing.hpp"
 #include "plan/prediction.hpp"
 
+#include <algorithm>
 #include <cstdio>
 #include <string>
 
 namespace infinitybatch::plan {
 namespace {
 
+/// Samples of the largest micro-batch.
+int64_t largest(const Request& request, int64_t size) {
+  if (!request.packing) return size;
+  const std::vector<int64_t> sizes = request.split(size);
+  return *std::max_element(sizes.begin(), sizes.end());
+}
+
+/// Samples as long as those that were timed that take as long as all of them.
+double work_of(const Request& request) {
+  if (!request.packing) return static_cast<double>(request.batch_size);
+  double work = 0;
+  for (int64_t row = 0; row < request.batch_size; ++row) work += request.packing->work(row, 1);
+  return work;
+}
+
 Candidate candidate(const Request& request, const Kinds& kinds, int64_t cap) {
   const Learned& learned = *kinds.learned();
   const Prediction prediction(request, learned);
   Candidate candidate;
-  candidate.micro_batch_size = request.size_under(cap);
-  candidate.peak_bytes = prediction.peak(candidate.micro_batch_size);
-  candidate.feasible = prediction.fits(candidate.micro_batch_size);
+  const int64_t size = request.size_under(cap);
+  candidate.micro_batch_size = largest(request, size);
+  candidate.peak_bytes = prediction.peak(size);
+  candidate.feasible = prediction.fits(size);
   if (const Timings::Timing* timing = learned.timings.of(cap)) {
-    const double kept = candidate.feasible ? prediction.kept_share(candidate.micro_batch_size) : 0;
+    const double kept = candidate.feasible ? prediction.kept_share(size) : 0;
     candidate.seconds_per_sample = timing->estimate(kept) / kinds.work_ratio();
   }
   return candidate;
@@ -32,7 +50,7 @@ std::string why(const Request& request, const Candidates& candidates, int64_t ca
            (request.fails_on == 1 ? " sample" : " samples");
   }
   if (candidates.caps().size() < 2) return "no larger micro-batch fits";
-  if (cap == candidates.caps().back() && cap < request.batch_size) {
+  if (cap == candidates.caps().back() && cap < request.whole()) {
     return "the fastest size that fits, bounded by the budget";
   }
   return candidates.stays_whole(request.size_under(cap))
@@ -41,8 +59,9 @@ std::string why(const Request& request, const Candidates& candidates, int64_t ca
 }
 
 /// What makes the prediction another than usual.
-std::string reservations(const Kinds& kinds) {
+std::string reservations(const Kinds& kinds, bool packed) {
   std::string text;
+  if (packed) text += "; rows are packed by the bytes that their lengths are predicted to take";
   if (kinds.borrowed()) text += "; planned as longer samples are, so that the peak is a bound";
   if (!kinds.learned()->irregular) return text;
   char margin[96];
@@ -63,9 +82,13 @@ void explain(Plan& plan, const Request& request, const Kinds& kinds, bool settle
   plan.budget_bytes = request.budget_bytes;
   plan.baseline_bytes = request.baseline_bytes;
   if (!plan.predicted_peak_bytes) {
-    plan.predicted_peak_bytes = prediction.peak(plan.micro_batch_size());
+    plan.predicted_peak_bytes =
+        prediction.peak(request.packing ? request.size_under(cap) : plan.micro_batch_size());
   }
-  for (int64_t power = 1;; power *= 2) {
+  for (const int64_t each : candidates.caps()) {
+    if (request.packing) plan.candidates.push_back(candidate(request, kinds, each));
+  }
+  for (int64_t power = 1; !request.packing; power *= 2) {
     // The chosen size stands in its place, whether a power of two or not.
     const bool chosen_next = cap > power / 2 && cap < power;
     if (chosen_next) plan.candidates.push_back(candidate(request, kinds, cap));
@@ -75,12 +98,13 @@ void explain(Plan& plan, const Request& request, const Kinds& kinds, bool settle
     }
     if (power >= request.batch_size) break;
   }
-  if (const Timings::Timing* timing = learned.timings.of(cap)) {
-    const double kept = prediction.kept_share(plan.micro_batch_size(), plan.retained);
-    plan.predicted_seconds =
-        timing->estimate(kept) / kinds.work_ratio() * static_cast<double>(request.batch_size);
+  if (const Timings::Timing* timing = candidates.timing_of(cap)) {
+    const int64_t size = request.packing ? request.size_under(cap) : plan.micro_batch_size();
+    const double kept = prediction.kept_share(size, plan.retained);
+    plan.predicted_seconds = timing->estimate(kept) / kinds.work_ratio() * work_of(request);
   }
-  plan.reason = why(request, candidates, cap) + reservations(kinds);
+  const bool packed = request.packing && request.length == 0;
+  plan.reason = why(request, candidates, cap) + reservations(kinds, packed);
   if (!settled) plan.reason += "; not settled yet, more sizes will be timed";
 }
 

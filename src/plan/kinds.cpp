@@ -37,6 +37,16 @@ bool dominates(const Dims& longer, const Dims& dims) {
   return true;
 }
 
+/// Stands in the signature of kinds that are known as functions of a length.
+constexpr const char* kByLength = "|by length";
+
+/// Whether sizes are chosen freely, of samples that are alike: of cut tapes what there is once is
+/// not told apart by length.
+bool may_be_of_family(const Request& request) {
+  return request.lengths.empty() && !request.whole_batch_only && request.fails_on == 0 &&
+         request.segments == 0;
+}
+
 bool is_known(const Request& request, const Learned& learned) {
   const bool measured = learned.profile || !learned.peaks.empty();
   if (!measured || probe_size(request, learned)) return false;
@@ -65,11 +75,73 @@ Learned ragged_after(const Learned& before, double elements_before) {
 
 }  // namespace
 
-void Kinds::choose(const Request& request) {
+std::optional<int64_t> Kinds::length_in(const Family& family, const Dims& dims) {
+  if (dims.size() != family.first.size()) return std::nullopt;
+  std::optional<int64_t> length;
+  std::optional<int64_t> more;
+  for (size_t leaf = 0; leaf < dims.size(); ++leaf) {
+    if (dims[leaf].size() != family.first[leaf].size()) return std::nullopt;
+    for (size_t i = 0; i < dims[leaf].size(); ++i) {
+      const int64_t differs = dims[leaf][i] - family.first[leaf][i];
+      if (family.follows[leaf][i] ? differs != more.value_or(differs) : differs != 0) {
+        return std::nullopt;
+      }
+      if (!family.follows[leaf][i]) continue;
+      more = differs;
+      length = length.value_or(dims[leaf][i]);
+    }
+  }
+  return length;
+}
+
+bool Kinds::follow_family(Request& request) {
+  for (const Family& family : families_[request.signature]) {
+    const std::optional<int64_t> length = length_in(family, request.dims);
+    if (!length || *length < 1) continue;
+    request.signature += kByLength;
+    request.dims = family.first;
+    request.lengths.assign(static_cast<size_t>(request.batch_size), *length);
+    request.length = *length;
+    take(by_kind_[own(request)]);
+    learned_->lengths.first.reset();  // of this batch
+    return true;
+  }
+  return false;
+}
+
+bool Kinds::found_family(Request& request) {
+  for (auto entry = by_kind_.begin(); entry != by_kind_.end(); ++entry) {
+    const auto& [kind, learned] = *entry;
+    const auto& [signature, dims] = kind;
+    if (signature != request.signature || !is_known(request, learned) || !learned.profile) continue;
+    Family family{dims, {}};
+    if (dims.size() != request.dims.size()) continue;
+    for (size_t leaf = 0; leaf < dims.size(); ++leaf) {
+      std::vector<bool>& follows = family.follows.emplace_back();
+      for (size_t i = 0; i < dims[leaf].size() && i < request.dims[leaf].size(); ++i) {
+        follows.push_back(dims[leaf][i] != request.dims[leaf][i]);
+      }
+      follows.resize(dims[leaf].size());
+    }
+    const std::optional<int64_t> length = length_in(family, dims);
+    if (!length || *length < 1 || !length_in(family, request.dims)) continue;
+    Learned known = std::move(entry->second);
+    known.tell_length(*length);
+    by_kind_[{signature + kByLength, dims}] = std::move(known);
+    families_[request.signature].push_back(std::move(family));
+    by_kind_.erase(entry);
+    return follow_family(request);
+  }
+  return false;
+}
+
+void Kinds::choose(Request& request) {
   const auto ragged = ragged_.find(request.signature);
   if (ragged != ragged_.end()) return take(ragged->second);
+  if (may_be_of_family(request) && follow_family(request)) return;
   const auto known = by_kind_.find(own(request));
   if (known != by_kind_.end()) return take(known->second);
+  if (!request.lengths.empty()) return stop_borrowing(request);  // whatever they are
   auto* const other = longer(request);
   if (other == nullptr) return stop_borrowing(request);
   const auto& [kind, learned] = *other;
@@ -92,7 +164,8 @@ std::pair<const Kinds::Kind, Learned>* Kinds::longer(const Request& request) {
   return best;
 }
 
-void Kinds::stop_borrowing(const Request& request) {
+void Kinds::stop_borrowing(Request& request) {
+  if (may_be_of_family(request) && found_family(request)) return;
   take(by_kind_[own(request)]);
 }
 
@@ -109,7 +182,9 @@ bool Kinds::notice(const Request& request, int64_t size, const std::vector<Dims>
   if (!borrowed_ && !before.first) before.first = dims.front();
   bool changed = false;
   if (differ && !learned_->ragged) {
-    Learned ragged = borrowed_ ? Learned() : ragged_after(*learned_, elements(*before.first));
+    const bool by_length = learned_->profile && learned_->profile->length() > 0;
+    Learned ragged =
+        borrowed_ || by_length ? Learned() : ragged_after(*learned_, elements(*before.first));
     ragged.ragged = ragged.irregular = true;
     take(ragged_[request.signature] = std::move(ragged));
     changed = true;

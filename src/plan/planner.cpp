@@ -4,12 +4,14 @@
 #include "execute/simulator.hpp"
 #include "plan/candidates.hpp"
 #include "plan/explain.hpp"
+#include "plan/packing.hpp"
 #include "plan/plans.hpp"
 #include "plan/prediction.hpp"
 #include "plan/probes.hpp"
 #include "plan/refusals.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <utility>
 
@@ -19,7 +21,8 @@ namespace {
 /// But for what is live when the step starts.
 bool is_alike(const Request& request, const Request& other) {
   return request.signature == other.signature && request.dims == other.dims &&
-         request.batch_size == other.batch_size && request.budget_bytes == other.budget_bytes &&
+         request.lengths == other.lengths && request.batch_size == other.batch_size &&
+         request.budget_bytes == other.budget_bytes &&
          request.whole_batch_only == other.whole_batch_only && request.fails_on == other.fails_on;
 }
 
@@ -34,42 +37,119 @@ double ratio(int64_t above, int64_t predicted) {
 }  // namespace
 
 void Planner::begin(const Request& request) {
-  const bool same =
-      is_alike(request, request_) && request.baseline_bytes == request_.baseline_bytes;
+  const bool same = is_alike(request, given_) && request.baseline_bytes == request_.baseline_bytes;
+  const bool same_rows = request.signature == given_.signature && request.dims == given_.dims &&
+                         request.batch_size == given_.batch_size &&
+                         request.lengths == given_.lengths;
   const plan::Learned* const before = kinds_.learned();
-  request_ = request;
+  std::shared_ptr<const plan::Packing> packing = std::move(request_.packing);
+  request_ = given_ = request;
   progress_.row = 0;
   smallest_failed_ = false;
   attempt_ = {};
-  kinds_.choose(request_);
+  choose_lengths();
   if (!same || &learned() != before || learned().shortages.may_try_again()) forget_settled_plan();
+  if (same_rows && &learned() == before && !request_.lengths.empty()) {
+    request_.packing = std::move(packing);  // whatever is live, and may be
+  }
   if (settled_plan_) return;
+  if (!request_.packing) pack();
   // Shorter samples may fit where those whose plan they would follow do not.
-  if (kinds_.borrowed() && candidates().empty()) kinds_.stop_borrowing(request_);
+  if (kinds_.borrowed() && candidates().empty()) {
+    kinds_.stop_borrowing(request_);
+    pack();
+  }
   if (request.fails_on == 0 && !learned().profile) return;
-  if (!candidates().empty()) return;
+  // A bound on longer rows is no reason to refuse them.
+  if (plan::length_to_learn(request_, learned(), /*row=*/0) || !candidates().empty()) return;
   if (request.fails_on > 0) plan::refuse_larger(request_, /*needed=*/0);
   find_smallest(/*needed_bytes=*/0);
+}
+
+void Planner::choose_lengths() {
+  kinds_.choose(request_);
+  if (request_.lengths.empty()) return;
+  plan::Learned& known = learned();
+  // Longer ones may be longer than all of a batch.
+  if (!known.traces.empty() && known.traces.back().length > request_.lengths.front()) {
+    known.traces.clear();
+  }
+  const bool told = known.profile || plan::may_probe_at_length(request_, known);
+  if (told && !known.irregular && !request_.whole_batch_only && request_.fails_on == 0) return;
+  request_.lengths.clear();
+  request_.signature += "|by rows";
+  kinds_.choose(request_);
+}
+
+void Planner::pack() {
+  request_.packing.reset();
+  if (request_.lengths.empty() || !learned().profile) return;
+  request_.packing = std::make_shared<plan::Packing>(request_, *learned().profile);
 }
 
 std::vector<int64_t> Planner::next_sizes(Piece& piece) const {
   const int64_t remaining = request_.batch_size - progress_.row;
   if (const auto probe = plan::probe_size(request_, learned())) {
     const size_t count = plan::probed_micro_batches(request_);
+    if (!request_.lengths.empty()) return probe_at_length(*probe, piece);
     // The next rehearsal begins with all rows again.
     if (count > 1 && remaining < *probe * static_cast<int64_t>(count)) return {};
     piece.trace = plan::is_traced(request_, learned(), *probe, remaining);
-    return std::vector<int64_t>(count, std::min(*probe, remaining));
+    piece.size = std::min(*probe, remaining);
+    return std::vector<int64_t>(count, piece.size);
   }
   const plan::Candidates candidates = this->candidates();
+  plan::Candidates::Progress progress = progress_;
+  progress.end = request_.batch_size;
+  if (const auto learn = plan::length_to_learn(request_, learned(), progress.row)) {
+    // A rehearsal passes over what lies before it; of a stream all rows have to run.
+    if (learn->row == progress.row || (request_.two_pass && progress.row > 0)) {
+      piece.first_row = learn->row;
+      piece.size = request_.packing->size_of(learn->row, plan::kSmallProbe);
+      piece.least_length = learn->length;
+      piece.trace = true;
+      return {plan::kSmallProbe};
+    }
+    progress.end = learn->row;
+    if (request_.two_pass) {
+      const int64_t rows = request_.lengths.front() < learned().too_long ? plan::kSmallProbe : 1;
+      piece.size = request_.packing->size_of(0, rows);
+      return {rows};
+    }
+  } else if (request_.two_pass && plan::length_to_learn(request_, learned(), /*row=*/0)) {
+    return {};  // the next rehearsal comes by it
+  }
   if (!candidates.timed()) {
-    if (const auto cap = candidates.to_time(progress_)) {
+    if (const auto cap = candidates.to_time(progress)) {
       piece.timed_cap = *cap;
-      const int64_t count = candidates.count_to_time(*cap, progress_);
-      return std::vector<int64_t>(static_cast<size_t>(count), request_.size_under(*cap));
+      piece.size = request_.size_under(*cap);
+      return candidates.sizes_to_time(*cap, progress);
     }
   }
-  return candidates.split_rest(progress_.row);
+  std::vector<int64_t> sizes = candidates.split_rest(progress);
+  piece.size = request_.packing ? request_.size_under(candidates.fastest())
+                                : *std::max_element(sizes.begin(), sizes.end());
+  return sizes;
+}
+
+std::vector<int64_t> Planner::probe_at_length(int64_t rows, Piece& piece) const {
+  auto [row, length] = plan::where_to_probe(request_, learned(), progress_.row);
+  if (row + rows > request_.batch_size) {
+    if (request_.two_pass) return {};  // the next rehearsal begins with all rows again
+    row = request_.batch_size;
+  }
+  if (row > progress_.row && !request_.two_pass) {  // all rows of a stream have to run
+    const int64_t longest = request_.lengths[static_cast<size_t>(progress_.row)];
+    piece.size = longest < learned().too_long ? plan::kSmallProbe : 1;
+    if (progress_.row > 0) return split_by(row - progress_.row, piece.size);
+    piece.trace = true;  // the first of all tells which gradients become buffers
+    return {std::min(piece.size, row)};
+  }
+  piece.first_row = row;
+  piece.size = rows;
+  piece.least_length = length;
+  piece.trace = plan::is_traced(request_, learned(), rows, rows);
+  return {rows};
 }
 
 std::optional<Piece> Planner::next() {
@@ -77,27 +157,36 @@ std::optional<Piece> Planner::next() {
   if (progress_.row == request_.batch_size) return std::nullopt;
   if (request_.two_pass && settled()) return std::nullopt;
   Piece piece;
+  piece.first_row = progress_.row;
   if (progress_.row == 0 && settled_plan_) {
     piece.plan = *settled_plan_;
+    piece.size = settled_size_;
     piece.settled = true;
   } else {
     std::vector<int64_t> sizes = next_sizes(piece);
     if (sizes.empty()) return std::nullopt;
-    const int64_t end = std::accumulate(sizes.begin(), sizes.end(), progress_.row);
+    const int64_t end = std::accumulate(sizes.begin(), sizes.end(), piece.first_row);
     const bool last = end == request_.batch_size;
+    std::vector<int64_t> lengths = request_.lengths_of(sizes, piece.first_row);
+    for (int64_t& length : lengths) length = std::max(length, piece.least_length);
     if (request_.two_pass) {
-      piece.plan = plan::measured_plan(request_, std::move(sizes));
+      piece.plan = plan::measured_plan(request_, std::move(sizes), piece.first_row);
     } else {
       piece.plan = stream_plan(std::move(sizes), last && request_.penalty);
       if (!last) piece.plan.instructions.pop_back();  // handed out once, at the end
     }
+    piece.plan.lengths = std::move(lengths);
     if (progress_.row == 0 && last && learned().shortages.last_resort() == 0 && settled()) {
-      piece.plan.predicted_peak_bytes = prediction().peak(piece.plan.micro_batch_size());
-      settled_plan_ = piece.plan;
+      piece.plan.predicted_peak_bytes = prediction().peak(piece.size);
+      settle(piece);
     }
   }
-  progress_.row += piece.plan.batch_size;
-  attempt_.size = piece.plan.micro_batch_size();
+  progress_.row = piece.first_row + piece.plan.batch_size;
+  attempt_.size = piece.size;
+  attempt_.row = piece.first_row;
+  attempt_.rows = piece.plan.micro_batch_size();
+  attempt_.length = piece.plan.lengths.empty() ? 0 : piece.plan.lengths.front();
+  attempt_.traced = piece.trace;
   return piece;
 }
 
@@ -105,12 +194,14 @@ Piece Planner::two_pass() {
   Piece piece;
   if (settled_plan_) {
     piece.plan = *settled_plan_;
+    piece.size = settled_size_;
     piece.settled = true;
   } else {
     const plan::Prediction prediction = this->prediction();
     const int64_t size = request_.size_under(candidates().fastest());
     const int64_t retained = prediction.retained(size);
     piece.plan = prediction.plan(size, retained);
+    piece.size = size;
     // What a offloaded step finds on the device differs by a few bytes from what its rehearsal did,
     // so that another size may be the largest that fits: one that was not timed.
     if (prediction.knows_whole_loss(piece.plan.micro_batch_sizes.size()) &&
@@ -120,12 +211,14 @@ Piece Planner::two_pass() {
         const auto measured = retained == 0 ? prediction.measured_step(size) : std::nullopt;
         piece.plan.predicted_peak_bytes = std::min(peak, measured.value_or(peak));
       }
-      if (settled()) settled_plan_ = piece.plan;
+      if (settled()) settle(piece);
     }
   }
   progress_.row = request_.batch_size;
-  attempt_ = {piece.plan.micro_batch_size(), piece.plan.offloads_graphs ? 0 : piece.plan.retained,
-              piece.plan.overlaps};
+  attempt_ = {};
+  attempt_.size = piece.size;
+  attempt_.retained = piece.plan.offloads_graphs ? 0 : piece.plan.retained;
+  attempt_.overlaps = piece.plan.overlaps;
   return piece;
 }
 
@@ -137,7 +230,16 @@ void Planner::copy_in_turn(bool in_turn) {
 }
 
 void Planner::observe(const Piece& piece, const Measurement& measured) {
-  if (kinds_.notice(request_, piece.plan.micro_batch_size(), measured.dims)) forget_settled_plan();
+  // Of rows that the caller has sorted by length it is known that they differ.
+  const bool sorted = !given_.lengths.empty() && !request_.lengths.empty();
+  const Request& kind = request_.length > 0 ? given_ : request_;
+  if (!sorted && kinds_.notice(kind, piece.plan.micro_batch_size(), measured.dims)) {
+    if (learned().ragged) {
+      request_.lengths.clear();
+      request_.packing.reset();
+    }
+    forget_settled_plan();
+  }
   const bool step_is_over = progress_.row == request_.batch_size && !is_rehearsal(piece);
   if (kinds_.borrowed()) {
     if (step_is_over) kinds_.followed(request_);
@@ -146,16 +248,71 @@ void Planner::observe(const Piece& piece, const Measurement& measured) {
   }
   if (measured.whole_loss) {
     const int64_t held = prediction().held_beside_joined(piece.plan);
-    learned().whole_loss.put(request_.batch_size, piece.plan.micro_batch_sizes.size() == 1,
-                             {measured.whole_loss->rise - held, measured.whole_loss->net - held});
+    learned().whole_loss.put(
+        {request_.batch_size, piece.plan.micro_batch_sizes.size() == 1, request_.length},
+        {measured.whole_loss->rise - held, measured.whole_loss->net - held});
   }
   if (step_is_over) learned().shortages.end_step();
+  if (request_.packing && !is_rehearsal(piece)) compare(piece, measured.peak_bytes);
   if (piece.settled) return;
   const std::string& strategy = piece.plan.strategy;
   if (strategy == "replay" || strategy == "cut") return observe_two_pass(piece, measured);
   observe_streamed(piece, measured);
   learn_times(piece, measured);
-  if (measured.trace && !learned().ragged) learned().learn(*measured.trace, request_);
+  if (measured.trace && !learned().ragged) learn(piece, *measured.trace);
+}
+
+void Planner::learn(const Piece& piece, MicroBatchTrace trace) {
+  const bool fit = learned().profile.has_value();
+  if (!fit && !request_.lengths.empty() && piece.least_length == 0) {
+    learned().first = std::move(trace);
+    return;
+  }
+  if (!request_.lengths.empty()) trace.length = piece.plan.lengths.front();
+  const auto alone = [&] {
+    return simulate_peak(piece.plan, *learned().profile, /*baseline=*/0, /*begun=*/true);
+  };
+  // Where three lengths do not tell others, as kernels round them, what is between is off as well.
+  constexpr size_t kTold = 3;
+  const bool predicted = fit && learned().profile->lengths().size() >= kTold;
+  const int64_t expected = predicted ? alone() : 0;
+  learned().learn(std::move(trace), request_);
+  if (expected > 0) {
+    learned().roughness = std::max(learned().roughness, ratio(alone(), expected));
+  }
+  if (request_.lengths.empty()) return;
+  if (learned().irregular) {
+    request_.lengths.clear();
+    return;
+  }
+  if (fit) {
+    learned().correction = learned().roughness;  // that of before was of what was known then
+  } else if (learned().profile) {
+    learned().shortages.tell_in_parts(plan::Packing::kUnit);
+  }
+  pack();
+}
+
+void Planner::compare(const Piece& piece, int64_t peak_bytes) {
+  constexpr double kExact = .01;
+  const auto& predicted = piece.plan.predicted_peak_bytes;
+  plan::Learned& learned = this->learned();
+  const int64_t baseline = request_.baseline_bytes;
+  if (!predicted || peak_bytes <= baseline || *predicted <= baseline) return;
+  const double off = ratio(peak_bytes - baseline, *predicted - baseline);
+  if (off > 1) {  // whatever else is learned
+    learned.correction *= off;
+    forget_settled_plan();
+  }
+  if (std::abs(off - 1) > kExact) refit_at(prediction().length_of_peak(piece.plan));
+}
+
+void Planner::refit_at(int64_t length) {
+  constexpr int kRefits = 6;
+  if (learned().refits >= kRefits) return;
+  ++learned().refits;
+  learned().wanted_length = length;
+  forget_settled_plan();
 }
 
 void Planner::observe_two_pass(const Piece& piece, const Measurement& measured) {
@@ -164,7 +321,7 @@ void Planner::observe_two_pass(const Piece& piece, const Measurement& measured) 
   const int64_t baseline = request_.baseline_bytes;
   const int64_t above = measured.peak_bytes - baseline;
   // With fewer graphs than it kept the step takes no more.
-  learned.steps[{request_.batch_size, piece.plan.micro_batch_size()}] = above;
+  if (!request_.packing) learned.steps[{request_.batch_size, piece.size}] = above;
   const int64_t predicted = prediction().simulated(piece.plan) - baseline;
   if (predicted <= 0 || ratio(above, predicted) <= learned.correction) return;
   learned.correction = ratio(above, predicted);
@@ -173,7 +330,7 @@ void Planner::observe_two_pass(const Piece& piece, const Measurement& measured) 
 
 void Planner::observe_streamed(const Piece& piece, const Measurement& measured) {
   plan::Learned& learned = this->learned();
-  const int64_t size = piece.plan.micro_batch_size();
+  const int64_t size = piece.size;
   // Workspace of a library, which stays: the next step finds it there when it begins.
   if (request_.measured && learned.peaks.empty()) {
     request_.baseline_bytes += measured.lasting_bytes;
@@ -183,7 +340,7 @@ void Planner::observe_streamed(const Piece& piece, const Measurement& measured) 
   int64_t& peak = learned.peaks[size];
   peak = std::max(peak, above);
   const bool whole_step = piece.plan.batch_size == request_.batch_size && !is_rehearsal(piece);
-  if (whole_step) learned.steps[{request_.batch_size, size}] = above;
+  if (whole_step && !request_.packing) learned.steps[{request_.batch_size, size}] = above;
   // In a rehearsal earlier pieces leave outputs behind that the simulation of one piece does not
   // know of; the step itself corrects.
   if (!learned.profile || request_.two_pass) return;
@@ -200,16 +357,24 @@ void Planner::observe_streamed(const Piece& piece, const Measurement& measured) 
 void Planner::learn_times(const Piece& piece, const Measurement& measured) {
   const int64_t before = std::exchange(progress_.timed_cap, piece.timed_cap);
   if (piece.timed_cap == 0) return;
-  learned().timings.learn(piece.timed_cap, {piece.plan.micro_batch_size(), measured.seconds,
-                                            measured.again, /*first=*/piece.timed_cap != before,
-                                            learned().ragged, kinds_.work_ratio()});
+  const bool first = piece.timed_cap != before;
+  std::vector<double> work;
+  int64_t row = piece.first_row;
+  for (const int64_t size : piece.plan.micro_batch_sizes) {
+    if (request_.packing) work.push_back(request_.packing->work(row, size));
+    row += size;
+  }
+  learned().timings.learn(piece.timed_cap,
+                          {piece.plan.micro_batch_size(), measured.seconds, measured.again, first,
+                           /*average=*/learned().ragged || request_.packing, kinds_.work_ratio(),
+                           request_.packing ? &work : nullptr});
 }
 
 void Planner::saw_whole_loss(const Plan& plan, MicroBatchProfile::Effect effect) {
   const int64_t held = prediction().held_beside_joined(plan);
   const bool one = plan.micro_batch_sizes.size() == 1;
   const MicroBatchProfile::Effect beside{effect.rise - held, effect.net - held};
-  if (!learned().whole_loss.raise(request_.batch_size, one, beside)) return;
+  if (!learned().whole_loss.raise({request_.batch_size, one, request_.length}, beside)) return;
   learned().steps.clear();
   forget_settled_plan();
 }
@@ -247,9 +412,34 @@ void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
   if (request_.whole_batch_only) {
     plan::refuse(request_, needed_bytes, "one micro-batch of " + all + " (they are coupled)");
   }
+  if (probe_shorter(failed)) return;
+  if (raise_prediction(failed, needed_bytes)) return;
   if (!shortages.fail(failed.size)) return find_smallest(needed_bytes);
-  shortages.lower_size(failed.size - 1);
+  // Below two samples, where only shorter ones are split otherwise, half of what they take.
+  shortages.lower_size(request_.packing ? failed.size / 2 : failed.size - 1);
   if (!learned().profile) learned().traces.clear();
+}
+
+bool Planner::probe_shorter(const Attempt& failed) {
+  plan::Learned& known = learned();
+  if (request_.lengths.empty() || failed.rows < plan::kSmallProbe) return false;
+  if (known.profile && !failed.traced) return false;
+  if (failed.rows == plan::kSmallProbe) known.too_long = std::min(known.too_long, failed.length);
+  if (known.profile) return true;
+  known.reference_limit = std::min(known.reference_limit, failed.length * 3 / 5);
+  known.traces.clear();
+  return true;
+}
+
+bool Planner::raise_prediction(const Attempt& failed, int64_t needed_bytes) {
+  if (!request_.packing || failed.size < plan::kSmallProbe * request_.unit()) return false;
+  constexpr double kLeast = 1.01;  // more than what was refused may have been needed
+  const int64_t baseline = request_.baseline_bytes;
+  const int64_t predicted = prediction().peak(failed.size) - baseline;
+  const double off = predicted > 0 ? ratio(needed_bytes - baseline, predicted) : 1;
+  learned().correction *= std::max(kLeast, off);
+  refit_at(request_.lengths[static_cast<size_t>(failed.row)]);
+  return true;
 }
 
 bool Planner::settled() const {
@@ -258,7 +448,7 @@ bool Planner::settled() const {
 }
 
 bool Planner::settled_for(const Request& request) const {
-  return settled_plan_ && !kinds_.borrowed() && is_alike(request, request_);
+  return settled_plan_ && !kinds_.borrowed() && is_alike(request, given_);
 }
 
 Plan Planner::plan() const {
@@ -275,10 +465,15 @@ Plan Planner::make_plan() const {
   } else if (const int64_t cap = candidates().fastest(); request_.two_pass) {
     plan = prediction().plan(cap, /*retained=*/0);
   } else {
-    plan = stream_plan(split_evenly(request_.batch_size, cap), request_.penalty);
+    plan = plan::streamed_plan(request_, cap, request_.penalty);
   }
   plan::explain(plan, request_, kinds_, settled());
   return plan;
+}
+
+void Planner::settle(const Piece& piece) {
+  settled_plan_ = piece.plan;
+  settled_size_ = piece.size;
 }
 
 void Planner::forget_settled_plan() {
@@ -292,7 +487,7 @@ std::optional<int64_t> Planner::peak_at(int64_t cap) const {
 }
 
 bool Planner::whole_batch_may_fit() const {
-  return !request_.measured || prediction().fits(request_.batch_size);
+  return !request_.measured || prediction().fits(request_.whole());
 }
 
 }  // namespace infinitybatch

@@ -76,31 +76,58 @@ class Planner {
   Plan plan() const;
 
  private:
+  /// What may run out of memory.
+  struct Attempt {
+    int64_t size = 0;  // by which it is split; 0 before the first micro-batch
+    int64_t row = 0;   // of these, which are at least so long, the first; of a stretch
+    int64_t rows = 0;
+    int64_t length = 0;
+    bool traced = false;
+    int64_t retained = 0;   // of a coupled loss: graphs that are kept on the device
+    bool overlaps = false;  // of what is offloaded
+  };
+
   plan::Learned& learned() const { return *kinds_.learned(); }
   plan::Prediction prediction() const { return {request_, learned()}; }
   plan::Candidates candidates() const { return {request_, learned()}; }
   /// What the next piece measures, or the rows that are left where nothing is to be measured.
   std::vector<int64_t> next_sizes(Piece& piece) const;
+  /// The same with lengths, before there is a profile.
+  std::vector<int64_t> probe_at_length(int64_t rows, Piece& piece) const;
+  /// Where lengths were to be learned, memory ran out: from now on it is with shorter rows. False
+  /// where it was something else.
+  bool probe_shorter(const Attempt& failed);
+  /// Rows that were packed by what they are predicted to take took more: from now on that is
+  /// predicted. False where a size is to blame.
+  bool raise_prediction(const Attempt& failed, int64_t needed_bytes);
+  /// Whether micro-batches are planned by lengths: where these are known, and traces tell of them.
+  void choose_lengths();
+  /// By what is known of lengths now.
+  void pack();
+  /// A trace has been taken.
+  void learn(const Piece& piece, MicroBatchTrace trace);
+  /// What a step took beside what it was predicted to take: where lengths are fit, an error is
+  /// measured at the length that it comes from.
+  void compare(const Piece& piece, int64_t peak_bytes);
+  void refit_at(int64_t length);
   void observe_two_pass(const Piece& piece, const Measurement& measured);
   void observe_streamed(const Piece& piece, const Measurement& measured);
   void learn_times(const Piece& piece, const Measurement& measured);
   /// Where nothing fits: a last resort. \throws BudgetExceeded where none is left
   void find_smallest(int64_t needed_bytes);
+  void settle(const Piece& piece);
   void forget_settled_plan();
   Plan make_plan() const;
 
+  Request given_;  // as it was asked
   Request request_;
   plan::Kinds kinds_;
   plan::Candidates::Progress progress_;
   std::optional<Plan> settled_plan_;       // for the current request
+  int64_t settled_size_ = 0;               // its `Piece::size`
   mutable std::optional<Plan> full_plan_;  // the settled one with what `explain` needs
   bool smallest_failed_ = false;
-  /// What may run out of memory.
-  struct Attempt {
-    int64_t size = 0;       // the largest micro-batch; 0 before the first
-    int64_t retained = 0;   // of a coupled loss: graphs that are kept on the device
-    bool overlaps = false;  // of what is offloaded
-  } attempt_;
+  Attempt attempt_;
 };
 
 }  // namespace infinitybatch

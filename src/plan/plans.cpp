@@ -6,12 +6,28 @@
 
 namespace infinitybatch::plan {
 
-Plan measured_plan(const Request& request, std::vector<int64_t> sizes) {
-  if (!request.two_pass) return stream_plan(std::move(sizes), /*penalty=*/false);
-  Plan plan = request.segments > 0 ? cut_rehearsal_plan(std::move(sizes), request.segments,
-                                                        request.whole_loss, request.kept)
-                                   : rehearsal_plan(std::move(sizes), request.offloads_graphs);
-  return request.offloaded ? with_offload(std::move(plan), /*overlap=*/false) : plan;
+Plan measured_plan(const Request& request, std::vector<int64_t> sizes, int64_t row) {
+  std::vector<int64_t> lengths = request.lengths_of(sizes, row);
+  Plan plan;
+  if (!request.two_pass) {
+    plan = stream_plan(std::move(sizes), /*penalty=*/false);
+  } else if (request.segments > 0) {
+    plan = cut_rehearsal_plan(std::move(sizes), request.segments, request.whole_loss, request.kept);
+  } else {
+    plan = rehearsal_plan(std::move(sizes), request.offloads_graphs);
+  }
+  if (request.two_pass && request.offloaded)
+    plan = with_offload(std::move(plan), /*overlap=*/false);
+  plan.lengths = std::move(lengths);
+  return plan;
+}
+
+Plan streamed_plan(const Request& request, int64_t size, bool penalty) {
+  std::vector<int64_t> sizes = request.split(size);
+  std::vector<int64_t> lengths = request.lengths_of(sizes);
+  Plan plan = stream_plan(std::move(sizes), penalty);
+  plan.lengths = std::move(lengths);
+  return plan;
 }
 
 size_t probed_micro_batches(const Request& request) {
@@ -20,14 +36,17 @@ size_t probed_micro_batches(const Request& request) {
 }
 
 Plan two_pass_plan(const Request& request, int64_t size, int64_t retained, bool overlap) {
-  std::vector<int64_t> sizes = split_evenly(request.batch_size, size);
+  std::vector<int64_t> sizes = request.split(size);
+  std::vector<int64_t> lengths = request.lengths_of(sizes);
   if (request.offloads_graphs) retained = std::ssize(sizes);
   if (request.kept) retained = 0;
   Plan plan = request.segments == 0 ? infinitybatch::two_pass_plan(std::move(sizes), retained,
                                                                    request.offloads_graphs)
                                     : cut_plan(std::move(sizes), request.segments, retained,
                                                request.whole_loss, request.penalty, request.kept);
-  return request.offloaded ? with_offload(std::move(plan), overlap) : plan;
+  if (request.offloaded) plan = with_offload(std::move(plan), overlap);
+  plan.lengths = std::move(lengths);
+  return plan;
 }
 
 }  // namespace infinitybatch::plan

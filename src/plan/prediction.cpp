@@ -2,6 +2,7 @@
 
 #include "execute/schedule.hpp"
 #include "execute/simulator.hpp"
+#include "plan/packing.hpp"
 #include "plan/plans.hpp"
 
 #include <algorithm>
@@ -18,7 +19,7 @@ int64_t Prediction::peak(int64_t size) const {
 }
 
 std::optional<int64_t> Prediction::measured_step(int64_t size) const {
-  if (learned_.irregular) return std::nullopt;
+  if (learned_.irregular || request_.packing) return std::nullopt;
   const auto found = learned_.steps.find({request_.batch_size, size});
   if (found == learned_.steps.end()) return std::nullopt;
   return request_.baseline_bytes + found->second;
@@ -35,11 +36,27 @@ double Prediction::correction(int64_t size) const {
 double Prediction::simulated_above(int64_t size) const {
   if (!request_.two_pass) return streamed_above(size);
   const bool overlap = request_.offloads_graphs && !learned_.shortages.in_turn();
-  const Plan plan = two_pass_plan(request_, size, /*retained=*/0, overlap);
-  return static_cast<double>(simulated(plan) - request_.baseline_bytes);
+  return static_cast<double>(two_pass_above(size, /*retained=*/0, overlap));
+}
+
+int64_t Prediction::two_pass_above(int64_t size, int64_t retained, bool overlap) const {
+  const auto simulate = [&] {
+    return simulated(two_pass_plan(request_, size, retained, overlap)) - request_.baseline_bytes;
+  };
+  if (!request_.packing) return simulate();
+  const Effect loss =
+      whole_loss(static_cast<size_t>(request_.count_under(size))).value_or(Effect());
+  return request_.packing->remembered({size, retained, overlap, loss.rise, loss.net}, simulate);
 }
 
 double Prediction::streamed_above(int64_t size) const {
+  if (request_.packing) {  // no two micro-batches are alike
+    const auto simulate_all = [&] {
+      const Plan plan = streamed_plan(request_, size, /*penalty=*/false);
+      return simulate_peak(plan, *learned_.profile, /*baseline=*/0);
+    };
+    return static_cast<double>(request_.packing->remembered({size, 0, false, 0, 0}, simulate_all));
+  }
   const auto simulate = [&](std::vector<int64_t> sizes) {
     const Plan plan = stream_plan(std::move(sizes), /*penalty=*/false);
     return simulate_peak(plan, *learned_.profile, request_.baseline_bytes) -
@@ -75,13 +92,28 @@ double Prediction::bound_above(int64_t size) const {
   return learned_.irregular ? bound * (1.0 + kIrregularMargin) : bound;
 }
 
-bool Prediction::fits_later(int64_t size) const {
+bool Prediction::fits_later(int64_t size, int64_t row) const {
   if (!learned_.profile) return true;
   const int64_t baseline = request_.baseline_bytes;
-  const int64_t peak = simulate_peak(measured_plan(request_, {size}), *learned_.profile, baseline,
-                                     /*begun=*/true);
+  const int64_t samples = request_.packing ? request_.split(size, row).front() : size;
+  const int64_t peak = simulate_peak(measured_plan(request_, {samples}, row), *learned_.profile,
+                                     baseline, /*begun=*/true);
   const double above = std::ceil(static_cast<double>(peak - baseline) * correction(size));
   return baseline + static_cast<int64_t>(above) <= request_.budget_bytes;
+}
+
+int64_t Prediction::length_of_peak(const Plan& plan) const {
+  int64_t most = -1;
+  int64_t length = 0;
+  for (size_t i = 0; i < plan.lengths.size(); ++i) {
+    Plan alone = measured_plan(request_, {plan.micro_batch_sizes[i]});
+    alone.lengths = {plan.lengths[i]};
+    const int64_t peak = simulate_peak(alone, *learned_.profile, /*baseline=*/0, /*begun=*/true);
+    if (peak <= most) continue;
+    most = peak;
+    length = plan.lengths[i];
+  }
+  return length;
 }
 
 Plan Prediction::plan(int64_t size, int64_t retained) const {
@@ -101,8 +133,8 @@ int64_t Prediction::retained(int64_t size) const {
   int64_t high = std::min(count, learned_.shortages.most_retained()) + 1;
   while (high - low > 1) {
     const int64_t middle = low + (high - low) / 2;
-    const Plan plan = two_pass_plan(request_, size, middle, /*overlap=*/false);
-    (corrected(plan) <= request_.budget_bytes ? low : high) = middle;
+    const int64_t above = corrected_above(two_pass_above(size, middle, /*overlap=*/false));
+    (request_.baseline_bytes + above <= request_.budget_bytes ? low : high) = middle;
   }
   return low;
 }
@@ -112,6 +144,20 @@ double Prediction::kept_share(int64_t size) const {
 }
 
 double Prediction::kept_share(int64_t size, int64_t retained) const {
+  if (request_.packing) {
+    double kept = 0;
+    double all = 0;
+    const std::vector<int64_t> sizes = request_.split(size);
+    int64_t left = std::ssize(sizes);
+    int64_t row = 0;
+    for (const int64_t samples : sizes) {
+      const double work = request_.packing->work(row, samples);
+      all += work;
+      if (left-- <= retained) kept += work;
+      row += samples;
+    }
+    return kept / all;
+  }
   const int64_t kept = std::min(size * retained, request_.batch_size);
   return static_cast<double>(kept) / static_cast<double>(request_.batch_size);
 }
@@ -123,17 +169,21 @@ int64_t Prediction::simulated(const Plan& plan) const {
 
 int64_t Prediction::corrected(const Plan& plan) const {
   const int64_t baseline = request_.baseline_bytes;
-  const auto above = static_cast<double>(simulated(plan) - baseline);
-  return baseline + static_cast<int64_t>(std::ceil(above * learned_.correction));
+  return baseline + corrected_above(simulated(plan) - baseline);
+}
+
+int64_t Prediction::corrected_above(int64_t above) const {
+  return static_cast<int64_t>(std::ceil(static_cast<double>(above) * learned_.correction));
 }
 
 std::optional<Prediction::Effect> Prediction::whole_loss(size_t micro_batches) const {
   if (!request_.whole_loss) return Effect();
-  return learned_.whole_loss.of(request_.batch_size, micro_batches == 1);
+  return learned_.whole_loss.of({request_.batch_size, micro_batches == 1, request_.length});
 }
 
 bool Prediction::knows_whole_loss(size_t micro_batches) const {
-  return !request_.whole_loss || learned_.whole_loss.knows(request_.batch_size, micro_batches == 1);
+  return !request_.whole_loss ||
+         learned_.whole_loss.knows({request_.batch_size, micro_batches == 1, request_.length});
 }
 
 int64_t Prediction::held_beside_joined(const Plan& plan) const {
@@ -142,8 +192,7 @@ int64_t Prediction::held_beside_joined(const Plan& plan) const {
   if (!learned_.profile || !request_.whole_loss || !copied || plan.offloads_graphs) return 0;
   int64_t bytes = 0;
   for (int64_t i = count - plan.retained; i < count; ++i) {
-    const int64_t samples = plan.micro_batch_sizes[static_cast<size_t>(i)];
-    bytes += outputs_of(*learned_.profile, plan, samples);
+    bytes += outputs_of(*learned_.profile, plan, static_cast<size_t>(i));
   }
   return bytes;
 }

@@ -25,11 +25,14 @@ class Prediction {
   bool fits(int64_t size) const {
     return learned_.shortages.allows(size) && peak(size) <= request_.budget_bytes;
   }
-  /// Whether one micro-batch fits in the middle of a step. In a whole step the first, the largest
-  /// of all, still finds no gradient buffers; here every one does.
-  bool fits_later(int64_t size) const;
+  /// Whether one micro-batch fits in the middle of a step, from `row` on. In a whole step the
+  /// first, the largest of all, still finds no gradient buffers; here every one does.
+  bool fits_later(int64_t size, int64_t row) const;
   /// What a whole step of this split has taken, on top of what is live now.
   std::optional<int64_t> measured_step(int64_t size) const;
+
+  /// Of the micro-batch of a plan with lengths that takes the most by itself.
+  int64_t length_of_peak(const Plan& plan) const;
 
   // With `Request::two_pass`:
 
@@ -56,6 +59,8 @@ class Prediction {
   /// Above what is live before the step:
   double simulated_above(int64_t size) const;
   double streamed_above(int64_t size) const;
+  int64_t two_pass_above(int64_t size, int64_t retained, bool overlap) const;
+  int64_t corrected_above(int64_t above) const;
   double bound_above(int64_t size) const;
   Effect whole_loss_of(const Plan& plan) const;
 

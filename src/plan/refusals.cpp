@@ -36,7 +36,7 @@ void refuse_smallest(const Request& request, const Learned& learned, int64_t nee
   if (!learned.profile) refuse(request, needed, smallest_plan(request));
   const Prediction prediction(request, learned);
   int64_t smallest = INT64_MAX;
-  for (int64_t cap = 1; cap < 2 * request.batch_size; cap *= 2) {
+  for (int64_t cap = 1; cap < 2 * request.whole(); cap *= 2) {
     smallest = std::min(smallest, prediction.peak(request.size_under(cap)));
     if (!request.two_pass) break;  // no size is predicted to need less than one sample does
   }

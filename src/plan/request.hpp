@@ -7,11 +7,15 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace infinitybatch {
+namespace plan {
+class Packing;
+}
 
 /// What is asked of the planner for one step.
 struct Request {
@@ -19,6 +23,10 @@ struct Request {
   /// How long samples are: what is alike but for these shares plans. Of one signature always as
   /// many leaves of the same ranks.
   Dims dims;
+  /// How long each row is, the longest first, where a micro-batch is computed at the length of its
+  /// longest. Empty where all are as long as `dims` says.
+  std::vector<int64_t> lengths;
+  int64_t length = 0;  ///< of all rows, and so of their outputs; 0: see `dims`
   int64_t batch_size = 0;
   int64_t baseline_bytes = 0;  ///< live on the device when the first instruction starts
   int64_t budget_bytes = 0;
@@ -39,19 +47,30 @@ struct Request {
   int64_t fails_on = 0;
   bool copies_one = false;  ///< outputs of a single micro-batch are copied where others are joined
 
-  /// As few micro-batches of at most `cap` samples as possible: their number, and the size of the
-  /// largest where they are as equal as can be.
-  int64_t count_under(int64_t cap) const { return (batch_size + cap - 1) / cap; }
-  int64_t size_under(int64_t cap) const {
-    const int64_t count = count_under(cap);
-    return (batch_size + count - 1) / count;
-  }
+  /// How rows of other lengths are packed, once it is known what these take; then sizes are in its
+  /// unit. Null: they are samples, and micro-batches as equal as can be.
+  std::shared_ptr<const plan::Packing> packing;
+
+  /// The rows from `row` on in micro-batches of at most this size.
+  std::vector<int64_t> split(int64_t size, int64_t row = 0) const;
+  /// As few of them as possible: their number, and the least size that makes no more.
+  int64_t count_under(int64_t cap) const;
+  int64_t size_under(int64_t cap) const;
+  /// The size of one micro-batch of all rows.
+  int64_t whole() const;
+  /// Sizes of a sample as long as those that were traced.
+  int64_t unit() const;
+  /// Of these micro-batches, the first of which begins at `row`, what their longest rows have.
+  std::vector<int64_t> lengths_of(const std::vector<int64_t>& sizes, int64_t row = 0) const;
 };
 
 /// A stretch of a step: consecutive micro-batches, and what to measure while they run.
 struct Piece {
   Plan plan;
-  bool trace = false;  ///< record allocations (a single micro-batch)
+  int64_t size = 0;          ///< by which it was split, as the planner counts
+  int64_t first_row = 0;     ///< a rehearsal may pass over some
+  int64_t least_length = 0;  ///< that its micro-batches are computed at, whatever their rows have
+  bool trace = false;        ///< record allocations (a single micro-batch)
   /// Where above 0: micro-batches of one size, each of which is timed; on accelerators this waits
   /// for the device.
   int64_t timed_cap = 0;

@@ -19,6 +19,11 @@ void Shortages::lower(int64_t& ceiling, int64_t to) {
   calm_ = 0;
 }
 
+void Shortages::tell_in_parts(int64_t parts) {
+  if (largest_ != INT64_MAX) largest_ = (largest_ + 1) * parts - 1;
+  failed_.clear();
+}
+
 bool Shortages::fail(int64_t size) {
   if (size <= kSmallProbe) failed_.insert(size);
   return size > 1 && std::exchange(last_resort_, 0) == 0;

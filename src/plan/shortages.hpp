@@ -30,6 +30,8 @@ class Shortages {
   int64_t last_resort() const noexcept { return last_resort_; }
 
   void lower_size(int64_t to) { lower(largest_, to); }
+  /// Sizes are told in parts of what they were told in until now.
+  void tell_in_parts(int64_t parts);
   void lower_retained(int64_t to) { lower(most_retained_, to); }
   /// A size ran out of memory in the step at work. Returns whether smaller ones are left beside
   /// the last resort.

@@ -104,6 +104,12 @@ int64_t Timings::count(int64_t cap, int64_t size, bool first) const {
   return count + (first ? 1 : 0);
 }
 
+void Timings::tell_in_parts(int64_t parts) {
+  std::map<int64_t, Timing> by_cap;
+  for (auto& [cap, timing] : by_cap_) by_cap[cap * parts] = std::move(timing);
+  by_cap_ = std::move(by_cap);
+}
+
 void Timings::learn(int64_t cap, const Piece& piece) {
   Timing& timing = by_cap_[cap];
   ++timing.pieces;
@@ -117,8 +123,8 @@ void Timings::learn(int64_t cap, const Piece& piece) {
       return;
     }
   }
-  const auto size = static_cast<double>(piece.size);
   for (size_t i = counted; i < piece.seconds.size(); ++i) {
+    const double size = piece.work != nullptr ? (*piece.work)[i] : static_cast<double>(piece.size);
     timing.seconds_per_sample.push_back(piece.seconds[i] / size * piece.scale);
     timing.seconds += piece.seconds[i];
     if (i < piece.again.size()) {

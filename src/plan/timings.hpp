@@ -29,6 +29,7 @@ class Timings {
     bool first = false;  ///< a piece of another size came before
     bool average = false;
     double scale = 1;
+    const std::vector<double>* work = nullptr;  ///< of each, in samples, in place of `size`
   };
 
   /// Null where no micro-batch of it counts yet.
@@ -38,6 +39,8 @@ class Timings {
   /// How many micro-batches of `size` samples a piece runs, with the one that is not counted.
   int64_t count(int64_t cap, int64_t size, bool first) const;
   void learn(int64_t cap, const Piece& piece);
+  /// Sizes are told in parts of what they were told in until now.
+  void tell_in_parts(int64_t parts);
 
  private:
   std::map<int64_t, Timing> by_cap_;

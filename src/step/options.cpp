@@ -50,6 +50,8 @@ void check_checkpoint_segments(const Options& options) {
   }
 }
 
+}  // namespace
+
 void check_trim(const Options& options) {
   if (options.micro_batch_tokens && *options.micro_batch_tokens < 1) {
     throw InvalidArgument("micro_batch_tokens is " + std::to_string(*options.micro_batch_tokens) +
@@ -82,8 +84,6 @@ void check_trim(const Options& options) {
         "which trim does not compute; leave one of them out");
   }
 }
-
-}  // namespace
 
 Options checked_options(Options options) {
   if (options.micro_batch_size && *options.micro_batch_size < 1) {

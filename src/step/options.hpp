@@ -36,6 +36,10 @@ constexpr int64_t kAnyRows = int64_t{1} << 40;
 /// The size that was given, for people: "micro_batch_size=32".
 std::string given_size(const Options& options);
 
+/// \throws InvalidArgument for `trim` or `micro_batch_tokens` out of range, or beside what they do
+///         not go with
+void check_trim(const Options& options);
+
 /// Options of a VirtualBatch, once it is known that they go together.
 /// \throws InvalidArgument for one out of range, or two that contradict each other
 Options checked_options(Options options);

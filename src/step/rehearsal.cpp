@@ -18,6 +18,7 @@ void Rehearsal::run() {
   // Strategies with and without offloading are compared.
   const bool times = setup.strategy.offloads() && !setup.strategy.is_cut();
   setup.problem.rehearses = true;
+  Trimming* const trimming = setup.problem.trimming.get();
   std::optional<Executor> executor;
   const auto begin = [&] {
     executor.reset();
@@ -30,14 +31,15 @@ void Rehearsal::run() {
       begin();
       planner.begin(request());
       began = true;
-      int64_t row = 0;
       while (const std::optional<Piece> piece = planner.next()) {
+        const int64_t row = piece->first_row;
+        if (trimming) trimming->at_least = piece->least_length;
         const Measurement measured = run_planned(*executor, *piece, row, setup.problem.device);
         planner.observe(*piece, measured);
+        if (trimming) trimming->at_least = 0;
         if (times) choices.add(request(), piece->plan, executor->take_times());
         executor->checks().examine();
         after_piece(*executor, {row, row + piece->plan.micro_batch_sizes.front()}, measured);
-        row += piece->plan.batch_size;
         if (!setup.strategy.is_cut()) continue;
         // Each piece stands for a whole batch.
         setup.resources.findings->recordings_checked = true;

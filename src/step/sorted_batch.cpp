@@ -251,29 +251,37 @@ std::vector<int64_t> totals(const std::vector<Trimming::Sequence>& sequences) {
 
 }  // namespace
 
+bool tells_lengths(const Options& options, const Batch& batch, size_t leaf, bool targets) {
+  return std::any_of(options.trim.begin(), options.trim.end(), [&](const TrimPadding& each) {
+    const bool of_targets = each.mask.size() == 1 && each.mask.front() == kTargets;
+    return of_targets == targets && (targets || is_any(path_of(batch, leaf), each.mask));
+  });
+}
+
+int64_t packed_from(int64_t begin, const std::vector<Trimming::Sequence>& sequences,
+                    std::optional<int64_t> tokens, std::optional<int64_t> most) {
+  const auto rows = static_cast<int64_t>(sequences.front().lengths.size()) - begin;
+  std::vector<int64_t> longest(sequences.size(), 0);
+  int64_t size = 0;
+  for (; size < rows && (!most || size < *most); ++size) {
+    int64_t positions = 0;
+    for (size_t i = 0; i < sequences.size(); ++i) {
+      const int64_t here = sequences[i].lengths[static_cast<size_t>(begin + size)];
+      longest[i] = std::max(longest[i], here);
+      positions += longest[i];
+    }
+    if (tokens && size > 0 && (size + 1) * positions > *tokens) break;
+  }
+  return size;
+}
+
 std::vector<int64_t> packed(const std::vector<Trimming::Sequence>& sequences,
                             std::optional<int64_t> tokens, std::optional<int64_t> most) {
   const auto rows = static_cast<int64_t>(sequences.front().lengths.size());
   std::vector<int64_t> sizes;
-  std::vector<int64_t> longest(sequences.size(), 0);
-  int64_t size = 0;
-  for (int64_t row = 0; row < rows; ++row) {
-    int64_t positions = 0;
-    for (size_t i = 0; i < sequences.size(); ++i) {
-      positions += std::max(longest[i], sequences[i].lengths[static_cast<size_t>(row)]);
-    }
-    const bool full =
-        (most && size == *most) || (tokens && size > 0 && (size + 1) * positions > *tokens);
-    if (full) {
-      sizes.push_back(std::exchange(size, 0));
-      std::fill(longest.begin(), longest.end(), 0);
-    }
-    for (size_t i = 0; i < sequences.size(); ++i) {
-      longest[i] = std::max(longest[i], sequences[i].lengths[static_cast<size_t>(row)]);
-    }
-    ++size;
+  for (int64_t row = 0; row < rows; row += sizes.back()) {
+    sizes.push_back(packed_from(row, sequences, tokens, most));
   }
-  sizes.push_back(size);
   return sizes;
 }
 
@@ -311,7 +319,25 @@ std::shared_ptr<Trimming> trimming_of(const Options& options, const Batch& input
     trimming->sizes =
         packed(trimming->sequences, options.micro_batch_tokens, options.micro_batch_size);
   }
+  constexpr size_t kFewest = 6;  // with less a planner has nothing to compare
+  trimming->planned = !options.micro_batch_size && trimming->sequences.size() == 1 &&
+                      trimming->order.size() >= kFewest;
   return trimming;
+}
+
+void plan_by_length(Request& request, const Trimming& trimming) {
+  if (!trimming.planned) return;
+  const Trimming::Sequence& sequence = trimming.sequences.front();
+  request.lengths = sequence.lengths;
+  const bool padded_back =
+      sequence.targets.empty() && sequence.outputs && !sequence.outputs->along.empty();
+  request.signature += padded_back ? "|padded back from" : "|trimmed";
+  if (padded_back) return;  // outputs are as long as the batch
+  for (std::vector<int64_t>& leaf : request.dims) {
+    for (int64_t& size : leaf) {
+      if (size == sequence.full) size = 0;
+    }
+  }
 }
 
 }  // namespace infinitybatch

@@ -2,6 +2,7 @@
 
 #include "execute/setup.hpp"
 #include "execute/trimming.hpp"
+#include "plan/request.hpp"
 
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/step/options.hpp>
@@ -18,19 +19,30 @@ namespace infinitybatch {
 std::shared_ptr<Trimming> trimming_of(const Options& options, const Batch& inputs,
                                       const Batch& targets);
 
-/// Sizes of micro-batches of rows that are sorted by length: as many rows as have at most `tokens`
-/// positions at the length of the longest of them, and at most `most` rows. A row that is longer
-/// stands alone.
+/// Whether a leaf of the inputs, or targets, marks padding.
+bool tells_lengths(const Options& options, const Batch& batch, size_t leaf, bool targets);
+
+/// How many of the rows from `begin` on, which are sorted by length, make a micro-batch: as many as
+/// have at most `tokens` positions at the length of the longest of them, and at most `most` rows. A
+/// row that is longer stands alone.
+int64_t packed_from(int64_t begin, const std::vector<Trimming::Sequence>& sequences,
+                    std::optional<int64_t> tokens, std::optional<int64_t> most);
+/// So all rows.
 std::vector<int64_t> packed(const std::vector<Trimming::Sequence>& sequences,
                             std::optional<int64_t> tokens, std::optional<int64_t> most);
+
+/// Asks for a plan by the lengths of these rows, where micro-batches are planned.
+void plan_by_length(Request& request, const Trimming& trimming);
 
 /// One step of a VirtualBatch on sorted rows: what the engine is given in place of what the caller
 /// has given.
 class SortedStep {
  public:
-  /// \throws InvalidArgument where rows come from a BatchSource, which cannot be sorted
+  /// \param reads_parts whether sources are read as micro-batches ask for rows, and not as a whole:
+  ///                     what that does to memory differs from one micro-batch to the next
+  /// \throws InvalidArgument where inputs require grad
   SortedStep(const Options& options, const Loss& loss, const BatchSource& inputs,
-             const BatchSource& targets);
+             const BatchSource& targets, bool reads_parts);
   SortedStep(const SortedStep&) = delete;
   SortedStep& operator=(const SortedStep&) = delete;
 

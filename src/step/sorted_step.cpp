@@ -1,10 +1,12 @@
 // A step on rows that are sorted by length, and what is learned of such rows.
+#include "core/pinned_copies.hpp"
 #include "execute/findings.hpp"
 #include "execute/forwards.hpp"
 #include "execute/relative_distance.hpp"
 #include "execute/row_checks.hpp"
 #include "step/admission.hpp"
 #include "step/sorted_batch.hpp"
+#include "step/sorted_source.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -163,27 +165,56 @@ class OneRow {
   int64_t length_;
 };
 
+/// All rows of one side of a step, or what their lengths need of them.
+class Surveyed {
+ public:
+  Surveyed(const Options& options, const BatchSource& source, bool reads_parts, bool targets) {
+    const bool masked = std::all_of(options.trim.begin(), options.trim.end(),
+                                    [](const TrimPadding& each) { return !each.mask.empty(); });
+    if (reads_parts && masked && !keeps_rows(source)) {
+      const auto tells = [&](const Batch& batch, size_t leaf) {
+        return tells_lengths(options, batch, leaf, targets);
+      };
+      std::optional<Batch> found = survey(source, tells);
+      in_parts_ = found.has_value();
+      if (found) batch_ = *std::move(found);
+    }
+    if (!in_parts_) batch_ = source.rows(0, source.size);
+  }
+
+  const Batch& batch() const noexcept { return batch_; }
+  /// Whether rows are to be read as they are asked for.
+  bool in_parts() const noexcept { return in_parts_; }
+  Dims dims() const { return dims_of(batch_); }
+
+ private:
+  Batch batch_;
+  bool in_parts_ = false;
+};
+
 }  // namespace
 
 SortedStep::SortedStep(const Options& options, const Loss& loss, const BatchSource& inputs,
-                       const BatchSource& targets)
+                       const BatchSource& targets, bool reads_parts)
     : loss_(loss) {
   if (inputs.size != targets.size) {  // for somebody else to refuse
     inputs_ = inputs;
     targets_ = targets;
     return;
   }
-  const Batch all = inputs.rows(0, inputs.size);
-  const Batch beside = targets.rows(0, targets.size);
-  trimming_ = trimming_of(options, all, beside);
-  for (const Leaf& leaf : all.leaves()) {
+  const Surveyed all(options, inputs, reads_parts, /*targets=*/false);
+  const Surveyed beside(options, targets, reads_parts, /*targets=*/true);
+  trimming_ = trimming_of(options, all.batch(), beside.batch());
+  for (const Leaf& leaf : all.batch().leaves()) {
     if (!leaf.tensor.defined() || !leaf.tensor.requires_grad()) continue;
     throw InvalidArgument(
         "trim= sorts copies of the inputs, and one of them requires grad, which would not reach "
         "the caller's; detach it, or leave trim out");
   }
-  inputs_ = BatchSource::from(trimming_->sorted(all), "inputs");
-  targets_ = targets_source(trimming_->sorted(beside), inputs_.size);
+  inputs_ = all.in_parts() ? sorted_rows(inputs, all.dims(), trimming_)
+                           : BatchSource::from(trimming_->sorted(all.batch()), "inputs");
+  targets_ = beside.in_parts() ? sorted_rows(targets, beside.dims(), trimming_)
+                               : targets_source(trimming_->sorted(beside.batch()), inputs_.size);
   loss_ = in_callers_order(loss, trimming_);
   const bool cuts_targets =
       std::any_of(trimming_->sequences.begin(), trimming_->sequences.end(),

@@ -114,7 +114,8 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
                                      bool hand_out) {
   if (facts_.options.trim.empty()) return run_step(inputs, targets, hand_out);
   refuse_transforms();
-  const SortedStep sorted(facts_.options, loss_, inputs, targets);
+  const bool reads_parts = facts_.options.micro_batch_size.has_value();
+  const SortedStep sorted(facts_.options, loss_, inputs, targets, reads_parts);
   struct AtWork {
     explicit AtWork(const SortedStep*& place, const SortedStep& here) : place(place) {
       place = &here;
@@ -203,7 +204,10 @@ StepReport VirtualBatch::State::attempt(const Setup& setup, const std::optional<
   std::optional<Executor> executor;
   try {
     StepReport report;
-    if (setup.problem.trimming) learn_trimming(setup);
+    if (setup.problem.trimming) {
+      setup.problem.trimming->at_least = 0;  // of an attempt that failed
+      learn_trimming(setup);
+    }
     checked = setup;
     const bool rehearsed = (setup.problem.loss.coupled() != nullptr || setup.strategy.is_cut()) &&
                            !setup.strategy.checkpoints();

@@ -197,6 +197,7 @@ Request Ways::request(const Setup& setup, int64_t budget) const {
       request.offloaded && setup.problem.loss.coupled() != nullptr &&
       setup.problem.loss.coupled()->device().value_or(setup.problem.device) == setup.problem.device;
   request.dims = lengths_of(*setup.problem.inputs, *setup.problem.targets);
+  if (setup.problem.trimming) plan_by_length(request, *setup.problem.trimming);
   request.batch_size = setup.problem.batch_size();
   request.baseline_bytes = memory::stats(setup.problem.device).live;
   request.budget_bytes = budget;
@@ -281,18 +282,17 @@ void Ways::follow_planner(Executor& executor, const Setup& setup, int64_t budget
     }
     return;
   }
-  int64_t row = 0;
   while (std::optional<Piece> piece = facts_.planner.next()) {
     const std::vector<int64_t>& sizes = piece->plan.micro_batch_sizes;
     report.micro_batch_sizes.insert(report.micro_batch_sizes.end(), sizes.begin(), sizes.end());
     // Set where one settled plan is the whole step, be it for the first time at this baseline.
     report.predicted_peak_bytes = piece->plan.predicted_peak_bytes;
-    const int64_t rows = piece->plan.batch_size;
     *piece = prepare(std::move(*piece), hand_out);
-    facts_.planner.observe(*piece, run(executor, *piece, row, setup.problem.device));
+    if (setup.problem.trimming) setup.problem.trimming->at_least = piece->least_length;
+    facts_.planner.observe(*piece, run(executor, *piece, piece->first_row, setup.problem.device));
     executor.checks().examine();
-    row += rows;
   }
+  if (setup.problem.trimming) setup.problem.trimming->at_least = 0;
   facts_.plan = facts_.planner.plan();
 }
 

@@ -131,7 +131,7 @@ Batch Wrap::forward(const Batch& given) const {
   if (!wrapped_->options.trim.empty()) {
     const Batch& unsorted = marked ? *marked : given;
     trimming = trimming_of(wrapped_->options, unsorted, Batch());
-    if (trimming->changes_nothing()) {
+    if (!trimming->planned && trimming->changes_nothing()) {
       trimming = nullptr;
     } else {
       marked = trimming->sorted(unsorted);

@@ -84,6 +84,7 @@ Request ForwardCall::request() const {
   Request request;
   request.signature = kind_.layout + "|wants ";
   request.dims = lengths_of(rows_, targets_);
+  if (setup_.problem.trimming) plan_by_length(request, *setup_.problem.trimming);
   // Memory depends on whose gradients are wanted, which may change from call to call.
   const auto wants = [&](const at::Tensor& tensor) {
     request.signature += tensor.defined() && tensor.requires_grad() ? '1' : '0';
@@ -233,6 +234,7 @@ Split ForwardCall::choose() {
 Batch ForwardCall::attempt() {
   rerunnable_.check();  // since an earlier attempt
   if (setup_.problem.trimming) {
+    setup_.problem.trimming->at_least = 0;
     learn_trimming(setup_);
     const std::lock_guard<std::mutex> lock(wrapped_->mutex);
     wrapped_->known.of(kind_).findings.trimmed_outputs = findings_.trimmed_outputs;
@@ -314,7 +316,7 @@ Batch ForwardCall::attempt() {
 Batch ForwardCall::without_gradients(ForwardPass& pass) {
   planner().begin(request());
   planned_ = true;
-  int64_t row = 0;
+  Trimming* const trimming = setup_.problem.trimming.get();
   while (const std::optional<Piece> piece = planner().next()) {
     piece_ = *piece;
     if (piece->settled) return pass.run({piece->plan.micro_batch_sizes});
@@ -327,9 +329,10 @@ Batch ForwardCall::without_gradients(ForwardPass& pass) {
       }
       pass.run(rows);
     };
-    planner().observe(*piece,
-                      infinitybatch::run(perform, nullptr, *piece, row, setup_.problem.device));
-    row += piece->plan.batch_size;
+    if (trimming != nullptr) trimming->at_least = piece->least_length;
+    planner().observe(*piece, infinitybatch::run(perform, nullptr, *piece, piece->first_row,
+                                                 setup_.problem.device));
+    if (trimming != nullptr) trimming->at_least = 0;
   }
   return pass.finish();
 }

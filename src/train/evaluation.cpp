@@ -1,6 +1,11 @@
+#include "autograd/engine.hpp"
 #include "core/out_of_memory.hpp"
 #include "core/rng.hpp"
+#include "execute/findings.hpp"
 #include "step/admission.hpp"
+#include "step/batch_kind.hpp"
+#include "step/options.hpp"
+#include "step/sorted_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/limit.hpp>
@@ -8,9 +13,12 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/functions/utils.h>
 
 #include <algorithm>
+#include <functional>
 #include <limits>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -59,6 +67,35 @@ double number(const at::Tensor& tensor) {
   return tensor.item<double>();
 }
 
+/// A loss of outputs that have been padded back, which may take nothing from that padding: its own
+/// gradient there tells, as in a step.
+/// \param rows  whose outputs they are; without, of all
+double number_beside_padding(const std::function<at::Tensor(const Batch&)>& loss,
+                             const Batch& outputs, const Trimming& trimming,
+                             std::optional<Rows> rows) {
+  std::vector<Leaf> leaves = outputs.leaves();
+  std::vector<size_t> padded;
+  torch::autograd::edge_list edges;
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    at::Tensor& tensor = leaves[i].tensor;
+    const bool differentiable =
+        tensor.defined() && (tensor.is_floating_point() || tensor.is_complex());
+    if (!trimming.pads(i) || !differentiable) continue;
+    tensor = tensor.detach().set_requires_grad(true);
+    padded.push_back(i);
+    edges.push_back(torch::autograd::impl::gradient_edge(tensor));
+  }
+  if (padded.empty()) return number(loss(outputs));
+  const at::AutoGradMode recording(/*enabled=*/true);
+  const at::Tensor value = loss(Batch(leaves, outputs.structure()));
+  if (!value.requires_grad()) return number(value);
+  const std::vector<at::Tensor> gradients = autograd::gradients_at(value, edges);
+  for (size_t i = 0; i < padded.size(); ++i) {
+    trimming.check_gradient(padded[i], leaves[padded[i]].batch_dim, gradients[i], rows);
+  }
+  return number(value.detach());
+}
+
 }  // namespace
 
 class Evaluation::State {
@@ -69,10 +106,12 @@ class Evaluation::State {
         options_(std::move(options)),
         device_(device_of(model_)),
         size_(options_.micro_batch_size.value_or(std::numeric_limits<int64_t>::max())),
+        tokens_(options_.micro_batch_tokens),
         random_(RngSnapshot::capture({device_})) {
     if (size_ < 1) {
       throw InvalidArgument("micro_batch_size is " + std::to_string(size_) + "; it is 1 or more");
     }
+    check_trim(options_);
     if (options_.memory_budget) budget_ = options_.memory_budget->resolve(device_);
     const at::NoGradGuard no_grad;
     for (BufferSlot& slot : model_.buffers()) buffers_.emplace_back(std::move(slot));
@@ -94,32 +133,12 @@ class Evaluation::State {
     const at::NoGradGuard no_grad;
     std::optional<memory::Limit> limit;
     if (budget_) limit.emplace(*budget_, device_);
-    const auto* coupled = std::get_if<CoupledLoss>(&loss_);
-    std::vector<Batch> kept;
-    std::vector<int64_t> counts;
-    for (int64_t begin = 0; begin < inputs.size;) {
-      if (options_.interrupt) options_.interrupt();
-      const int64_t end = begin + std::min(size_, inputs.size - begin);
-      std::optional<infinitybatch::MicroBatch> slice;
-      try {
-        slice = forward(inputs, targets, begin, end);
-      } catch (...) {
-        make_smaller(end - begin, limit);
-        continue;
-      }
-      if (options_.on_micro_batch) options_.on_micro_batch(*slice);
-      if (coupled != nullptr) {
-        kept.push_back(std::move(slice->outputs));
-        counts.push_back(end - begin);
-      }
-      begin = end;
+    if (options_.trim.empty()) {
+      add_slices({inputs, targets, loss_, options_.on_micro_batch}, limit);
+    } else {
+      add_sorted(inputs, targets, limit);
     }
     samples_ += inputs.size;
-    if (coupled == nullptr) return;
-    const Batch all = to_device(targets.rows(0, targets.size), device_);
-    const Batch outputs = concatenate(std::move(kept), counts, "outputs");
-    sum_ += number(coupled->value(outputs, all)) * static_cast<double>(inputs.size);
-    denominator_ += static_cast<double>(inputs.size);
   }
 
   double loss() const {
@@ -136,15 +155,120 @@ class Evaluation::State {
   const std::optional<BatchDim>& batch_dim() const noexcept { return options_.batch_dim; }
 
  private:
-  infinitybatch::MicroBatch forward(const BatchSource& inputs, const BatchSource& targets,
-                                    int64_t begin, int64_t end) {
-    infinitybatch::MicroBatch slice{begin, end, {}, {}};
-    slice.targets = to_device(targets.rows(begin, end), device_);
-    slice.outputs = model_.forward(to_device(inputs.rows(begin, end), device_));
-    const auto* separable = std::get_if<SeparableLoss>(&loss_);
+  /// One batch, as it is given or with its rows sorted by length.
+  struct Rowwise {
+    const BatchSource& inputs;
+    const BatchSource& targets;
+    const Loss& loss;
+    std::function<void(const infinitybatch::MicroBatch&)> shown;
+    Trimming* trimming = nullptr;
+  };
+
+  void add_sorted(const BatchSource& inputs, const BatchSource& targets,
+                  const std::optional<memory::Limit>& limit) {
+    Options unplanned = options_;  // slices are cut here
+    unplanned.micro_batch_size.reset();
+    unplanned.micro_batch_tokens.reset();
+    const SortedStep sorted(unplanned, loss_, inputs, targets, /*reads_parts=*/true);
+    sorted.trimming()->planned = false;
+    try {
+      learn(sorted);
+    } catch (...) {
+      make_smaller(/*rows=*/1, limit);
+    }
+    add_slices({sorted.inputs(), sorted.targets(), sorted.loss(),
+                sorted.callback(options_.on_micro_batch), sorted.trimming().get()},
+               limit);
+  }
+
+  /// A few rows, trimmed, beside themselves in full: once for each kind of batch.
+  void learn(const SortedStep& sorted) {
+    Setup setup;
+    Problem& problem = setup.problem;
+    problem.model = &model_;
+    problem.loss = sorted.loss();
+    problem.inputs = &sorted.inputs();
+    problem.targets = &sorted.targets();
+    problem.exact_coupling = false;  // slices are looked at by nobody
+    problem.trimming = sorted.trimming();
+    problem.interrupt = options_.interrupt;
+    admit_model(problem);
+    const BatchKind kind = batch_kind(problem, sorted.inputs(), sorted.targets());
+    setup.resources.findings = &findings_[kind.program];
+    learn_trimming(setup);
+  }
+
+  void add_slices(const Rowwise& given, const std::optional<memory::Limit>& limit) {
+    const auto* coupled = std::get_if<CoupledLoss>(&given.loss);
+    const int64_t size = given.inputs.size;
+    std::vector<Batch> kept;
+    std::vector<int64_t> counts;
+    for (int64_t begin = 0; begin < size;) {
+      if (options_.interrupt) options_.interrupt();
+      const Rows rows{begin, begin + next_size(given, begin)};
+      std::optional<infinitybatch::MicroBatch> slice;
+      try {
+        slice = forward(given, rows);
+      } catch (...) {
+        make_smaller(rows.size(), limit);
+        if (given.trimming != nullptr) tokens_ = rows.size() / 2 * positions(*given.trimming, rows);
+        continue;
+      }
+      if (given.shown) given.shown(*slice);
+      if (coupled != nullptr) {
+        kept.push_back(std::move(slice->outputs));
+        counts.push_back(rows.size());
+      }
+      begin = rows.end;
+    }
+    if (coupled == nullptr) return;
+    const Batch all = to_device(given.targets.rows(0, size), device_);
+    const Batch outputs = concatenate(std::move(kept), counts, "outputs");
+    if (given.trimming != nullptr) given.trimming->sizes = counts;
+    const auto value = [&](const Batch& of) { return coupled->value(of, all); };
+    sum_ += value_of(given, value, outputs, std::nullopt) * static_cast<double>(size);
+    denominator_ += static_cast<double>(size);
+  }
+
+  /// Rows of the next slice.
+  int64_t next_size(const Rowwise& given, int64_t begin) const {
+    if (given.trimming == nullptr) return std::min(size_, given.inputs.size - begin);
+    return packed_from(begin, given.trimming->sequences, tokens_, size_);
+  }
+
+  /// That the longest of these rows has in all sequences.
+  static int64_t positions(const Trimming& trimming, Rows rows) {
+    int64_t total = 0;
+    for (const auto& sequence : trimming.sequences) total += trimming.length(sequence, rows);
+    return total;
+  }
+
+  static double value_of(const Rowwise& given, const std::function<at::Tensor(const Batch&)>& loss,
+                         const Batch& outputs, std::optional<Rows> rows) {
+    if (given.trimming == nullptr) return number(loss(outputs));
+    return number_beside_padding(loss, outputs, *given.trimming, rows);
+  }
+
+  infinitybatch::MicroBatch forward(const Rowwise& given, Rows rows) {
+    infinitybatch::MicroBatch slice{rows.begin, rows.end, {}, {}};
+    Trimming* const trimming = given.trimming;
+    Batch targets = given.targets.rows(rows.begin, rows.end);
+    Batch inputs = given.inputs.rows(rows.begin, rows.end);
+    if (trimming != nullptr) {
+      targets = trimming->targets(targets, rows);
+      inputs = trimming->inputs(inputs, rows);
+      trimming->at_work = rows;
+    }
+    slice.targets = to_device(targets, device_);
+    inputs = to_device(inputs, device_);
+    slice.outputs = model_.forward(inputs);
+    if (trimming != nullptr) slice.outputs = trimming->padded(slice.outputs, inputs);
+    inputs = Batch();
+    const auto* separable = std::get_if<SeparableLoss>(&given.loss);
     if (separable == nullptr) return slice;
-    const double sum = number(separable->sum(slice.outputs, slice.targets));
-    const DenominatorPart part = separable->denominator(slice.targets, end - begin);
+    const auto share = [&](const Batch& of) { return separable->sum(of, slice.targets); };
+    const double sum = value_of(given, share, slice.outputs, rows);
+    const DenominatorPart part = separable->denominator(slice.targets, rows.size());
     memory::Limit::check();
     sum_ += sum;
     if (std::holds_alternative<Undivided>(part)) {
@@ -165,7 +289,7 @@ class Evaluation::State {
       throw BudgetExceeded(limit->refused(), *budget_, std::nullopt,
                            "the evaluation of a single sample");
     }
-    size_ = rows / 2;
+    if (options_.trim.empty()) size_ = rows / 2;
   }
 
   Model model_;
@@ -173,9 +297,11 @@ class Evaluation::State {
   Options options_;
   at::Device device_;
   int64_t size_;
+  std::optional<int64_t> tokens_;  // with `trim`: positions of a slice
   RngSnapshot random_;
   std::optional<int64_t> budget_;
   std::vector<EvaluationBuffer> buffers_;
+  std::map<std::string, Findings> findings_;  // with `trim`, by kind of batch
   double sum_ = 0;
   double denominator_ = 0;
   bool undivided_ = false;

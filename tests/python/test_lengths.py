@@ -42,6 +42,11 @@ def was_probed(report):
     return report.micro_batch_sizes[:2] == [2, 4]
 
 
+def was_traced(report):
+    """One micro-batch of two samples tells what another length takes."""
+    return report.micro_batch_sizes[0] <= 2
+
+
 def check_gradients(model, inputs):
     native = copy.deepcopy(model)
     native.zero_grad()
@@ -72,9 +77,10 @@ def test_shorter_batches_are_not_probed_and_longer_ones_are(model):
         assert not was_probed(step(length)), length
     plan = batch.plan(tokens(21), LABELS)
     assert "longer samples" in plan.reason
-    assert was_probed(step(40))
-    assert not was_probed(step(36))
-    assert not was_probed(step(30))
+    assert was_traced(step(40))
+    step(35)  # at most three lengths tell all others
+    for length in (36, 30, 33, 39):
+        assert not was_traced(step(length)), length
 
 
 def test_a_length_that_comes_back_often_gets_its_own_plan(model):
@@ -87,9 +93,53 @@ def test_a_length_that_comes_back_often_gets_its_own_plan(model):
         model.zero_grad()
         report = batch.backward(tokens(20), LABELS)
         assert report.peak_bytes <= budget
-        probed.append(was_probed(report))
+        probed.append(was_traced(report))
     check_gradients(model, tokens(20))
     assert probed == [False] * 3 + [True] + [False] * 4
+
+
+def test_a_stream_of_ever_new_lengths_is_predicted(model):
+    """Steps beyond the first few run each sample once, but for looks at rows."""
+    budget = needs(model, tokens(40), 24)
+    batch = ib.VirtualBatch(model, nn.CrossEntropyLoss(), memory_budget=budget)
+    rows = []
+    model.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    traced, restarts = [], []
+    for i in range(40):
+        length = 12 + (11 * i) % 29
+        model.zero_grad()
+        rows.clear()
+        report = batch.backward(tokens(length, seed=i), LABELS)
+        assert report.peak_bytes <= budget
+        if report.predicted_peak_bytes is not None:
+            off = report.predicted_peak_bytes - report.peak_bytes
+            assert abs(off) <= 0.01 * report.peak_bytes
+        traced.append(was_traced(report))
+        restarts.append(report.restarts)
+        if i > 16 and i + 1 != 32:
+            assert sum(rows) == SAMPLES, i
+    check_gradients(model, tokens(length, seed=i))
+    assert sum(traced) <= 6 and not any(traced[20:]), traced
+    assert sum(restarts[10:]) == 0
+    assert report.predicted_peak_bytes is not None
+
+
+def test_a_wrapped_model_is_not_probed_at_each_new_length(model):
+    budget = needs(model, tokens(40), SAMPLES)
+    wrapped = ib.wrap(model, memory_budget=budget)
+    rows = []
+    model.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    beyond = []
+    for i in range(30):
+        length = 12 + (11 * i) % 29
+        model.zero_grad()
+        rows.clear()
+        loss = nn.functional.cross_entropy(wrapped(tokens(length, seed=i)), LABELS)
+        loss.backward()
+        check_gradients(model, tokens(length, seed=i))
+        assert wrapped.last_report.peak_bytes <= budget
+        beyond.append(sum(rows) - 2 * SAMPLES)  # native's, too
+    assert all(n <= 0 for n in beyond[17:]), beyond
 
 
 def padded_source(sizes_seen, last=60):

@@ -82,6 +82,9 @@ struct Plan {
   std::string strategy;  ///< "stream", "replay", "cut" or "checkpoint"
   int64_t batch_size = 0;
   std::vector<int64_t> micro_batch_sizes;
+  /// What the longest sample of each micro-batch has, where rows are sorted by length
+  /// (`Options::trim`) and planned by it. Empty otherwise.
+  std::vector<int64_t> lengths;
   std::vector<Instruction> instructions;
 
   std::optional<int64_t> budget_bytes;

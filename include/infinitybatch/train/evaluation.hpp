@@ -20,9 +20,10 @@ namespace infinitybatch {
 ///     evaluation.loss();
 class Evaluation {
  public:
-  /// \param options its memory_budget, micro_batch_size, batch_dim, on_micro_batch and interrupt
-  /// are read; the
-  ///                callback sees each slice once, for metrics that keep no outputs
+  /// \param options its memory_budget, micro_batch_size, micro_batch_tokens, trim, batch_dim,
+  ///                on_micro_batch and interrupt are read; the callback sees each slice once, for
+  ///                metrics that keep no outputs
+  /// \throws InvalidArgument for options out of range, or micro_batch_tokens without trim
   Evaluation(Model model, Loss loss, Options options = {});
   ~Evaluation();
   Evaluation(const Evaluation&) = delete;
@@ -30,7 +31,8 @@ class Evaluation {
 
   /// Slices are halved where they do not fit, for later batches too. A coupled loss sees the
   /// outputs of the whole batch, which are kept for as long.
-  /// \throws BatchError inputs and targets of different size
+  /// \throws BatchError inputs and targets of different size; with `trim`: rows that differ
+  ///         without their padding, or a loss that takes something from padding
   /// \throws BudgetExceeded where one sample does not fit
   /// and whatever the model, the loss and the callback throw.
   void add(const BatchSource& inputs, const BatchSource& targets);
