@@ -42,6 +42,12 @@ bool StepFacts::keep_fewer_boundaries(Setup& setup, int64_t budget) const {
   return true;
 }
 
+std::string StepFacts::why_recomputed_or_offloaded() const {
+  const std::string kept = plan.explain_kept();
+  if (plan.strategy != "cut" || memory->why_offloaded.empty()) return kept;
+  return (kept.empty() ? "" : kept + "; ") + memory->why_offloaded;
+}
+
 void StepFacts::check_inputs() const {
   if (!attempt.inputs_written) return;
   throw Unsupported(

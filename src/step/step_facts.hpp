@@ -10,6 +10,7 @@
 
 #include <array>
 #include <cstdint>
+#include <string>
 
 namespace infinitybatch {
 
@@ -48,6 +49,9 @@ struct StepFacts {
   void keep_all_boundaries(Setup& setup) const;
   /// Fewer than now, the others are computed again; false where that does not help.
   bool keep_fewer_boundaries(Setup& setup, int64_t budget) const;
+  /// Which boundary activations are kept, and why the others are computed again or offloaded; empty
+  /// where nobody had to choose.
+  std::string why_recomputed_or_offloaded() const;
   /// \throws Unsupported where forward has to run again on inputs that it has changed
   void check_inputs() const;
 };

@@ -245,7 +245,7 @@ StepReport VirtualBatch::State::attempt(const Setup& setup, const std::optional<
     report.loss = executor->loss();
     report.outputs = executor->take_outputs();
     report.strategy = facts_.plan.strategy;
-    report.strategy_reason = facts_.plan.explain_kept();
+    report.strategy_reason = facts_.why_recomputed_or_offloaded();
     if (const auto opaque = executor->opaque()) {
       report.strategy = "rerun";
       report.strategy_reason = facts_.options.use_tapes ? *opaque : "use_tapes=false was given";

@@ -132,6 +132,7 @@ void TrainingReport::on_epoch(const EpochResult& result) {
         {"restarts", result.restarts},
         {"steps", result.steps},
         {"offloaded_bytes", result.offloaded_bytes},
+        {"strategy_reason", result.strategy_reason},
         {"peak_bytes", result.peak_bytes},
         {"peak_over_budget", or_null(share)}};
     for (const auto& [name, value] : result.metrics) fields["held_out_metrics"][name] = value;
@@ -158,6 +159,9 @@ void TrainingReport::end() {
     terminal_.line("offloaded and restored, " + format_bytes(offloaded_bytes_ / steps_) +
                    " a step, " + offload_place(settings_.training.step, settings_.training.device));
   }
+  if (!last_.strategy_reason.empty()) {
+    terminal_.line((last_.strategy == "rerun" ? "forwards ran twice: " : "") + last_.strategy_reason);
+  }
   if (settings_.json) {
     Json fields = {{"epochs", last_.epoch},
                    {"loss", last_.loss},
@@ -170,7 +174,8 @@ void TrainingReport::end() {
                    {"peak_over_budget", or_null(share)},
                    {"restarts", restarts_},
                    {"steps", steps_},
-                   {"offloaded_bytes", offloaded_bytes_}};
+                   {"offloaded_bytes", offloaded_bytes_},
+                   {"strategy_reason", last_.strategy_reason}};
     write_json("summary", fields);
   }
 }

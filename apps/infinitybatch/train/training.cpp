@@ -134,6 +134,8 @@ class Telling final : public Callback {
         std::max(result_.micro_batch_size, *std::max_element(sizes.begin(), sizes.end()));
     result_.restarts += event.report->restarts;
     result_.offloaded_bytes += event.report->offloaded_bytes;
+    result_.strategy = event.report->strategy;
+    result_.strategy_reason = event.report->strategy_reason;
     ++result_.steps;
   }
   void on_epoch_end(const events::EpochEnd& event) override {

@@ -71,6 +71,8 @@ struct EpochResult {
   int64_t restarts = 0;
   int64_t steps = 0;
   int64_t offloaded_bytes = 0;  ///< that left the device for host or disk in all of these steps
+  std::string strategy;         ///< of the last step, and
+  std::string strategy_reason;  ///< why; empty where nothing speaks for another one
 };
 
 /// What training tells while it runs.

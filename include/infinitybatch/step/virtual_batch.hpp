@@ -37,7 +37,8 @@ struct StepReport {
   /// forwards ran twice; `strategy_reason` says why), "cut" (ops of the model see the whole batch),
   /// or "checkpoint" (the graph of one micro-batch was never there as a whole).
   std::string strategy;
-  /// Of "cut": which boundary activations were kept, where others were computed again.
+  /// Of "cut": which boundary activations were kept where others were computed again, and why they
+  /// were that and not offloaded, or the other way round; empty where all fit.
   std::string strategy_reason;
 };
 
