@@ -36,6 +36,7 @@ MODULES = {
     "reach": "reach",
     "trainers": "trainers",
     "lengths": "lengths",
+    "recompute": "kept_boundaries",
 }
 ROUNDS = {
     "time": 15,
@@ -52,6 +53,7 @@ ROUNDS = {
     "reach": 1,
     "trainers": 1,
     "lengths": 10,
+    "recompute": 5,
 }
 UNTUNED = {
     "time": 3,
@@ -68,6 +70,7 @@ UNTUNED = {
     "reach": 0,
     "trainers": 0,
     "lengths": 0,
+    "recompute": 0,
 }  # rounds with malloc as it is by default
 #: The peers of a suite, by the file beside peers/environment.py that lists them.
 WITH_PEERS = dict.fromkeys(("loop", "coupled", "losses", "lengths"), "peers") | {

@@ -1,12 +1,15 @@
 """Models and data to measure with. The data is random: no figure here depends on its values."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,92 @@ def for_whole_batch(toy: bool) -> list[tuple[Workload, int]]:
             128,
         ),
     ]
+
+
+class Layers(nn.Module):
+    """Layers that each have a BatchNorm, and a linear layer on the mean over all places.
+
+    `again`: each layer is computed again for its backward, by torch.utils.checkpoint."""
+
+    convolutions: nn.ModuleList
+    norms: nn.ModuleList
+    head: nn.Module
+    again = False
+
+    @abstractmethod
+    def layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """What is behind it, of what is in front of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in range(len(self.norms)):
+            if self.again:
+                x = checkpoint(self.layer, index, x, use_reentrant=False)
+            else:
+                x = self.layer(index, x)
+        return self.head(x.mean((2, 3)))
+
+
+class ResidualLayers(Layers):
+    """Equal layers around which the input goes past."""
+
+    def __init__(self, layers: int, width: int, classes: int = 10) -> None:
+        super().__init__()
+        inputs = [3] + [width] * (layers - 1)
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(each, width, 3, padding=1, bias=False) for each in inputs
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in inputs)
+        self.head = nn.Linear(width, classes)
+
+    def layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        y = self.norms[index](self.convolutions[index](x))
+        return functional.relu(y if index == 0 else y + x, inplace=True)
+
+
+class DenseLayers(Layers):
+    """Each layer sees what all before it gave (Huang et al., 2017)."""
+
+    def __init__(self, layers: int, growth: int, classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, growth, 3, padding=1, bias=False)
+        widths = [growth * (index + 1) for index in range(layers)]
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths)
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(width, growth, 3, padding=1, bias=False) for width in widths
+        )
+        self.head = nn.Linear(growth * (layers + 1), classes)
+
+    def layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        y = functional.relu(self.norms[index](x), inplace=True)
+        return torch.cat([x, self.convolutions[index](y)], 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.stem(x))
+
+
+def for_kept_boundaries(toy: bool) -> list[tuple[Workload, int]]:
+    """Networks with BatchNorm, and the micro-batch size of each."""
+    # Layers, width, height of images, images, micro-batch
+    residual = [(5, 4, 8, 16, 4)]
+    dense = [(3, 4, 8, 16, 4)]
+    if not toy:
+        residual = [(1, 32, 32, 256, 32), (9, 16, 32, 256, 32), (17, 16, 16, 256, 32)]
+        residual += [(53, 16, 16, 256, 32), (17, 8, 16, 1024, 64)]
+        dense = [(8, 8, 16, 256, 32)]
+    found = []
+    for name, make, sizes in (
+        ("residual", ResidualLayers, residual),
+        ("dense", DenseLayers, dense),
+    ):
+        for layers, width, side, samples, size in sizes:
+            workload = Workload(
+                f"{name}, {layers} BatchNorm, {samples:,} images",
+                partial(make, layers, width),
+                (3, side, side),
+                batch_size=samples,
+            )
+            found.append((workload, size))
+    return found
 
 
 class Deep(nn.Module):

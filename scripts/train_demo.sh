@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What `make train` shows: the same training of the same batch in the same memory, first as plain
 # PyTorch does it, which cannot work, then by infinitybatch. The network has BatchNorm, whose
-# statistics are those of the whole batch: what waits for them is offloaded to disk or in part computed
-# again, whichever takes less time here.
+# statistics are those of the whole batch: what waits for them is offloaded to disk, or computed
+# again where that is faster.
 #   train_demo.sh BINARY
 
 set -euo pipefail
