@@ -105,7 +105,7 @@ class Effects {
   /// where it is kept: they are there once, and until that graph goes. Whoever advances leaves
   /// them, beside what is there once (where a draw begins); whoever frees the next segment lets go
   /// of them, beside what that segment has made.
-  int64_t shared(int64_t segment, int64_t index, double size) {
+  int64_t shared(int64_t segment, int64_t index, const RowsAtLength& size) {
     const bool noted = std::exchange(again_, index > 0);
     const int64_t left = tell({Operation::advance, segment}, size).net;
     const int64_t freed = -tell({Operation::free, segment + 1}, size).net -

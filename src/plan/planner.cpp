@@ -483,7 +483,7 @@ void Planner::forget_settled_plan() {
 
 std::optional<int64_t> Planner::peak_at(int64_t cap) const {
   if (kinds_.learned() == nullptr || !learned().profile) return std::nullopt;
-  return prediction().peak(request_.size_under(cap));
+  return prediction().peak(request_.size_under(cap * request_.unit()));
 }
 
 bool Planner::whole_batch_may_fit() const {

@@ -103,7 +103,7 @@ class TestFunctions:
     def test_compiled(self):
         w = leaf(3)
         compiled = torch.compile(lambda x: (x * w).sin() + x)
-        opaque(compiled, double(3), reason="dispatch mode")  # the compiler at work
+        opaque(compiled, double(3), reason="compiled code")  # the compiler at work
         opaque(compiled, double(3), reason="compiled code")
 
     def test_forward_mode(self):

@@ -160,7 +160,8 @@ void TrainingReport::end() {
                    " a step, " + offload_place(settings_.training.step, settings_.training.device));
   }
   if (!last_.strategy_reason.empty()) {
-    terminal_.line((last_.strategy == "rerun" ? "forwards ran twice: " : "") + last_.strategy_reason);
+    terminal_.line((last_.strategy == "rerun" ? "forwards ran twice: " : "") +
+                   last_.strategy_reason);
   }
   if (settings_.json) {
     Json fields = {{"epochs", last_.epoch},

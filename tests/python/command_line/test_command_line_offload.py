@@ -87,7 +87,6 @@ def test_offload_is_what_lets_the_budget_hold(pair):
     assert "MiB a step, on disk (" in result.stderr
 
 
-
 def test_without_offload_some_is_computed_again(pair):
     settings = ("train", *pair, *RESNET, *ALL, "--offload", "never")
     result = run(*settings, *BOUND, "--json")
