@@ -21,9 +21,17 @@ def own() -> torch.Generator:
 STAYING: list[Any] = []
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _ask_workers_often() -> Any:
+    """torch waits five seconds for workers of a loader within a cycle of references, before it ends
+    them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _end_workers() -> Any:
-    """By hand: torch waits five seconds for workers of a loader within a cycle of references."""
     yield
     while STAYING:
         STAYING.pop()._iterator = None
