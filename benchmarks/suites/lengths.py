@@ -205,7 +205,7 @@ class Planned(Contestant):
 
     def __init__(self, *args: Any, loss: Any, room: float, **options: Any) -> None:
         super().__init__(*args)
-        budget = ib.memory.stats().live + int(room)
+        budget = ib.memory.stats().live + int(0.99 * room)
         self.batch = ib.VirtualBatch(self.model, loss, memory_budget=budget, **options)
 
     def backward(self) -> ib.StepReport:
@@ -302,31 +302,35 @@ def run(settings: Settings, save: Callable[[Findings], None]) -> Findings:
     findings = Findings()
     if importlib.util.find_spec("sentence_transformers") is None:
         findings.notes.append("Not installed, so not measured: sentence-transformers.")
-    for task, make in TASKS.items():
+    for task in TASKS:
         for kind in ("log-normal", "bimodal", "equal"):
-            count = 2 * scale.pairs if task == "contrastive" else scale.pairs
-            lengths = lengths_of(kind, count, scale.longest)
-            contestants = make(scale, texts_of(lengths, scale.vocabulary))
-            for contestant in contestants.values():
-                contestant()
-            check_agreement(contestants)
-            samples = interleave(contestants, settings.rounds, warm_up=1, at_most=SECONDS)
-            peaks = {name: contestant.peak_bytes() for name, contestant in contestants.items()}
-            name = f"{task}, {kind}"
-            findings.tables.append(table_of(name, lengths, samples, peaks))
-            findings.goals += goals_of(name, kind, samples, peaks)
-            for who, taken in samples.items():
-                findings.figures.append(
-                    {
-                        "workload": name,
-                        "contestant": who,
-                        "peak bytes": peaks[who],
-                        "CPU over native": ratio_of(taken, samples[NATIVE], "cpu"),
-                        "samples": taken,
-                    }
-                )
+            measure(task, kind, scale, settings, findings)
             save(findings)
     return findings
+
+
+def measure(task: str, kind: str, scale: Scale, settings: Settings, findings: Findings) -> None:
+    count = 2 * scale.pairs if task == "contrastive" else scale.pairs
+    lengths = lengths_of(kind, count, scale.longest)
+    contestants = TASKS[task](scale, texts_of(lengths, scale.vocabulary))
+    for contestant in contestants.values():
+        contestant()
+    check_agreement(contestants)
+    samples = interleave(contestants, settings.rounds, warm_up=1, at_most=SECONDS)
+    peaks = {name: contestant.peak_bytes() for name, contestant in contestants.items()}
+    name = f"{task}, {kind}"
+    findings.tables.append(table_of(name, lengths, samples, peaks))
+    findings.goals += goals_of(name, kind, samples, peaks)
+    for who, taken in samples.items():
+        findings.figures.append(
+            {
+                "workload": name,
+                "contestant": who,
+                "peak bytes": peaks[who],
+                "CPU over native": ratio_of(taken, samples[NATIVE], "cpu"),
+                "samples": taken,
+            }
+        )
 
 
 def table_of(
