@@ -9,10 +9,15 @@
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <fstream>
 #include <optional>
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 namespace infinitybatch::app {
 namespace {
@@ -38,6 +43,31 @@ std::optional<double> processor_quota() {
     return std::nullopt;
   }
   return std::strtod(quota.c_str(), nullptr) / period;
+}
+
+/// Bytes of this process that are in memory; 0 where the system does not tell.
+int64_t resident_bytes() {
+  std::ifstream file("/proc/self/statm");
+  int64_t all = 0;
+  int64_t resident = 0;
+  return file >> all >> resident ? resident * ::sysconf(_SC_PAGESIZE) : 0;
+}
+
+/// What tensors, malloc and the process hold once the checks in front have run a step.
+void add_statistics(Check& check) {
+  const int64_t tensors = memory::stats(c10::Device(c10::DeviceType::CPU)).live;
+  const int64_t resident = resident_bytes();
+  check.values.update({{"tensor_bytes", tensors}, {"resident_bytes", resident}});
+  check.finding +=
+      "; this process holds " + format_bytes(resident) + ", tensors " + format_bytes(tensors);
+#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 33)
+  const struct mallinfo2 heap = mallinfo2();
+  const auto used = static_cast<int64_t>(heap.uordblks + heap.hblkhd);
+  const auto free = static_cast<int64_t>(heap.fordblks);
+  check.values.update({{"malloc_used_bytes", used}, {"malloc_free_bytes", free}});
+  check.finding +=
+      "; malloc has " + format_bytes(used) + " in use and " + format_bytes(free) + " free";
+#endif
 }
 
 }  // namespace
@@ -124,6 +154,7 @@ Check check_malloc() {
         "for speed, native training above all: export MALLOC_MMAP_THRESHOLD_=4294967296 "
         "MALLOC_TRIM_THRESHOLD_=4294967296";
   }
+  add_statistics(check);
   return check;
 }
 

@@ -81,6 +81,9 @@ def test_doctor_finds_this_installation_sound():
     assert by_name["devices"]["devices"][0]["name"] == "cpu"
     assert by_name["memory"]["total_bytes"] > 0
     assert by_name["threads"]["threads"] >= 1
+    malloc = by_name["malloc"]
+    assert malloc["resident_bytes"] > malloc["malloc_used_bytes"] > malloc["tensor_bytes"] >= 0
+    assert 0 < malloc["malloc_free_bytes"] < 8 * 2**20
 
 
 def test_doctor_notes_what_could_be_better():
