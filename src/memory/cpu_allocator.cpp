@@ -10,9 +10,6 @@
 #include <c10/core/alignment.h>
 #include <c10/core/impl/alloc_cpu.h>
 
-#include <cstddef>
-#include <cstdint>
-#include <cstdlib>
 #include <exception>
 #include <new>
 
@@ -30,48 +27,16 @@ c10::Device cpu() {
   return c10::Device(c10::DeviceType::CPU);
 }
 
-// In front of each block's data, so that a free needs no table.
-struct Header {
-  int64_t bytes;  // of the data
-  void* memory;   // that they lie in
-};
-
-// What a block takes beside its data. These are aligned as torch's own, in memory that is aligned
-// for a header.
-constexpr size_t kBeside = c10::gAlignment;
-static_assert(kBeside >= sizeof(Header) && alignof(std::max_align_t) >= sizeof(Header) &&
-              c10::gAlignment % alignof(std::max_align_t) == 0);
+// Each block starts with its size, so that a free needs no table. A whole alignment unit is spent
+// on it, so that the data behind it is aligned as torch's own.
+constexpr size_t kHeader = c10::gAlignment;
+static_assert(kHeader >= sizeof(int64_t));
 
 // No machine has more, and sums of it with what is live stay within int64_t.
 constexpr size_t kMost = size_t{1} << 62;
 
-Header& header_of(void* data) noexcept {
-  return static_cast<Header*>(data)[-1];
-}
-
-/// Where data may begin.
-void* aligned_behind_header(void* memory) noexcept {
-  const auto first = reinterpret_cast<uintptr_t>(memory) + sizeof(Header);
-  const uintptr_t ahead = -first & (c10::gAlignment - 1);
-  return static_cast<char*>(memory) + sizeof(Header) + ahead;
-}
-
-#ifdef __GLIBC__
-constexpr size_t kLarge = size_t{1} << 20;
-#endif
-
-/// Null, or an exception, where there is none.
-void* take_memory(size_t bytes) {
-#ifdef __GLIBC__
-  // For aligned memory, as torch asks for, glibc looks for more than it keeps: in the hole that a
-  // block leaves no other of its size finds room. Where anything small lives on between blocks, as
-  // recordings do, the heap would grow with every micro-batch. Not so for large blocks: what they
-  // leave at the heap's end would go back to the system, and come anew in each native step.
-  if (bytes < kLarge && c10::c10_compute_alignment(bytes) == c10::gAlignment) {
-    return std::malloc(bytes);
-  }
-#endif
-  return c10::alloc_cpu(bytes);  // huge pages, where THP_MEM_ALLOC_ENABLE asks for them
+void* start_of(void* data) noexcept {
+  return static_cast<char*>(data) - kHeader;
 }
 
 void report(void* data, int64_t bytes, int64_t live) {
@@ -80,7 +45,7 @@ void report(void* data, int64_t bytes, int64_t live) {
 
 void deallocate(void* data) {
   if (data == nullptr) return;
-  const auto [bytes, memory] = header_of(data);
+  const int64_t bytes = *static_cast<int64_t*>(start_of(data));
   const int64_t before = process_counters.live.fetch_sub(bytes, std::memory_order_relaxed);
   if (c10::memoryProfilingEnabled()) [[unlikely]] {
     report(data, -bytes, before - bytes);
@@ -88,7 +53,7 @@ void deallocate(void* data) {
   if (process_counters.traces.load(std::memory_order_relaxed) != 0) [[unlikely]] {
     if (EventSink* trace = this_thread.trace) trace->record(data, -bytes);
   }
-  c10::free_cpu(memory);
+  c10::free_cpu(start_of(data));
 }
 
 [[noreturn]] void throw_refused(int64_t bytes) {
@@ -101,17 +66,15 @@ void deallocate(void* data) {
 
 /// A block for `bytes` that have been reserved, which made `live` of them.
 inline c10::DataPtr make_block(int64_t bytes, int64_t live) {
-  void* memory = nullptr;
+  void* block = nullptr;
   try {
-    memory = take_memory(static_cast<size_t>(bytes) + kBeside);
+    block = c10::alloc_cpu(static_cast<size_t>(bytes) + kHeader);
   } catch (const std::exception&) {  // c10's own complaint is no OutOfMemoryError
-  }
-  if (memory == nullptr) [[unlikely]] {
     CpuAccounting::release(bytes);
     throw_refused(bytes);
   }
-  void* data = aligned_behind_header(memory);
-  header_of(data) = {bytes, memory};
+  *static_cast<int64_t*>(block) = bytes;
+  void* data = static_cast<char*>(block) + kHeader;
   if (live > process_counters.peak.load(std::memory_order_relaxed)) [[unlikely]] {
     CpuAccounting::raise_process_peak(live);
   }

@@ -12,8 +12,8 @@ enum class CpuAllocatorState {
   replaced,       ///< another library has put its own allocator in place since
 };
 
-/// This library's allocator takes its memory from malloc, as torch's default one does, but aligns
-/// it itself. It is installed when the library is loaded.
+/// This library's allocator takes its memory where torch's default one does (`c10::alloc_cpu`). It
+/// is installed when the library is loaded.
 CpuAllocatorState cpu_allocator_state() noexcept;
 
 inline bool cpu_allocator_installed() noexcept {

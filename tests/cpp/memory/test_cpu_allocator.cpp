@@ -16,10 +16,6 @@
 #include <thread>
 #include <vector>
 
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
-
 namespace infinitybatch::memory {
 namespace {
 
@@ -103,26 +99,6 @@ TEST(CpuAllocator, AlignsAsTorchDoes) {
     std::memset(tensor.data_ptr(), 0x5a, static_cast<size_t>(bytes));
   }
 }
-
-#ifdef __GLIBC__
-TEST(CpuAllocator, ABlockTakesTheHoleThatOneOfItsSizeHasLeft) {
-  {
-    const at::Tensor large = block(int64_t{8} << 20);  // once freed, smaller ones lie in the heap
-  }
-  const size_t before = mallinfo2().arena;
-  if (before == 0) GTEST_SKIP() << "another malloc";
-  // As micro-batches do: blocks that come and go, and beside each something small that stays.
-  std::vector<std::unique_ptr<char[]>> recorded;
-  for (int micro_batch = 0; micro_batch < 128; ++micro_batch) {
-    std::vector<at::Tensor> graph;
-    for (const int64_t kilobytes : {64, 256, 128, 192, 64, 128, 32, 256}) {
-      graph.push_back(block(kilobytes << 10));
-      recorded.push_back(std::make_unique<char[]>(48));
-    }
-  }
-  EXPECT_LT(mallinfo2().arena - before, size_t{4} << 20) << "1.1 MiB are alive at once";
-}
-#endif
 
 TEST(CpuAllocator, GivesRawMemoryAndClones) {
   c10::Allocator& allocator = *c10::GetCPUAllocator();
