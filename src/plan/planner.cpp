@@ -4,6 +4,7 @@
 #include "execute/simulator.hpp"
 #include "plan/candidates.hpp"
 #include "plan/explain.hpp"
+#include "plan/next_sizes.hpp"
 #include "plan/packing.hpp"
 #include "plan/plans.hpp"
 #include "plan/prediction.hpp"
@@ -87,71 +88,6 @@ void Planner::pack() {
   request_.packing = std::make_shared<plan::Packing>(request_, *learned().profile);
 }
 
-std::vector<int64_t> Planner::next_sizes(Piece& piece) const {
-  const int64_t remaining = request_.batch_size - progress_.row;
-  if (const auto probe = plan::probe_size(request_, learned())) {
-    const size_t count = plan::probed_micro_batches(request_);
-    if (!request_.lengths.empty()) return probe_at_length(*probe, piece);
-    // The next rehearsal begins with all rows again.
-    if (count > 1 && remaining < *probe * static_cast<int64_t>(count)) return {};
-    piece.trace = plan::is_traced(request_, learned(), *probe, remaining);
-    piece.size = std::min(*probe, remaining);
-    return std::vector<int64_t>(count, piece.size);
-  }
-  const plan::Candidates candidates = this->candidates();
-  plan::Candidates::Progress progress = progress_;
-  progress.end = request_.batch_size;
-  if (const auto learn = plan::length_to_learn(request_, learned(), progress.row)) {
-    // A rehearsal passes over what lies before it; of a stream all rows have to run.
-    if (learn->row == progress.row || (request_.two_pass && progress.row > 0)) {
-      piece.first_row = learn->row;
-      piece.size = request_.packing->size_of(learn->row, plan::kSmallProbe);
-      piece.least_length = learn->length;
-      piece.trace = true;
-      return {plan::kSmallProbe};
-    }
-    progress.end = learn->row;
-    if (request_.two_pass) {
-      const int64_t rows = request_.lengths.front() < learned().too_long ? plan::kSmallProbe : 1;
-      piece.size = request_.packing->size_of(0, rows);
-      return {rows};
-    }
-  } else if (request_.two_pass && plan::length_to_learn(request_, learned(), /*row=*/0)) {
-    return {};  // the next rehearsal comes by it
-  }
-  if (!candidates.timed()) {
-    if (const auto cap = candidates.to_time(progress)) {
-      piece.timed_cap = *cap;
-      piece.size = request_.size_under(*cap);
-      return candidates.sizes_to_time(*cap, progress);
-    }
-  }
-  std::vector<int64_t> sizes = candidates.split_rest(progress);
-  piece.size = request_.packing ? request_.size_under(candidates.fastest())
-                                : *std::max_element(sizes.begin(), sizes.end());
-  return sizes;
-}
-
-std::vector<int64_t> Planner::probe_at_length(int64_t rows, Piece& piece) const {
-  auto [row, length] = plan::where_to_probe(request_, learned(), progress_.row);
-  if (row + rows > request_.batch_size) {
-    if (request_.two_pass) return {};  // the next rehearsal begins with all rows again
-    row = request_.batch_size;
-  }
-  if (row > progress_.row && !request_.two_pass) {  // all rows of a stream have to run
-    const int64_t longest = request_.lengths[static_cast<size_t>(progress_.row)];
-    piece.size = longest < learned().too_long ? plan::kSmallProbe : 1;
-    if (progress_.row > 0) return split_by(row - progress_.row, piece.size);
-    piece.trace = true;  // the first of all tells which gradients become buffers
-    return {std::min(piece.size, row)};
-  }
-  piece.first_row = row;
-  piece.size = rows;
-  piece.least_length = length;
-  piece.trace = plan::is_traced(request_, learned(), rows, rows);
-  return {rows};
-}
-
 std::optional<Piece> Planner::next() {
   attempt_.size = 0;
   if (progress_.row == request_.batch_size) return std::nullopt;
@@ -163,7 +99,7 @@ std::optional<Piece> Planner::next() {
     piece.size = settled_size_;
     piece.settled = true;
   } else {
-    std::vector<int64_t> sizes = next_sizes(piece);
+    std::vector<int64_t> sizes = plan::next_sizes(request_, learned(), progress_, piece);
     if (sizes.empty()) return std::nullopt;
     const int64_t end = std::accumulate(sizes.begin(), sizes.end(), piece.first_row);
     const bool last = end == request_.batch_size;

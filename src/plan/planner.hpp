@@ -90,10 +90,6 @@ class Planner {
   plan::Learned& learned() const { return *kinds_.learned(); }
   plan::Prediction prediction() const { return {request_, learned()}; }
   plan::Candidates candidates() const { return {request_, learned()}; }
-  /// What the next piece measures, or the rows that are left where nothing is to be measured.
-  std::vector<int64_t> next_sizes(Piece& piece) const;
-  /// The same with lengths, before there is a profile.
-  std::vector<int64_t> probe_at_length(int64_t rows, Piece& piece) const;
   /// Where lengths were to be learned, memory ran out: from now on it is with shorter rows. False
   /// where it was something else.
   bool probe_shorter(const Attempt& failed);
