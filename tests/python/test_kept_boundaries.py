@@ -232,6 +232,7 @@ def test_offload_that_is_allowed_comes_first() -> None:
 
 
 @until_quiet
+@pytest.mark.real_times
 @pytest.mark.parametrize("bandwidth", [2e7, 0], ids=["slow copies", "fast copies"])
 def test_what_is_faster_stays(bandwidth: float) -> None:
     """Slow copies take many times what forward does; fast ones about as long as the part of it that
