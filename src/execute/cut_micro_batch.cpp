@@ -199,8 +199,19 @@ PlayedSegment CutMicroBatch::graph_of(const Batch& inputs, int64_t segment) {
 
 void CutMicroBatch::begin_backward(bool keep) {
   boundaries_.forget_gradients();
-  lasting_.reset();
+  if (lasting_) {  // one that failed half way stands at more
+    standing_ = *std::exchange(lasting_, std::nullopt);
+    forget_unneeded();
+  }
   if (keep) lasting_ = standing_;
+}
+
+void CutMicroBatch::begin_again() {
+  standing_.clear();
+  lasting_.reset();
+  to_go_back_ = segments();
+  boundaries_.forget_gradients();
+  forget_unneeded();
 }
 
 void CutMicroBatch::correct_behind(const Batch& inputs, int64_t segment,

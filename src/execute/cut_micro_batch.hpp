@@ -81,6 +81,8 @@ class CutMicroBatch {
   // Back:
   /// \param keep another backward may follow: where it stands now, it stands then
   void begin_backward(bool keep);
+  /// A backward pass that failed half way is to begin once more, from the inputs.
+  void begin_again();
   /// The graph of a segment: the one that was kept, or by playing it.
   PlayedSegment graph_of(const Batch& inputs, int64_t segment);
   /// What the op behind a segment adds to the gradients of its arguments, now that it knows those

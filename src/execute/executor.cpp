@@ -100,7 +100,7 @@ void Executor::perform(const Instruction& instruction, Rows rows) {
       return advance(rows, instruction);
     case Operation::recompute:
       load_for(rows, segment);
-      pass_.recompute(rows, forwards_.inputs, segment);
+      pass_.recompute(rows, forwards_.inputs, segment, instruction.leaves);
       return release();
     case Operation::combine:
       return pass_.combine(segment);
@@ -273,10 +273,10 @@ void Executor::abandon() {
   release();
 }
 
-void Executor::begin_backward(bool keep) {
+void Executor::begin_backward(bool keep, bool repeatable) {
   going_back_ = true;
   sinks_.install();
-  pass_.begin_backward(keep);
+  pass_.begin_backward(keep, repeatable);
 }
 
 void Executor::roll_back() {

@@ -56,8 +56,12 @@ class Executor {
   /// The rest of the plan has failed: lets go of what it had at work.
   void abandon();
   /// Then, in front of the rest of the plan; uninstall the sinks after it.
-  /// \param keep the rest may run once more
-  void begin_backward(bool keep);
+  /// \param keep       the rest may run once more
+  /// \param repeatable of tapes that are cut: where it fails it may `begin_again`
+  void begin_backward(bool keep, bool repeatable = false);
+  /// The rest of the plan has failed half way, and what waits for it is to be computed again: by
+  /// `recompute` from the inputs on.
+  void begin_again() { pass_.begin_again(); }
 
   // With an external loss, of a model that is not cut:
   /// Graphs that are kept for backward; they may be dropped whenever their memory is needed.

@@ -189,8 +189,10 @@ Batch Pass::advance(Rows rows, const Batch& inputs, int64_t segment, bool retain
   return outputs;
 }
 
-void Pass::recompute(Rows rows, const Batch& inputs, int64_t segment) {
-  cut_.at(rows.begin).go_through(inputs, segment);
+void Pass::recompute(Rows rows, const Batch& inputs, int64_t segment, bool leave) {
+  CutMicroBatch& micro_batch = cut_.at(rows.begin);
+  micro_batch.go_through(inputs, segment);
+  if (leave) micro_batch.leave(segment);
 }
 
 Batch Pass::resume(Rows rows, const Batch& inputs, int64_t segment) {
@@ -225,10 +227,14 @@ void Pass::drop_graph(Rows rows) {
   uncut_.at(rows.begin).drop_graph();
 }
 
-void Pass::begin_backward(bool keep) {
+void Pass::begin_backward(bool keep, bool repeatable) {
   replayed_ = false;
-  ops_.begin_backward(keep);
+  ops_.begin_backward(keep || repeatable);
   for (auto& [begin, micro_batch] : cut_) micro_batch.begin_backward(keep);
+}
+
+void Pass::begin_again() {
+  for (auto& [begin, micro_batch] : cut_) micro_batch.begin_again();
 }
 
 std::vector<at::Tensor> Pass::leaves() const {

@@ -95,7 +95,8 @@ class Pass {
   void combine(int64_t stretch) { ops_.combine(stretch, buffers_); }
   /// Takes these rows through a segment once more, with what is known of ops of the whole batch:
   /// what was saved behind it is again.
-  void recompute(Rows rows, const Batch& inputs, int64_t segment);
+  /// \param leave what is saved in front of it goes
+  void recompute(Rows rows, const Batch& inputs, int64_t segment, bool leave);
   /// Plays a segment with a graph. Returns the model's outputs where it is the last one.
   Batch resume(Rows rows, const Batch& inputs, int64_t segment);
   /// The op in front of a stretch has seen the gradients of all rows.
@@ -122,7 +123,10 @@ class Pass {
   void drop_graph(Rows rows);
   /// In front of a backward pass that is not the first, or not the last.
   /// \param keep another one may follow: what is saved stays
-  void begin_backward(bool keep);
+  /// \param repeatable it may fail and `begin_again`: ops of the whole batch keep what they know
+  void begin_backward(bool keep, bool repeatable);
+  /// It has failed half way: micro-batches, which are cut, stand in front of their inputs again.
+  void begin_again();
   /// For measuring: stands for the gradient of these outputs where no loss is computed.
   void seed(const Batch& outputs);
   /// Runs the graph at work backward.

@@ -33,6 +33,7 @@ class WholeLoss {
   /// took, or as much more than shorter ones as the square of the length.
   std::optional<Effect> of(const Of& of) const;
   void put(const Of& of, Effect effect) { known_[of] = effect; }
+  bool empty() const noexcept { return known_.empty(); }
   /// The most of what was ever seen counts. Returns whether that is more than before.
   bool raise(const Of& of, Effect effect);
   /// Of all that was measured until now, which had none.

@@ -35,9 +35,22 @@ double ratio(int64_t above, int64_t predicted) {
   return static_cast<double>(above) / static_cast<double>(predicted);
 }
 
+/// And in nothing else that tells of a loss; see `plan_with`.
+bool differ_in_what_is_kept(const Request& a, const Request& b) {
+  const auto rest = [](const Request& request) {
+    return request.signature.substr(0, request.signature.find("|keeps"));
+  };
+  return a.kept != b.kept && a.batch_size == b.batch_size && a.dims == b.dims && rest(a) == rest(b);
+}
+
 }  // namespace
 
 void Planner::begin(const Request& request) {
+  // The loss takes the same, whichever boundary activations are kept.
+  std::optional<plan::WholeLoss> loss;
+  if (kinds_.learned() != nullptr && differ_in_what_is_kept(request, given_)) {
+    loss = learned().whole_loss;
+  }
   const bool same = is_alike(request, given_) && request.baseline_bytes == request_.baseline_bytes;
   const bool same_rows = request.signature == given_.signature && request.dims == given_.dims &&
                          request.batch_size == given_.batch_size &&
@@ -49,6 +62,7 @@ void Planner::begin(const Request& request) {
   smallest_failed_ = false;
   attempt_ = {};
   choose_lengths();
+  if (loss && learned().whole_loss.empty()) learned().whole_loss = *std::move(loss);
   if (!same || &learned() != before || learned().shortages.may_try_again()) forget_settled_plan();
   if (same_rows && &learned() == before && !request_.lengths.empty()) {
     request_.packing = std::move(packing);  // whatever is live, and may be

@@ -2,6 +2,7 @@
 
 #include "execute/schedule.hpp"
 
+#include <algorithm>
 #include <utility>
 
 namespace infinitybatch::plan {
@@ -44,6 +45,14 @@ Plan two_pass_plan(const Request& request, int64_t size, int64_t retained, bool 
                                                                    request.offloads_graphs)
                                     : cut_plan(std::move(sizes), request.segments, retained,
                                                request.whole_loss, request.penalty, request.kept);
+  if (!request.goes_back) {
+    const auto is_loss = [](const Instruction& each) {
+      return each.operation == Operation::whole_loss;
+    };
+    auto& instructions = plan.instructions;
+    const auto loss = std::find_if(instructions.begin(), instructions.end(), is_loss);
+    instructions.erase(loss + 1, instructions.end());
+  }
   if (request.offloaded) plan = with_offload(std::move(plan), overlap);
   plan.lengths = std::move(lengths);
   return plan;

@@ -1,29 +1,35 @@
 #pragma once
 
-#include "step/step_facts.hpp"
-#include "step/ways.hpp"
+#include "execute/strategy.hpp"
+#include "plan/planner.hpp"
+#include "step/knowledge.hpp"
+
+#include <infinitybatch/step/options.hpp>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 
 namespace infinitybatch {
 
-/// Where boundary activations of the whole batch do not all fit: whether they leave the device, or
-/// some are kept and the others computed again.
-class BoundaryChoice {
- public:
-  BoundaryChoice(StepFacts& facts, Ways& ways) : facts_(facts), ways_(ways) {}
+/// Where boundary activations of the whole batch do not all fit and may be offloaded: whether they
+/// are, or some are kept and the others computed again.
+struct BoundaryChoice {
+  Planner& planner;
+  KnownMemory& memory;
+  const Options& options;
+  int64_t samples = 0;  ///< of the logical batch
+  int64_t budget = 0;   ///< bytes
+  std::function<Request(const Strategy&)> request;
+  std::function<void(const Strategy&)> rehearse;  ///< what the planner wants to know, and undo it
 
   /// Of what is offloaded because it does not fit, once that is rehearsed: finds out whether
   /// keeping some of it and computing the rest again takes less time.
-  void choose(Setup& setup, int64_t budget);
+  void choose(Strategy& strategy);
 
  private:
   /// Seconds of a step that keeps what fits; nothing where nothing does.
-  std::optional<double> rehearse_fewer(Setup& setup, int64_t budget);
-
-  StepFacts& facts_;
-  Ways& ways_;
+  std::optional<double> rehearse_fewer(Strategy& strategy);
 };
 
 }  // namespace infinitybatch

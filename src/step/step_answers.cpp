@@ -2,10 +2,12 @@
 
 #include "core/exception_text.hpp"
 #include "offload/absence.hpp"
+#include "step/kept_boundaries.hpp"
 #include "step/options.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/limit.hpp>
+#include <infinitybatch/memory/statistics.hpp>
 
 #include <algorithm>
 #include <exception>
@@ -223,7 +225,13 @@ bool StepAnswers::begin_recompute(Setup& setup, const std::optional<int64_t>& bu
                         facts_.options.offload.when == Offload::When::never &&
                         facts_.options.retained_micro_batches == 0 &&
                         (facts_.options.micro_batch_size || facts_.planner.smallest_failed());
-  if (!possible || !facts_.keep_fewer_boundaries(setup, *budget)) return false;
+  if (!possible) return false;
+  BoundaryShortage shortage{*facts_.memory->boundaries, facts_.planner, setup.problem.batch_size(),
+                            *budget};
+  if (facts_.options.micro_batch_size) {
+    shortage.most = *budget - memory::stats(setup.problem.device).live;
+  }
+  if (!keep_fewer(setup.strategy.kept, shortage)) return false;
   facts_.memory->kept = setup.strategy.kept;
   return true;
 }

@@ -47,11 +47,6 @@ struct StepFacts {
   bool keeps_graphs(const Problem& problem, const Strategy& strategy) const;
   /// The strategy keeps the boundary activations of the whole batch.
   void keep_all_boundaries(Setup& setup) const;
-  /// Fewer than now, the others are computed again; false where that does not help.
-  bool keep_fewer_boundaries(Setup& setup, int64_t budget) const;
-  /// Which boundary activations are kept, and why the others are computed again or offloaded; empty
-  /// where nobody had to choose.
-  std::string why_recomputed_or_offloaded() const;
   /// \throws Unsupported where forward has to run again on inputs that it has changed
   void check_inputs() const;
 };

@@ -11,6 +11,7 @@
 #include "plan/checkpoint_planner.hpp"
 #include "plan/planner.hpp"
 #include "step/admission.hpp"
+#include "step/kept_boundaries.hpp"
 #include "step/meter.hpp"
 #include "step/offload.hpp"
 #include "step/options.hpp"
@@ -172,7 +173,7 @@ StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchS
     if (budget) limit.emplace(*budget, setup.problem.device);
     try {
       facts_.attempt = {};
-      if (budget) boundaries_.choose(setup, *budget);
+      if (budget) ways_.choose_boundaries(setup, *budget);
       StepReport report = attempt(setup, budget, hand_out);
       programs_.left(program_of(setup.problem));
       facts_.knowledge->findings = std::move(findings);
@@ -245,7 +246,7 @@ StepReport VirtualBatch::State::attempt(const Setup& setup, const std::optional<
     report.loss = executor->loss();
     report.outputs = executor->take_outputs();
     report.strategy = facts_.plan.strategy;
-    report.strategy_reason = facts_.why_recomputed_or_offloaded();
+    report.strategy_reason = why_recomputed_or_offloaded(facts_.plan, *facts_.memory);
     if (const auto opaque = executor->opaque()) {
       report.strategy = "rerun";
       report.strategy_reason = facts_.options.use_tapes ? *opaque : "use_tapes=false was given";

@@ -52,7 +52,6 @@ class VirtualBatch::State {
   Loss loss_;
   StepFacts facts_;
   Ways ways_{facts_};
-  BoundaryChoice boundaries_{facts_, ways_};
   StepAnswers answers_{facts_};
   Programs programs_;
   std::unique_ptr<offload::Store> store_;

@@ -3,6 +3,8 @@
 #include "core/out_of_memory.hpp"
 #include "execute/schedule.hpp"
 #include "step/admission.hpp"
+#include "step/boundary_choice.hpp"
+#include "step/kept_boundaries.hpp"
 #include "step/meter.hpp"
 #include "step/options.hpp"
 #include "step/rehearsal.hpp"
@@ -188,10 +190,8 @@ Request Ways::request(const Setup& setup, int64_t budget) const {
   if (request.offloaded) request.signature += "|offloaded";
   request.offloads_graphs = setup.strategy.offloads_graphs();
   if (request.offloads_graphs) request.signature += "|graphs, too";
-  if (setup.strategy.cuts == Strategy::Cuts::whole_batch_ops) request.kept = setup.strategy.kept;
-  if (request.kept) {
-    request.signature += "|keeps";
-    for (const int64_t op : *request.kept) request.signature += " " + std::to_string(op);
+  if (setup.strategy.cuts == Strategy::Cuts::whole_batch_ops) {
+    plan_with(request, setup.strategy.kept);
   }
   request.outputs_offload =
       request.offloaded && setup.problem.loss.coupled() != nullptr &&
@@ -259,6 +259,26 @@ void Ways::choose_graphs(const Setup& setup, int64_t budget) {
   facts_.graph_choices.choose(
       kind, facts_.planner, *setup.resources.store, facts_.planner.plan(), request(setup, budget),
       {[&] { return request(offload, budget); }, [&] { rehearse(offload, budget); }});
+}
+
+void Ways::choose_boundaries(Setup& setup, int64_t budget) {
+  const auto with = [&setup](const Strategy& strategy) {
+    Setup other = setup;
+    other.strategy = strategy;
+    if (!strategy.offloads()) other.resources.store = nullptr;
+    return other;
+  };
+  BoundaryChoice choice{
+      facts_.planner,
+      *facts_.memory,
+      facts_.options,
+      setup.problem.batch_size(),
+      budget,
+      [&](const Strategy& strategy) { return request(with(strategy), budget); },
+      [&](const Strategy& strategy) { rehearse(with(strategy), budget); },
+  };
+  choice.choose(setup.strategy);
+  if (!setup.strategy.offloads()) setup.resources.store = nullptr;
 }
 
 void Ways::follow_planner(Executor& executor, const Setup& setup, int64_t budget, bool hand_out,

@@ -37,6 +37,8 @@ class Ways {
   /// Of a coupled loss that offloads, once it is rehearsed: finds out whether offloading all graphs
   /// takes less time than second forwards.
   void choose_graphs(const Setup& setup, int64_t budget);
+  /// See `BoundaryChoice`.
+  void choose_boundaries(Setup& setup, int64_t budget);
 
  private:
   /// Sizes of micro-batches of a fixed size.

@@ -1,9 +1,11 @@
 // What a wrapped model's forward does about an attempt that has failed: the answers of
 // `recovery_table`.
+#include "step/kept_boundaries.hpp"
 #include "step/options.hpp"
 #include "step/wrap_call.hpp"
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/memory/statistics.hpp>
 
 #include <algorithm>
 #include <utility>
@@ -52,6 +54,7 @@ Answers ForwardCall::answers() {
       {Answer::drop_graphs, [this] { return budget_ && drop_graphs(*wrapped_); }},
       {Answer::smaller_micro_batches, [this] { return plan_smaller(); }},
       {Answer::second_forwards, [this] { return give_up_graphs(); }},
+      {Answer::recompute, [this] { return begin_recompute(); }},
       {Answer::offload, [this] { return begin_offload(); }},
   };
 }
@@ -59,7 +62,31 @@ Answers ForwardCall::answers() {
 bool ForwardCall::follow_segments() {
   rerunnable_.check();
   wrapped_->segments = failed_.segments;
+  memory().boundaries.reset();
+  memory().kept.reset();
   return ++changes_ <= 3;
+}
+
+bool ForwardCall::begin_recompute() {
+  const bool possible = budget_ && with_gradients_ && setup_.strategy.is_cut() &&
+                        !setup_.strategy.offloads() &&
+                        options_.offload.when == Offload::When::never && memory().boundaries &&
+                        (options_.micro_batch_size ? refused_ : planner().smallest_failed());
+  if (!possible) return false;
+  KeptBoundaries kept = memory().kept;  // by the attempt that failed
+  BoundaryShortage shortage{*memory().boundaries, planner(), rows_.size, *budget_};
+  if (options_.micro_batch_size) {
+    // As much less as was too much, beside room for a loss of which nothing is known.
+    const int64_t room = *budget_ - memory::stats(setup_.problem.device).live;
+    const int64_t now = shortage.boundaries.with(kept, rows_.size).bytes;
+    shortage.most = now - (needed_ - *budget_) - room / 16;
+    if (!keep_fewer(kept, shortage)) shortage.most = room;
+  }
+  const bool fewer = kept != memory().kept || keep_fewer(kept, shortage);
+  if (!fewer) return false;
+  setup_.strategy.kept = kept;
+  memory().kept = setup_.strategy.kept;
+  return true;
 }
 
 /// From now on what waits of batches of this kind leaves the device; false where it cannot.

@@ -100,6 +100,7 @@ std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
   if (afterwards.during_loss() > budget && !can_drop) {
     note(call, 0);
     offload_next_time(call);
+    call.run->keep_fewer_boundaries(afterwards.during_loss() - budget);
     throw BudgetExceeded(afterwards.during_loss(), budget, std::nullopt,
                          "What comes between forward and backward (the outputs of all samples, the "
                          "loss on them, its gradient)");
@@ -122,6 +123,7 @@ std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
       if (!call.run->cut() && (drop_graphs(*call.wrapped) || dropped || kept)) continue;
       const int64_t refused = limit.refused();
       if (refused == 0) throw;  // by the system
+      if (call.run->keep_fewer_boundaries(refused - budget)) continue;
       afterwards.peak(refused);
       offload_next_time(call);
       throw BudgetExceeded(std::max(refused, budget + 1), budget, std::nullopt,

@@ -5,6 +5,8 @@
 #include "execute/external_loss.hpp"
 #include "execute/schedule.hpp"
 #include "step/admission.hpp"
+#include "step/boundary_choice.hpp"
+#include "step/kept_boundaries.hpp"
 #include "step/meter.hpp"
 #include "step/sorted_batch.hpp"
 #include "step/wrap_rehearsal.hpp"
@@ -112,7 +114,9 @@ Request ForwardCall::request() const {
   request.segments = wrapped_->segments;
   // Backward takes what waits apart as it goes, so that it could not begin again without graphs.
   request.keeps_graphs = false;
+  request.goes_back = with_gradients_ || request.offloaded;
   if (request.offloaded) request.signature += "|offloaded";
+  plan_with(request, setup_.strategy.kept);
   return request;
 }
 
@@ -163,6 +167,37 @@ void ForwardCall::choose_store() {
   setup_.strategy.offload = !offloads ? Strategy::Offloads::nothing
                             : graphs  ? Strategy::Offloads::graphs
                                       : Strategy::Offloads::boundaries;
+  setup_.strategy.kept.reset();
+  if (!setup_.strategy.is_cut() || offloads) return;
+  if (!with_gradients_) {
+    setup_.strategy.kept = std::vector<int64_t>();  // nobody goes back
+  } else if (budget_) {
+    setup_.strategy.kept = memory().kept;
+  }
+}
+
+void ForwardCall::choose_boundaries() {
+  if (!with_gradients_) return;
+  const auto adopt = [this](const Strategy& strategy) {
+    setup_.strategy = strategy;
+    setup_.resources.store = strategy.offloads() ? store_.get() : nullptr;
+  };
+  Strategy chosen = setup_.strategy;
+  BoundaryChoice choice{planner(),
+                        memory(),
+                        options_,
+                        rows_.size,
+                        *budget_,
+                        [&](const Strategy& strategy) {
+                          adopt(strategy);
+                          return request();
+                        },
+                        [&](const Strategy& strategy) {
+                          adopt(strategy);
+                          rehearse();
+                        }};
+  choice.choose(chosen);
+  adopt(chosen);
 }
 
 /// Under a plan, once it is known what the loss needs: whether graphs are offloaded, or run again
@@ -195,6 +230,12 @@ void ForwardCall::rehearse() {
       with_gradients_};
   rehearsal.request = [this] { return request(); };
   rehearsal.check_inputs = [this] { rerunnable_.check(); };
+  rehearsal.learn = [this](const Executor& executor, Rows rows, const Measurement& measured) {
+    if (!setup_.strategy.is_cut()) return;
+    auto& boundaries = memory().boundaries;
+    if (!boundaries) boundaries.emplace(executor.recorded(rows), rows.size(), /*coupled=*/true);
+    boundaries->learn(measured.advances);
+  };
   try {
     rehearsal.run();
     planned_ = planned_ || rehearsal.began;
@@ -244,6 +285,7 @@ Batch ForwardCall::attempt() {
   const bool rehearsed = with_gradients_ || setup_.strategy.is_cut();
   if (rehearsed && !options_.micro_batch_size) {
     rehearse();
+    choose_boundaries();
     choose_graphs();
     rerunnable_.check();
   }
@@ -276,6 +318,9 @@ Batch ForwardCall::attempt() {
     if (setup_.strategy.is_cut()) wrapped_->sees_whole_batch() = true;
     call->report = report_of(*call, pass.sizes());
     if (budget_) {
+      if (call->report->strategy == "cut" && with_gradients_) {
+        call->report->strategy_reason = why_recomputed_or_offloaded(call->run->plan(), memory());
+      }
       call->report->memory_budget = budget_;
       if (may_offload_graphs() && call->report->strategy_reason.empty()) {
         const GraphChoice* choice = wrapped_->graph_choices[planner_].find(kind_.shapes());

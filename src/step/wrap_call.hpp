@@ -27,14 +27,24 @@ class ForwardCall {
   Planner& planner() {
     return with_gradients_ ? wrapped_->planners[planner_] : wrapped_->without_gradients;
   }
+  /// Of this kind of batch. With a budget one thread at a time is here.
+  KnownMemory& memory() {
+    const std::lock_guard<std::mutex> lock(wrapped_->mutex);
+    return wrapped_->known.memory_of(kind_);
+  }
   Request request() const;
   Batch attempt();
   void choose_store();
+  /// Fewer boundary activations of the whole batch are kept from now on; false where that does not
+  /// help, or they may be offloaded instead.
+  bool begin_recompute();
   bool begin_offload();
   /// Under a plan: whether graphs that wait away from the device are an alternative.
   bool may_offload_graphs() const {
     return setup_.strategy.offloads() && !setup_.strategy.is_cut() && !options_.micro_batch_size;
   }
+  /// Of what is offloaded, under a plan: see `BoundaryChoice`.
+  void choose_boundaries();
   void choose_graphs();
   bool give_up_graphs();
   void forget_error_of_few_rows() {

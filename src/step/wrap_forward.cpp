@@ -3,6 +3,7 @@
 #include "autograd/engine.hpp"
 #include "core/unwatched.hpp"
 #include "execute/schedule.hpp"
+#include "step/kept_boundaries.hpp"
 #include "step/meter.hpp"
 #include "step/sorted_batch.hpp"
 #include "step/wrap_run.hpp"
@@ -154,8 +155,11 @@ Batch ForwardPass::run(Split split) {
   const int64_t segments = run.engine().segments();
   if (cut() && split.segments && segments != *split.segments) throw SegmentsChanged(segments);
   const size_t done = cut() ? sizes.size() : 1;
-  Plan plan = cut() ? cut_plan(sizes, segments, /*retained=*/0, /*coupled=*/true, /*penalty=*/false)
-                    : two_pass_plan(sizes, retained, setup_.strategy.offloads_graphs());
+  KeptBoundaries kept = setup_.strategy.kept;
+  if (cut() && call_->budget) learn_boundaries({0, sizes.front()}, kept);
+  Plan plan =
+      cut() ? cut_plan(sizes, segments, /*retained=*/0, /*coupled=*/true, /*penalty=*/false, kept)
+            : two_pass_plan(sizes, retained, setup_.strategy.offloads_graphs());
   const bool offloads = setup_.strategy.offloads() && (cut() || setup_.strategy.offloads_graphs());
   if (offloads) plan = with_offload(std::move(plan), split.overlaps);
   run.begin(std::move(plan));
@@ -172,6 +176,24 @@ Batch ForwardPass::run(Split split) {
   run.tell_copies();
   if (cut()) take_outputs_of_cuts();
   return finish();
+}
+
+void ForwardPass::learn_boundaries(Rows first, KeptBoundaries& kept) {
+  Wrapped& wrapped = *call_->wrapped;
+  const std::lock_guard<std::mutex> lock(wrapped.mutex);
+  KnownMemory& memory = wrapped.known.memory_of(call_->kind);
+  auto& boundaries = memory.boundaries;
+  if (!boundaries) {
+    boundaries.emplace(call_->run->engine().recorded(first), first.size(), /*coupled=*/true);
+  }
+  const bool given = options_.micro_batch_size && options_.offload.when == Offload::When::never;
+  if (!given || !recording_) return;
+  const int64_t samples = batch_size(inputs_, "inputs");
+  const int64_t room = *call_->budget - memory::stats(call_->device).live;
+  const int64_t most = room - room / 16;  // what the loss takes nobody knows
+  if (boundaries->with(kept, samples).bytes <= most) return;
+  const Planner& planner = wrapped.planners[call_->planner];
+  if (keep_fewer(kept, {*boundaries, planner, samples, *call_->budget, most})) memory.kept = kept;
 }
 
 void ForwardPass::take_outputs_of_cuts() {

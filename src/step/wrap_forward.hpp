@@ -84,6 +84,9 @@ class ForwardPass {
   /// \returns its outputs, without what stands behind them
   Batch meet(const Batch& inputs, Batch outputs);
   void take_outputs_of_cuts();
+  /// What waits in front of ops of the whole batch, once these rows are recorded. With a given size
+  /// fewer are kept where backward, of which nothing is known yet, cannot fit beside them.
+  void learn_boundaries(Rows first, KeptBoundaries& kept);
   /// To `Options::on_micro_batch`, of a model that is cut.
   void show(Rows rows, const Batch& outputs) const;
   void hand_out_left(const Batch& outputs);

@@ -62,7 +62,10 @@ StaticTapes WrapRehearsal::static_tapes(const Problem& problem) const {
 void WrapRehearsal::run() {
   if (planner.settled_for(request())) return;
   Rehearsal rehearsal{planner, choices, call, request,
-                      [this](const Executor&, Rows, const Measurement&) { check_inputs(); }};
+                      [this](const Executor& executor, Rows rows, const Measurement& measured) {
+                        check_inputs();
+                        learn(executor, rows, measured);
+                      }};
   Setup& setup = rehearsal.setup;
   BatchSource source = rows;
   source.rows = [this](int64_t begin, int64_t end) { return wanting(begin, end); };

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/row_range.hpp"
 #include "plan/planner.hpp"
 #include "step/graph_choice.hpp"
 #include "step/wrapped_call.hpp"
@@ -8,6 +9,8 @@
 #include <functional>
 
 namespace infinitybatch {
+
+class Executor;
 
 /// Measures what the planner still wants to know of a wrapped model's call, and undoes it. Nothing
 /// of the caller's loss is known: gradients of the outputs are stood in for.
@@ -22,8 +25,10 @@ struct WrapRehearsal {
   bool with_gradients;
   std::function<Request()> request = {};    ///< for what is live now
   std::function<void()> check_inputs = {};  ///< \throws Unsupported where forward has changed them
-  bool began = false;                       ///< the planner knows of it
-  int64_t failed_rows = 0;                  ///< where `run` throws: see `FewestRows`
+  /// What each piece has told.
+  std::function<void(const Executor&, Rows, const Measurement&)> learn = {};
+  bool began = false;       ///< the planner knows of it
+  int64_t failed_rows = 0;  ///< where `run` throws: see `FewestRows`
 
   void run();
 

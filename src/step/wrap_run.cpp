@@ -2,8 +2,11 @@
 
 #include "core/foreign_exception.hpp"
 #include "core/join.hpp"
+#include "core/out_of_memory.hpp"
 #include "coupled/coupling_watch.hpp"
+#include "execute/schedule.hpp"
 #include "step/admission.hpp"
+#include "step/kept_boundaries.hpp"
 #include "step/sorted_batch.hpp"
 #include "tape/modes.hpp"
 
@@ -119,6 +122,47 @@ void WrapRun::offload_next_time() const {
   call_.wrapped->known.memory_of(call_.kind).offloads = true;
 }
 
+bool WrapRun::may_keep_fewer() const {
+  const Options& options = call_.wrapped->options;
+  return executor_ && setup_.strategy.is_cut() && !store_ && options.memory_budget &&
+         options.micro_batch_size && options.offload.when == Offload::When::never;
+}
+
+bool WrapRun::keep_fewer_boundaries(int64_t bytes) {
+  if (!may_keep_fewer()) return false;
+  const std::lock_guard<std::mutex> lock(call_.wrapped->mutex);
+  KnownMemory& memory = call_.wrapped->known.memory_of(call_.kind);
+  KeptBoundaries kept = plan_.kept_boundaries;
+  if (memory.boundaries) {
+    const int64_t samples = setup_.problem.batch_size();
+    const int64_t most = memory.boundaries->with(kept, samples).bytes - bytes;
+    const Planner& planner = call_.wrapped->planners[call_.planner];
+    if (keep_fewer(kept, {*memory.boundaries, planner, samples, *call_.budget, most})) {
+      memory.kept = kept;
+      begin(cut_plan(plan_.micro_batch_sizes, plan_.segments, /*retained=*/0, /*coupled=*/true,
+                     /*penalty=*/false, kept));
+      call_.report->strategy_reason = plan_.explain_kept();
+      again_ = true;
+      used_up_ = false;
+      return true;
+    }
+  }
+  if (used_up_) executor_.reset();  // what waits is of no use any more
+  return false;
+}
+
+void WrapRun::go_forward_again() {
+  executor_->begin_again();
+  for (size_t i = 0; i < loss_at_; ++i) {
+    Instruction instruction = plan_.instructions[i];
+    const bool advances = instruction.operation == Operation::advance;
+    if (!advances || instruction.segment + 1 == plan_.segments) continue;
+    instruction.operation = Operation::recompute;
+    executor_->run(instruction, rows_of(instruction));
+  }
+  again_ = false;
+}
+
 std::vector<Batch> WrapRun::take_outputs() {
   std::vector<Batch> outputs;
   for (auto& [begin, part] : parts_) outputs.push_back(std::exchange(part.outputs, Batch()));
@@ -168,7 +212,7 @@ std::vector<at::Tensor> WrapRun::backward(const std::vector<at::Tensor>& gradien
     tell_copies();
     if (keep) {
       forget_gradients();
-    } else if (used_up_) {
+    } else if (used_up_ && !(is_out_of_memory(std::current_exception()) && may_keep_fewer())) {
       executor_.reset();  // what waits is of no use any more
     }
     throw;
@@ -215,8 +259,12 @@ std::optional<std::vector<at::Tensor>> WrapRun::run_backward(
     const std::vector<at::Tensor>& gradients, bool keep) {
   seam_.emplace(call_, gradients);
   buffers_->restore();
-  executor_->begin_backward(keep);
+  executor_->begin_backward(keep, may_keep_fewer());
   used_up_ = setup_.strategy.is_cut() && !keep;
+  if (again_) {
+    go_forward_again();
+    executor_->begin_backward(keep, may_keep_fewer());
+  }
   const bool hands_out = plan_.instructions.back().operation == Operation::hand_out;
   run(loss_at_ + 1, plan_.instructions.size() - (hands_out ? 1 : 0));
   executor_->sinks().uninstall();

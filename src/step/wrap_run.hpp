@@ -59,6 +59,10 @@ class WrapRun final : public ExternalLoss {
 
   /// What waits is offloaded next time, where that is allowed and this call's was not.
   void offload_next_time() const;
+  /// `backward` has taken so many bytes too much, with a given size. Fewer boundary activations of
+  /// the whole batch are kept next time, and in another `backward` of this call, which begins at
+  /// the inputs; false where that does not help.
+  bool keep_fewer_boundaries(int64_t bytes);
 
   /// What is run of now on, up to its loss of all outputs and, in `backward`, from there.
   void begin(Plan plan);
@@ -107,6 +111,11 @@ class WrapRun final : public ExternalLoss {
   std::vector<at::Tensor> run_backward_or_forward_again(const std::vector<at::Tensor>& gradients,
                                                         bool keep);
   void follow_tapes();
+  /// Whether `keep_fewer_boundaries` may be an answer.
+  bool may_keep_fewer() const;
+  /// From the inputs to the last op of the whole batch, where the plan keeps other boundary
+  /// activations than there are.
+  void go_forward_again();
   /// Those on their way from segment to segment, where what waits is kept.
   void forget_gradients();
 
@@ -134,6 +143,7 @@ class WrapRun final : public ExternalLoss {
   std::map<int64_t, Part> parts_;  // by first row
   std::optional<WrapSeam> seam_;   // while backward runs
   bool used_up_ = false;
+  bool again_ = false;  // the next backward begins at the inputs
 };
 
 }  // namespace infinitybatch

@@ -45,7 +45,7 @@ struct Instruction {
   int64_t segment = -1;  ///< of the micro-batch's cut tape; -1 for the whole. Of the whole logical
                          ///< batch: the stretch behind an op that sees it
   bool back = false;     ///< of an offload: of a visit that goes back (`resume`, `replay`)
-  bool leaves = false;   ///< of `advance`: what is saved in front of the segment goes
+  bool leaves = false;   ///< forward: what is saved in front of the segment goes
 };
 
 /// Ops that see the whole batch, from 1, in front of which the boundary activations of all

@@ -101,6 +101,54 @@ INSTANTIATE_TEST_SUITE_P(Saved, CutMicroBatches,
                          testing::Values(Saves::everything, Saves::every_third_cut,
                                          Saves::what_the_next_takes, Saves::nothing));
 
+/// Goes back from where it stands at every third cut, up to a segment.
+void go_back(Network& network, CutMicroBatch& micro_batch, int64_t end) {
+  for (int64_t s = micro_batch.segments() - 1; s >= end; --s) {
+    const bool stands = s % 3 == 0 || micro_batch.is_last(s);
+    if (!stands && (s % 3 == 2 || micro_batch.is_last(s + 1))) {
+      for (int64_t again = s / 3 * 3; again < s; ++again) {
+        micro_batch.go_through(network.inputs, again);
+      }
+    }
+    backward_of(network, micro_batch, s);
+  }
+}
+
+TEST(CutMicroBatchThatFailed, BeginsOnceMore) {
+  torch::manual_seed(3);
+  Network network;
+  torch::autograd::backward({network.forward()}, {network.gradient});
+  const std::vector<at::Tensor> expected = network.take_gradients();
+  CutMicroBatch micro_batch(Rows{0, 4}, network.record(), /*ops=*/nullptr);
+  const auto go_forward = [&] {
+    for (int64_t s = 0; s < micro_batch.segments(); ++s) {
+      micro_batch.go_through(network.inputs, s);
+      if (s % 3 != 0 && !micro_batch.is_last(s)) micro_batch.leave(s);
+    }
+  };
+  const auto expect_gradients = [&] {
+    const std::vector<at::Tensor> found = network.take_gradients();
+    for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(found[i], expected[i]));
+  };
+  go_forward();
+  for (int round = 0; round < 2; ++round) {
+    micro_batch.begin_backward(/*keep=*/true);
+    go_back(network, micro_batch, 1);  // stands where it was computed again
+    network.take_gradients();
+    micro_batch.begin_backward(/*keep=*/true);
+    go_back(network, micro_batch, 0);
+    expect_gradients();
+  }
+  micro_batch.begin_backward(/*keep=*/false);
+  go_back(network, micro_batch, 2);  // and has let go of what is behind
+  network.take_gradients();
+  micro_batch.begin_again();
+  micro_batch.begin_backward(/*keep=*/false);
+  go_forward();
+  go_back(network, micro_batch, 0);
+  expect_gradients();
+}
+
 TEST(BoundaryActivations, AGradientThatSharesItsMemoryIsNoSum) {
   BoundaryActivations boundaries;
   const at::Tensor shared = at::ones(4, kDouble);
