@@ -3,7 +3,6 @@
 #include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
 #include "execute/external_loss.hpp"
-#include "execute/schedule.hpp"
 #include "step/admission.hpp"
 #include "step/boundary_choice.hpp"
 #include "step/kept_boundaries.hpp"
@@ -11,6 +10,7 @@
 #include "step/sorted_batch.hpp"
 #include "step/wrap_rehearsal.hpp"
 #include "step/wrap_report.hpp"
+#include "step/wrap_request.hpp"
 #include "tape/witness.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -24,21 +24,6 @@
 #include <utility>
 
 namespace infinitybatch {
-namespace {
-
-int64_t live(at::Device device) {
-  return memory::stats(device).live;
-}
-
-/// The user's part has no loss that a rehearsal could compute.
-const CoupledLoss& no_loss() {
-  static const CoupledLoss loss = losses::coupled([](const Batch&, const Batch&) -> at::Tensor {
-    throw StateError("a rehearsal asked for the loss of a wrapped model");
-  });
-  return loss;
-}
-
-}  // namespace
 
 ForwardCall::ForwardCall(const std::shared_ptr<Wrapped>& wrapped, Setup setup, const Batch& inputs)
     : wrapped_(wrapped),
@@ -83,41 +68,7 @@ ForwardCall::ForwardCall(const std::shared_ptr<Wrapped>& wrapped, Setup setup, c
 }
 
 Request ForwardCall::request() const {
-  Request request;
-  request.signature = kind_.layout + "|wants ";
-  request.dims = lengths_of(rows_, targets_);
-  if (setup_.problem.trimming) plan_by_length(request, *setup_.problem.trimming);
-  // Memory depends on whose gradients are wanted, which may change from call to call.
-  const auto wants = [&](const at::Tensor& tensor) {
-    request.signature += tensor.defined() && tensor.requires_grad() ? '1' : '0';
-  };
-  for (const Leaf& leaf : inputs_.leaves()) wants(leaf.tensor);
-  for (const NamedParameter& parameter : setup_.problem.parameters) wants(parameter.tensor);
-  request.batch_size = setup_.problem.batch_size();
-  request.baseline_bytes = live(setup_.problem.device);
-  request.budget_bytes = *budget_;
-  request.two_pass = with_gradients_ || setup_.strategy.is_cut();
-  request.copies_one = true;
-  request.measured = !setup_.problem.device.is_cpu();
-  {
-    const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-    Knowledge& known = wrapped_->known.of(kind_);
-    request.whole_batch_only = known.whole;
-    request.fails_on = known.few_rows.failing();
-  }
-  request.offloaded =
-      setup_.strategy.is_cut() ? setup_.strategy.offloads() : setup_.strategy.offloads_graphs();
-  request.offloads_graphs = setup_.strategy.offloads_graphs();
-  if (request.offloads_graphs) request.signature += "|graphs are offloaded";
-  if (!setup_.strategy.is_cut()) return request;
-  request.signature += "|cut into " + std::to_string(wrapped_->segments);
-  request.segments = wrapped_->segments;
-  // Backward takes what waits apart as it goes, so that it could not begin again without graphs.
-  request.keeps_graphs = false;
-  request.goes_back = with_gradients_ || request.offloaded;
-  if (request.offloaded) request.signature += "|offloaded";
-  plan_with(request, setup_.strategy.kept);
-  return request;
+  return request_of(*wrapped_, setup_, inputs_, kind_, *budget_, with_gradients_);
 }
 
 Batch ForwardCall::run() {
@@ -131,8 +82,9 @@ Batch ForwardCall::run() {
   } const forget(*this);
   for (;; ++restarts_) {
     rerunnable_.check();
-    if (budget_ && live(setup_.problem.device) > *budget_ && !drop_graphs(*wrapped_)) {
-      throw BudgetExceeded(live(setup_.problem.device), *budget_, std::nullopt,
+    const int64_t live = memory::stats(setup_.problem.device).live;
+    if (budget_ && live > *budget_ && !drop_graphs(*wrapped_)) {
+      throw BudgetExceeded(live, *budget_, std::nullopt,
                            "What is allocated before forward (parameters, gradients, optimizer "
                            "state, inputs, what other calls keep for their backward)");
     }
@@ -248,27 +200,10 @@ void ForwardCall::rehearse() {
 
 /// The plan for what is live now.
 Split ForwardCall::choose() {
-  Request wanted = request();
+  const Request wanted = request();
   planner().begin(wanted);
   planned_ = true;
-  piece_ = planner().two_pass();
-  if (with_gradients_ && !planner().foresees_whole_loss(piece_.plan)) {
-    // Nothing is known yet of what comes between forward and backward: as much is left as can be,
-    // half of the room at most.
-    const int64_t room = wanted.budget_bytes - wanted.baseline_bytes;
-    for (int64_t left = room / 2; left > room / 64; left /= 2) {
-      wanted.budget_bytes = *budget_ - left;
-      try {
-        planner().begin(wanted);
-        piece_ = planner().two_pass();
-        return split();
-      } catch (const BudgetExceeded&) {
-        // Not even the smallest micro-batches fit beside so much.
-      }
-    }
-    planner().begin(request());
-    piece_ = planner().two_pass();
-  }
+  piece_ = with_gradients_ ? plan_beside_loss(planner(), wanted) : planner().two_pass();
   return split();
 }
 
@@ -300,15 +235,7 @@ Batch ForwardCall::attempt() {
     Batch outputs;
     if (options_.micro_batch_size) {
       piece_ = Piece();
-      const int64_t size = *options_.micro_batch_size;
-      // Under a budget nothing is predicted of it, and backward could not begin again.
-      const bool overlap = !budget_;
-      const auto split = setup_.strategy.is_cut() ? &split_for_cuts : &split_by;
-      const auto& trimming = setup_.problem.trimming;
-      std::vector<int64_t> sizes = trimming ? trimming->sizes : split(rows_.size, size);
-      const bool one = sizes.size() == 1;
-      const int64_t retained = one && !budget_ ? 1 : options_.retained_micro_batches;
-      outputs = pass.run({std::move(sizes), retained, overlap});
+      outputs = pass.run(given_split(setup_, options_, rows_.size));
     } else if (setup_.strategy.is_cut() || with_gradients_) {
       outputs = pass.run(choose());
     } else {
@@ -318,21 +245,17 @@ Batch ForwardCall::attempt() {
     if (setup_.strategy.is_cut()) wrapped_->sees_whole_batch() = true;
     call->report = report_of(*call, pass.sizes());
     if (budget_) {
-      if (call->report->strategy == "cut" && with_gradients_) {
+      const GraphChoice* graphs =
+          may_offload_graphs() ? wrapped_->graph_choices[planner_].find(kind_.shapes()) : nullptr;
+      const bool cut = call->report->strategy == "cut" && with_gradients_;
+      if (cut) {
         call->report->strategy_reason = why_recomputed_or_offloaded(call->run->plan(), memory());
+      } else if (graphs != nullptr && call->report->strategy_reason.empty()) {
+        call->report->strategy_reason = graphs->reason;
       }
       call->report->memory_budget = budget_;
-      if (may_offload_graphs() && call->report->strategy_reason.empty()) {
-        const GraphChoice* choice = wrapped_->graph_choices[planner_].find(kind_.shapes());
-        if (choice != nullptr) call->report->strategy_reason = choice->reason;
-      }
-      call->report->predicted_peak_bytes = piece_.plan.predicted_peak_bytes;
-      call->report->peak_bytes = high_water_->peak();
-      // Of the plan alone, which says nothing of a look at rows that took more.
-      const auto& predicted = piece_.plan.predicted_peak_bytes;
-      if (pass.looked() && high_water_->peak() > predicted && high_water->peak() <= predicted) {
-        call->report->predicted_peak_bytes.reset();
-      }
+      report_peak(*call->report, piece_.plan,
+                  {high_water_->peak(), high_water->peak(), pass.looked()});
       call->report->restarts = restarts_;
       call->high_water = std::move(high_water);
       call->counted = std::move(counted_);

@@ -12,6 +12,9 @@ namespace infinitybatch {
 
 class Executor;
 
+/// The user's part of a wrapped model's step has none that a rehearsal could compute.
+const CoupledLoss& no_loss();
+
 /// Measures what the planner still wants to know of a wrapped model's call, and undoes it. Nothing
 /// of the caller's loss is known: gradients of the outputs are stood in for.
 struct WrapRehearsal {

@@ -2,6 +2,7 @@
 
 #include "step/wrap_run.hpp"
 
+#include <optional>
 #include <utility>
 
 namespace infinitybatch {
@@ -20,6 +21,13 @@ std::shared_ptr<WrapReport> report_of(const WrappedCall& call, const std::vector
   }
   report->left_on_module = call.left_on_module;
   return report;
+}
+
+void report_peak(WrapReport& report, const Plan& plan, const MeasuredPeak& peak) {
+  const std::optional<int64_t>& predicted = plan.predicted_peak_bytes;
+  report.peak_bytes = peak.bytes;
+  const bool only_the_look = peak.looked && peak.bytes > predicted && peak.of_plan <= predicted;
+  if (!only_the_look) report.predicted_peak_bytes = predicted;
 }
 
 void publish(Wrapped& wrapped, std::shared_ptr<WrapReport> report) {

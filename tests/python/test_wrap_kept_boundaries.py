@@ -381,6 +381,7 @@ def test_memory_that_runs_out_anywhere_in_backward() -> None:
 
 @until_quiet
 @pytest.mark.parametrize("bandwidth", [2e7, 0], ids=["slow copies", "fast copies"])
+@pytest.mark.real_times
 def test_what_is_faster_stays(bandwidth: float) -> None:
     inner, x = made(lambda: Residual(8), rows=64)
     same = copy.deepcopy(inner)
