@@ -1,6 +1,6 @@
 """Builds a wheel for each torch and Python, and tests each in an environment of its own.
 
-    python scripts/wheels.py [PYTHON=TORCH ...] [--tests FILE ...] [--environments DIR]
+    python scripts/wheels.py [PYTHON=TORCH ...] [--tests FILE ...] [--environments DIR] [--discard]
 
     python scripts/wheels.py                                   # every Python and torch that is supported
     python scripts/wheels.py python3.12=2.12.1 --tests tests/python/test_wrap.py
@@ -8,7 +8,7 @@
 For each pair it makes an environment with that torch (PIP_ARGS goes to pip: an index of CPU builds
 saves gigabytes), compiles the wheel into dist/, installs it there and runs the tests against what
 was installed, not against the checkout. How long each took and what the
-tests said goes to tests/results/DATE-wheels.md. The exit status is 1 where a wheel fails.
+tests said goes to tests/results/DATE-TIME-wheels.md. The exit status is 1 where a wheel fails.
 """
 
 import argparse
@@ -129,7 +129,11 @@ def main() -> int:
     parser.add_argument(
         "--environments", type=Path, default=ROOT / "build" / "wheels", help="where they are kept"
     )
+    parser.add_argument(
+        "--discard", action="store_true", help="each environment once tested: one takes 1 to 7 GB"
+    )
     arguments = parser.parse_args()
+    began = datetime.datetime.now()
     pairs = [pair.split("=", 1) for pair in arguments.pairs]
     if any(len(pair) != 2 for pair in pairs):
         parser.error("a pair is PYTHON=TORCH, as python3.12=2.12.1")
@@ -145,8 +149,11 @@ def main() -> int:
         interpreter = environment(folder, python)
         wheel, seconds = build(interpreter, torch)
         said, passed = test(interpreter, wheel, arguments.tests)
+        if arguments.discard:
+            shutil.rmtree(folder)
+            shutil.rmtree(f"{folder}-build")
         results.append(Result(Path(python).name, torch, wheel.name, seconds, said, passed))
-    out = ROOT / "tests" / "results" / f"{datetime.date.today()}-wheels.md"
+    out = ROOT / "tests" / "results" / f"{began:%Y-%m-%d-%H%M}-wheels.md"
     out.write_text(page(results, sys.argv[1:]))
     print(out.read_text())
     return 0 if all(result.passed for result in results) else 1
