@@ -191,9 +191,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert set(groups) == {
         f"{name}.callbacks_factory" for name in ("lightning.pytorch", "pytorch_lightning")
     }
-    folder = tmp_path / "installed" / "of_the_test-1.dist-info"
+    # By this name it stands before a package that is installed.
+    folder = tmp_path / "installed" / "infinitybatch-1.dist-info"
     folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: of_the_test\nVersion: 1\n")
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: infinitybatch\nVersion: 1\n")
     lines = [f"[{g}]\n" + "".join(f"{k} = {v}\n" for k, v in e.items()) for g, e in groups.items()]
     (folder / "entry_points.txt").write_text("".join(lines))
     (folder.parent / "infinitybatch_lightning.py").symlink_to(
