@@ -6,6 +6,7 @@ from .outputs import Output
 from .statement import of
 
 _WORDS = "words mask"
+_REAL = "self.out(h.unsqueeze(1) + self.words(words)) * mask.unsqueeze(2)"
 _MASK = "r$ = mask.unsqueeze(2).to(h.dtype)\n"
 
 WORDS = [
@@ -64,16 +65,16 @@ h = h + (c$ * r$).sum(1)""",
     ),
 ]
 
-#: They need a statement that reads words.
+#: They need a statement that reads words. Padding is zero there, as what is padded back is.
 OUTPUTS_OF_WORDS = {
-    # With them the loss knows what is padded.
+    # The loss knows what is padded.
     "words and mask": Output(
-        "self.out(h.unsqueeze(1) + self.words(words)), mask.to(h.dtype)",
+        f"{_REAL}, mask.to(h.dtype)",
         "(outputs[0] * outputs[1].unsqueeze(2)).sum(1) / outputs[1].sum(1, keepdim=True)",
         "self.words = nn.Embedding(7, W)",
     ),
     "classes of words": Output(
-        "self.out(h.unsqueeze(1) + self.words(words)).transpose(1, 2)",
+        f"({_REAL}).transpose(1, 2)",
         "outputs",
         "self.words = nn.Embedding(7, W)",
     ),
