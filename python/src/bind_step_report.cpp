@@ -188,7 +188,8 @@ void bind_step_report(py::module_& module) {
           "\"checkpoint\" (the graph of one micro-batch was never there as a whole).")
       .def_readonly("strategy_reason", &StepReport::strategy_reason,
                     "Why forwards ran twice, or which boundary activations of the whole batch were "
-                    "kept where others were computed again; else empty.")
+                    "kept where others were computed again, and why they were offloaded or not; "
+                    "else empty.")
       .def("as_dict", &as_dict,
            "All but `outputs` as numbers, text and lists, for loggers and JSON; `loss` as a float.")
       .def("_repr_html_", &html)

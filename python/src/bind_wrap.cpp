@@ -143,8 +143,9 @@ void bind_wrap_report(py::module_& module) {
                     "wanted) or \"native\".")
       .def_readonly(
           "strategy_reason", &WrapReport::strategy_reason,
-          "Why forwards run twice; under a plan with offload=\"always\" else why graphs are "
-          "offloaded or not; empty where there is nothing to say.")
+          "Why forwards run twice; of a model that is cut which boundary activations are kept, and "
+          "why the others are computed again or offloaded; under a plan with offload=\"always\" "
+          "else why graphs are offloaded or not; empty where there is nothing to say.")
       .def_readonly("left_on_module", &WrapReport::left_on_module,
                     "Attributes in which each micro-batch left another tensor that is no output "
                     "and could not be joined: whoever reads one finds the last micro-batch's "

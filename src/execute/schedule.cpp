@@ -223,11 +223,11 @@ std::vector<Stretches> stretches_of(size_t micro_batches, int64_t segments) {
 Plan cut_plan(std::vector<int64_t> micro_batch_sizes, int64_t segments, int64_t retained,
               bool coupled, bool penalty, const KeptBoundaries& kept) {
   const auto stretches = stretches_of(micro_batch_sizes.size(), segments);
-  if (!kept) return cut_plan(std::move(micro_batch_sizes), stretches, retained, coupled, penalty);
   return Schedule({.sizes = std::move(micro_batch_sizes),
                    .stretches = stretches,
                    .coupled = coupled,
                    .penalty = penalty,
+                   .retained = kept ? 0 : retained,
                    .kept = kept})
       .build("cut");
 }

@@ -124,6 +124,7 @@ Batch Trimming::padded(const Batch& outputs, const Batch& inputs) const {
 
 void Trimming::sort_by(std::vector<int64_t> rows) {
   order = std::move(rows);
+  reorders = !std::is_sorted(order.begin(), order.end());
   back_.resize(order.size());
   for (size_t i = 0; i < order.size(); ++i) {
     back_[static_cast<size_t>(order[i])] = static_cast<int64_t>(i);

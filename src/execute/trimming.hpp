@@ -41,6 +41,7 @@ class Trimming {
   std::vector<Sequence> sequences;
   std::vector<int64_t> sizes;  ///< of micro-batches, in rows; empty until a plan says
   std::vector<int64_t> order;  ///< sorted row i is row `order[i]` of the caller's
+  bool reorders = false;       ///< somewhere these two differ
   Rows at_work;                ///< whose targets were loaded last
   /// Micro-batches are planned by what they take at each length: whether anything is cut off or
   /// not, all do the same to memory.

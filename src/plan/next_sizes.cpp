@@ -62,6 +62,7 @@ std::vector<int64_t> next_sizes(const Request& request, const Learned& learned,
     if (request.two_pass) {
       const int64_t rows = request.lengths.front() < learned.too_long ? kSmallProbe : 1;
       piece.size = request.packing->size_of(0, rows);
+      piece.ahead = true;
       return {rows};
     }
   } else if (request.two_pass && length_to_learn(request, learned, /*row=*/0)) {

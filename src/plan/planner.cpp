@@ -136,7 +136,7 @@ std::optional<Piece> Planner::next() {
   attempt_.row = piece.first_row;
   attempt_.rows = piece.plan.micro_batch_size();
   attempt_.length = piece.plan.lengths.empty() ? 0 : piece.plan.lengths.front();
-  attempt_.traced = piece.trace;
+  attempt_.learns = piece.trace || piece.ahead;
   return piece;
 }
 
@@ -363,6 +363,8 @@ void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
     plan::refuse(request_, needed_bytes, "one micro-batch of " + all + " (they are coupled)");
   }
   if (probe_shorter(failed)) return;
+  // Of the longest rows not even one fits.
+  if (failed.learns && failed.rows == 1) return find_smallest(needed_bytes);
   if (raise_prediction(failed, needed_bytes)) return;
   if (!shortages.fail(failed.size)) return find_smallest(needed_bytes);
   // Below two samples, where only shorter ones are split otherwise, half of what they take.
@@ -373,7 +375,7 @@ void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
 bool Planner::probe_shorter(const Attempt& failed) {
   plan::Learned& known = learned();
   if (request_.lengths.empty() || failed.rows < plan::kSmallProbe) return false;
-  if (known.profile && !failed.traced) return false;
+  if (known.profile && !failed.learns) return false;
   if (failed.rows == plan::kSmallProbe) known.too_long = std::min(known.too_long, failed.length);
   if (known.profile) return true;
   known.reference_limit = std::min(known.reference_limit, failed.length * 3 / 5);

@@ -82,7 +82,7 @@ class Planner {
     int64_t row = 0;   // of these, which are at least so long, the first; of a stretch
     int64_t rows = 0;
     int64_t length = 0;
-    bool traced = false;
+    bool learns = false;    // whatever is predicted: a trace, or what comes ahead of it
     int64_t retained = 0;   // of a coupled loss: graphs that are kept on the device
     bool overlaps = false;  // of what is offloaded
   };

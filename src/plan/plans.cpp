@@ -40,7 +40,6 @@ Plan two_pass_plan(const Request& request, int64_t size, int64_t retained, bool 
   std::vector<int64_t> sizes = request.split(size);
   std::vector<int64_t> lengths = request.lengths_of(sizes);
   if (request.offloads_graphs) retained = std::ssize(sizes);
-  if (request.kept) retained = 0;
   Plan plan = request.segments == 0 ? infinitybatch::two_pass_plan(std::move(sizes), retained,
                                                                    request.offloads_graphs)
                                     : cut_plan(std::move(sizes), request.segments, retained,

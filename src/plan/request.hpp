@@ -72,6 +72,7 @@ struct Piece {
   int64_t first_row = 0;     ///< a rehearsal may pass over some
   int64_t least_length = 0;  ///< that its micro-batches are computed at, whatever their rows have
   bool trace = false;        ///< record allocations (a single micro-batch)
+  bool ahead = false;        ///< a rehearsal's first, in front of one whose length is learned
   /// Where above 0: micro-batches of one size, each of which is timed; on accelerators this waits
   /// for the device.
   int64_t timed_cap = 0;

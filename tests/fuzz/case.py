@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field, replace
 
 from .losses import LOSSES, Loss
-from .outputs import OUTPUTS
+from .outputs import OUTPUTS, Output
 from .statement import WIDTH, Statement
+from .statements_words import LOSSES_OF_WORDS, OUTPUTS_OF_WORDS
 
 HEAD = """\
 import collections
@@ -55,6 +56,17 @@ def tick():
         raise Bomb("of the user's own")
 """
 
+#: Of models that read padded sequences.
+PADDED = '''
+
+def padded(rows, longest, left, g):
+    """A mask of which most rows are short, and one as long as any."""
+    lengths = (torch.rand(rows, generator=g).square() * longest).long() + 1
+    lengths[rows // 2] = longest
+    real = (torch.arange(longest) < lengths[:, None]).long()
+    return real.flip(1) if left else real
+'''
+
 
 @dataclass(frozen=True)
 class Way:
@@ -74,6 +86,8 @@ class Way:
     loop: str = "once"
     #: Gradients of x, too.
     input_gradient: bool = False
+    #: What is said of padding, as code.
+    trim: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,10 +106,14 @@ class Case:
     accumulate: bool = False
     #: What goes wrong in a first try: ("raise", in which forward) or ("memory", which allocation).
     fault: tuple[str, int] | None = None
+    #: Positions of the longest sequence of words.
+    words: int = 8
+    #: Padding stands in front.
+    left: bool = False
 
     @property
     def tags(self) -> frozenset[str]:
-        return frozenset().union(*(s.tags for s in self.statements), OUTPUTS[self.output].tags)
+        return frozenset().union(*(s.tags for s in self.statements), self.returned.tags)
 
     @property
     def inputs(self) -> frozenset[str]:
@@ -103,14 +121,18 @@ class Case:
 
     @property
     def criterion(self) -> Loss:
-        return LOSSES[self.loss]
+        return (LOSSES | LOSSES_OF_WORDS)[self.loss]
+
+    @property
+    def returned(self) -> Output:
+        return (OUTPUTS | OUTPUTS_OF_WORDS)[self.output]
 
     def having(self, **changes: object) -> "Case":
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def model_source(self) -> str:
         """A class `Model` and a function `logits` of what it returns."""
-        output = OUTPUTS[self.output]
+        output = self.returned
         init, forward = ["self.inlet = nn.Linear(5, W)"], ["h = self.inlet(x)", "kept = [h]"]
         for number, statement in enumerate(self.statements):
             made, run = statement.numbered(number)
@@ -125,7 +147,8 @@ class Case:
         lines += [f"        {line}" for line in init]
         lines += ["", f"    def forward({arguments}):", *(f"        {line}" for line in forward)]
         lines += ["", "", "def logits(outputs):", f"    return {output.logits}"]
-        return HEAD.format(width=WIDTH) + "\n\n" + "\n".join(lines) + "\n"
+        head = HEAD.format(width=WIDTH) + PADDED * ("mask" in self.inputs)
+        return head + "\n\n" + "\n".join(lines) + "\n"
 
     def loss_source(self) -> str:
         """`loss(outputs, targets)`, and `ours`, what VirtualBatch is given for it."""

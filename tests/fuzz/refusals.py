@@ -41,8 +41,10 @@ def _single(case: Case) -> bool:
 #: Outputs that are the same for any samples.
 STANDING = ("temperature", "penalty", "prototypes")
 
+TIGHT = "a tight budget"
+
 RULES: list[Rule] = [
-    (ib.BudgetExceeded, lambda c: c.way.budget is not None and c.way.budget < 50, "a tight budget"),
+    (ib.BudgetExceeded, lambda c: c.way.budget is not None and c.way.budget < 50, TIGHT),
     (ib.CouplingError, _has("mixes"), "ordinary ops mix samples"),
     (
         ib.BatchError,

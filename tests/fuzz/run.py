@@ -22,6 +22,7 @@ from fuzz.generate import case_of  # noqa: E402
 from fuzz.known import KNOWN, known  # noqa: E402
 from fuzz.minimise import minimised  # noqa: E402
 from fuzz.runner import run  # noqa: E402
+from fuzz.schedules import KINDS, tried  # noqa: E402
 from fuzz.script import script_of  # noqa: E402
 
 
@@ -68,6 +69,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--seeds", default="0:200", help="from and up to, without the last")
+    parser.add_argument("--kind", default="any", choices=KINDS, help="of programs")
     parser.add_argument("--script", action="store_true", help="print the cases, run none")
     parser.add_argument("--known", action="store_true", help="run the known failures alone")
     parser.add_argument("--as-is", action="store_true", help="do not minimise")
@@ -79,13 +81,15 @@ def main() -> int:
     begin, end = map(int, options.seeds.split(":"))
     if options.script:
         for seed in range(begin, end):
-            print(script_of(case_of(seed), str(case_of(seed))))
+            case = KINDS[options.kind](seed)
+            print(script_of(case, str(case)))
         return 0
     kinds: collections.Counter[str] = collections.Counter()
+    schedules: collections.Counter[str] = collections.Counter()
     since = time.perf_counter()
     for seed in range(begin, end):
-        case = case_of(seed)
-        outcome = run(case)
+        case, outcome = tried(options.kind, seed)
+        schedules.update(outcome.schedules)
         kind = outcome.kind
         if kind == "finding" and (reason := known(case, outcome)) is not None:
             kind = f"known: {reason.reason}"
@@ -96,6 +100,8 @@ def main() -> int:
         kinds[kind] += 1
     for kind, count in sorted(kinds.items()):
         print(f"{count:6}  {kind}")
+    for name, count in sorted(schedules.items()):
+        print(f"{count:6}  exact with the schedule {name!r}")
     print(f"{end - begin} seeds in {time.perf_counter() - since:.1f} s")
     return int(kinds["finding"] > 0)
 

@@ -57,14 +57,17 @@ class Ours:
         if case.way.budget is not None:
             self.budget = budget or self.live + int(case.way.budget * needed)
             options["memory_budget"] = self.budget
-        elif case.way.size is None:
+        elif case.way.size is None and "micro_batch_tokens" not in options:
             options["micro_batch_size"] = max(case.rows)
+        if case.way.trim:
+            options["trim"] = eval(case.way.trim)
         self.guard = guard_of(self.side, options.get("memory_budget"))
         if case.way.api == "wrap":
             self.wrapped = ib.wrap(self.side.model, **options)
         else:
             self.batch = ib.VirtualBatch(self.side.model, self.side.space["ours"], **options)
         self.states: list[State] = []
+        self.schedules: set[str] = set()
 
     def call(self, **inputs: Any) -> Any:
         wraps = self.case.way.api == "wrap"
@@ -73,13 +76,25 @@ class Ours:
     def step_of(self, step: int, rows: int) -> State:
         side = self.side
         if self.case.way.api == "wrap":
-            return drive(side, self.call, step, rows, self.guard)
+            state = drive(side, self.call, step, rows, self.guard)
+            self.note(self.wrapped.last_report)
+            return state
         inputs, y = side.batch(step, rows)
         report = self.guard("backward", lambda: self.batch.backward(marked(inputs), y))
+        self.note(report)
         seen = {"loss": report.loss.detach().clone()}
         if self.case.way.options.get("keep_outputs"):
             seen |= outputs_of(report.outputs)
         return side.left(inputs, seen)
+
+    def note(self, report: Any) -> None:
+        """Which schedule a step had."""
+        if report is None:  # as natively
+            return
+        if report.strategy_reason.startswith("boundary activations are kept at"):
+            self.schedules.add("kept")
+        if self.case.way.trim and len(set(report.micro_batch_sizes[:-1])) > 1:
+            self.schedules.add("packed")
 
     def run(self, states: list[State]) -> Outcome:
         case, side, refused = self.case, self.side, {}
@@ -104,7 +119,8 @@ class Ours:
             compared(case, state, states[step], step)
             self.states.append(state)
             side.step()
-        return next(iter(refused.values()), Outcome("exact"))
+        exact = Outcome("exact", schedules=frozenset(self.schedules))
+        return next(iter(refused.values()), exact)
 
 
 def refusal(case: Case, step: int, error: Exception) -> Outcome:

@@ -88,11 +88,15 @@ INPUTS = {
     "table": "torch.randn(4, W, **real)",
     "scale": "torch.tensor(0.7, dtype=torch.float64)",
     "flag": "True",
+    "words": "torch.randint(7, (rows, {words}), generator=g)",
+    "mask": "padded(rows, {words}, {left}, g)",
 }
 TARGETS = {
     "numbers": "torch.randn(rows, CLASSES, **real)",
     "labels": "torch.randint(CLASSES, (rows,), generator=g)",
     "classes": "torch.randint(CLASSES, (rows,), generator=g)\n    y[1::3] = -100",
+    "words": "torch.randint(CLASSES, (rows, {words}), generator=g)\n"
+    "    y[inputs['mask'] == 0] = -100",
 }
 LOOPS = {
     "once": "        value.backward()\n",
@@ -116,21 +120,25 @@ def script_of(case: Case, comment: str = "") -> str:
     way, options = case.way, dict(case.way.options)
     if way.size is not None:
         options["micro_batch_size"] = way.size
-    elif way.budget is None:
+    elif way.budget is None and "micro_batch_tokens" not in options:
         options["micro_batch_size"] = max(case.rows)
     budget = f"memory_budget=ib.memory.stats().live + int({way.budget} * needed)"
     given = ", ".join(
-        [f"{k}={v!r}" for k, v in options.items()] + [budget] * (way.budget is not None)
+        [f"{k}={v!r}" for k, v in options.items()]
+        + [budget] * (way.budget is not None)
+        + [f"trim={way.trim}"] * bool(way.trim)
     )
     # In the order in which the fuzzer draws them.
     inputs = "".join(
-        f"    inputs[{n!r}] = {text}\n" for n, text in INPUTS.items() if n in case.inputs
+        f"    inputs[{n!r}] = {text.format(words=case.words, left=case.left)}\n"
+        for n, text in INPUTS.items()
+        if n in case.inputs
     )
     body = BODY.format(
         seed=case.seed,
         inputs=inputs,
         gradient='    inputs["x"].requires_grad_()\n' * way.input_gradient,
-        targets=TARGETS[case.criterion.targets],
+        targets=TARGETS[case.criterion.targets].format(words=case.words),
         momentum=case.momentum,
         rows=case.rows,
         loop=LOOPS[way.loop],

@@ -51,6 +51,8 @@ class Side:
             "table": lambda: torch.randn(4, WIDTH, **real),
             "scale": lambda: torch.tensor(0.7, dtype=torch.float64),
             "flag": lambda: True,
+            "words": lambda: torch.randint(7, (rows, self.case.words), generator=g),
+            "mask": lambda: self.space["padded"](rows, self.case.words, self.case.left, g),
         }
         inputs |= {name: make() for name, make in made.items() if name in self.case.inputs}
         if self.case.way.input_gradient:
@@ -58,6 +60,9 @@ class Side:
         kind = self.case.criterion.targets
         if kind == "numbers":
             return inputs, torch.randn(rows, CLASSES, **real)
+        if kind == "words":
+            labels = torch.randint(CLASSES, (rows, self.case.words), generator=g)
+            return inputs, labels.masked_fill(inputs["mask"] == 0, -100)
         labels = torch.randint(CLASSES, (rows,), generator=g)
         if kind == "classes":
             labels[1::3] = -100

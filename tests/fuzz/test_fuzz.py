@@ -1,6 +1,7 @@
 """Random programs are as natively, or refused for a reason; and the fuzzer finds what is broken.
 
-200 of them, 20,000 with INFINITYBATCH_LONG_TESTS; `run.py` is for people.
+200 of them, 20,000 with INFINITYBATCH_LONG_TESTS, and a tenth as many for each kind of schedule;
+`run.py` is for people.
 """
 
 import os
@@ -15,10 +16,10 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from fuzz.case import Case, Way  # noqa: E402
-from fuzz.generate import case_of  # noqa: E402
 from fuzz.known import KNOWN, known  # noqa: E402
 from fuzz.minimise import minimised  # noqa: E402
 from fuzz.runner import run  # noqa: E402
+from fuzz.schedules import KINDS, tried  # noqa: E402
 from fuzz.script import script_of  # noqa: E402
 from fuzz.statements_batch import RANDOM  # noqa: E402
 from fuzz.statements_layers import LAYERS  # noqa: E402
@@ -27,6 +28,7 @@ from fuzz.statements_state import HOOKS  # noqa: E402
 LONG = os.environ.get("INFINITYBATCH_LONG_TESTS", "0") != "0"
 SEEDS = 20_000 if LONG else 200
 EACH = 500 if LONG else 20
+PROGRAMS = {kind: SEEDS if kind == "any" else SEEDS // 10 for kind in KINDS}
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +39,18 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("begin", range(0, SEEDS, EACH))
-def test_random_programs(begin: int, capsys: pytest.CaptureFixture[str]) -> None:
+BEGINS = [(kind, begin) for kind in KINDS for begin in range(0, PROGRAMS[kind], EACH)]
+
+
+@pytest.mark.parametrize(("program", "begin"), BEGINS)
+def test_random_programs(program: str, begin: int, capsys: pytest.CaptureFixture[str]) -> None:
     kinds: Counter[str] = Counter()
+    schedules: Counter[str] = Counter()
     swallowed: Counter[str] = Counter()
     for seed in range(begin, begin + EACH):
-        case = case_of(seed)
-        outcome = run(case)
+        case, outcome = tried(program, seed)
         kinds[outcome.kind] += 1
+        schedules.update(outcome.schedules)
         if outcome.kind != "finding":
             continue
         if (reason := known(case, outcome)) is not None:
@@ -57,6 +63,8 @@ def test_random_programs(begin: int, capsys: pytest.CaptureFixture[str]) -> None
     # A fuzzer whose programs do not run, or are all refused, tells nothing.
     assert kinds["invalid"] <= EACH // 10
     assert kinds["exact"] >= EACH // 5
+    # Nor one that seldom comes to the schedule that it is for.
+    assert program == "any" or schedules[program] >= EACH // 5, schedules
     # Nor does one whose findings are all known.
     for each in KNOWN:
         assert swallowed[each.reason] <= max(2, each.most * EACH / 100), each.reason

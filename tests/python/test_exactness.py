@@ -18,6 +18,7 @@ from support import (
     assert_exact,
     classification,
     excess_in_single,
+    live_bytes,
     mlp,
     native,
     ours,
@@ -25,6 +26,7 @@ from support import (
 )
 from torch import nn
 from torch.nn import functional as F
+from wrap_support import close
 
 
 def tied():
@@ -202,3 +204,75 @@ def test_autocast_inside_a_checkpoint():
         wanted = native(model, nn.CrossEntropyLoss(), inputs.float(), targets)
         found = ours(model, nn.CrossEntropyLoss(), inputs.float(), targets, micro_batch_size=12)
     assert worst_error(found, wanted) < 1e-6
+
+
+def step_of(way, model, loss, **options):
+    """A step of `loss` on all outputs, or of itself where it is separable, that returns its report."""
+    if way == "wrap":
+        wrapped = ib.wrap(model, **options)
+
+        def step(inputs, targets):
+            loss(wrapped(**inputs), targets).backward()
+            return wrapped.last_report
+
+        return step
+    criterion = ib.losses.coupled(loss) if way == "coupled" else loss
+    return ib.VirtualBatch(model, criterion, **options).backward
+
+
+WAYS = ["separable", "coupled", "wrap"]
+
+
+def expect_native(model, way, loss, inputs, targets, steps, **options):
+    """Gradients and buffers of each step; returns the last report."""
+    same = copy.deepcopy(model)
+    step = step_of(way, model, loss, **options)
+    for _ in range(steps):
+        for each in (model, same):
+            each.zero_grad(set_to_none=True)
+        report = step(inputs, targets)
+        loss(same(**inputs), targets).backward()
+        close([p.grad for p in model.parameters()], [p.grad for p in same.parameters()])
+        close(list(model.buffers()), list(same.buffers()))
+    assert report.peak_bytes <= options["memory_budget"]
+    return report
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_boundary_activations_that_are_kept_in_part(way):
+    layers = [nn.Conv1d(3, 8, 1)]
+    for _ in range(6):
+        layers += [nn.BatchNorm1d(8), nn.Tanh(), nn.Conv1d(8, 8, 1)]
+    body = nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(8, 3))
+    model = Calls(lambda self, x: self.body(x), body=body).double()
+    inputs = {"x": torch.randn(256, 3, 64, dtype=torch.float64)}
+    targets = torch.randn(256, 3, dtype=torch.float64)
+    # 1 MiB in front of each layer: all kept would be 6, with their gradients.
+    options = {"memory_budget": live_bytes() + 5 * 2**20, "offload": "never"}
+    report = expect_native(model, way, nn.MSELoss(), inputs, targets, 4, **options)
+    assert report.strategy_reason.startswith("boundary activations are kept at")
+
+
+def read_by_words(self, words, mask):
+    hidden = self.embedding(words)
+    scores = (hidden @ hidden.transpose(1, 2)).masked_fill(mask[:, None] == 0, -1e30)
+    real = mask.unsqueeze(2).to(hidden.dtype)
+    return self.head(((scores.softmax(2) @ hidden) * real).sum(1) / real.sum(1))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("by", ["bytes", "tokens"])
+def test_rows_that_are_packed_by_their_lengths(way, by):
+    model = Calls(read_by_words, embedding=nn.Embedding(50, 64), head=nn.Linear(64, 5)).double()
+    lengths = torch.tensor([40, 36, *[4 + i % 9 for i in range(46)]])[torch.randperm(48)]
+    mask = (torch.arange(40) < lengths[:, None]).long()
+    inputs = {"words": torch.randint(50, (48, 40)), "mask": mask}
+    # The longest row takes about 100 KiB, the shortest 6 KiB.
+    options = {"memory_budget": live_bytes() + (900 << 10)}
+    if by == "tokens":
+        options = {"memory_budget": live_bytes() + (64 << 20), "micro_batch_tokens": 80}
+    targets = torch.randint(5, (48,))
+    report = expect_native(
+        model, way, nn.CrossEntropyLoss(), inputs, targets, 8, trim=ib.trim_padding(mask="mask"), **options
+    )  # fmt: skip
+    assert max(report.micro_batch_sizes) > 2 * report.micro_batch_sizes[0]

@@ -2,6 +2,7 @@
 to take, uneven in number, and what is predicted is what is measured."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -346,3 +347,37 @@ def test_a_row_that_does_not_fit_leaves_others_as_they_were() -> None:
     report = step.backward(batch, labels)
     check(model, wanted)
     assert report.peak_bytes <= budget
+
+
+class Counted(Attention):
+    """Goes through so many forwards, and raises what no answer is found to. Numbers in Python would be
+    put back where a step begins again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = itertools.count(-600)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        if next(self.left) == 0:
+            raise KeyboardInterrupt("a step goes on for ever")
+        return super().forward(input_ids, attention_mask)
+
+
+@pytest.mark.parametrize("share", [1.1, 1.5, 0.5])
+def test_longest_rows_of_which_two_do_not_fit_are_no_end(share: float) -> None:
+    """They lie in front of a length that is to be learned, and were tried for ever."""
+    model = Counted()
+    batches = [texts((12, *[5] * 15)), texts((40, 40, *[6] * 14))]
+    longest = {name: value[:1] for name, value in batches[1].items()}
+    budget = share_of_native(Attention(), lambda m: m(**longest).square().sum(), share)
+    step = ib.VirtualBatch(model, PAIRS, trim=MASK, memory_budget=budget)
+    for batch in (batches[0], *batches * 3):
+        model.zero_grad()
+        _, wanted = native(Attention(), lambda m, b=batch: contrastive(m(**b)))
+        try:
+            report = step.backward(batch)
+        except ib.BudgetExceeded:
+            assert share < 1 or batch is not batches[0], "one row of the longest fits"
+            continue
+        check(model, wanted)
+        assert report.peak_bytes <= budget

@@ -149,6 +149,34 @@ TEST(CutMicroBatchThatFailed, BeginsOnceMore) {
   expect_gradients();
 }
 
+TEST(CutMicroBatchThatFailed, KeepsNoMoreThanBeforeForAnother) {
+  torch::manual_seed(3);
+  Network network;
+  offload::StoreOptions options;
+  options.host_bytes = 1 << 20;
+  options.disk = false;
+  offload::Store store(at::kCPU, options);
+  std::vector<int64_t> bytes;
+  for (const bool fails : {false, true}) {
+    CutMicroBatch micro_batch(Rows{0, 4}, network.record(), /*ops=*/nullptr);
+    for (int64_t s = 0; s < micro_batch.segments(); ++s) {
+      micro_batch.go_through(network.inputs, s);
+      if (s % 3 != 0 && !micro_batch.is_last(s)) micro_batch.leave(s);
+    }
+    micro_batch.begin_backward(/*keep=*/true);
+    if (fails) {
+      // Computed again, and not gone back.
+      for (int64_t s = 0; s + 1 < micro_batch.segments(); ++s) {
+        micro_batch.go_through(network.inputs, s);
+      }
+      micro_batch.begin_backward(/*keep=*/true);
+    }
+    bytes.push_back(micro_batch.finish_offload(store));
+  }
+  EXPECT_GT(bytes[0], 0);
+  EXPECT_EQ(bytes[0], bytes[1]);
+}
+
 TEST(BoundaryActivations, AGradientThatSharesItsMemoryIsNoSum) {
   BoundaryActivations boundaries;
   const at::Tensor shared = at::ones(4, kDouble);
