@@ -102,7 +102,7 @@ int64_t Candidates::fastest() const {
 }
 
 bool Candidates::is_timed(int64_t cap) const {
-  if (!request_.packing || caps_.size() == 1 || cap != caps_.back()) return true;
+  if (!request_.packing || caps_.size() < 2 || cap != caps_.back()) return true;
   const int64_t smallest = kSmallProbe * request_.unit();
   return cap % smallest == 0 && std::has_single_bit(static_cast<uint64_t>(cap / smallest));
 }

@@ -164,6 +164,56 @@ TEST(Packing, RowsArePackedUnevenlyToTheBudget) {
   }
 }
 
+TEST(Packing, AStepThatTookMuchMoreThanPredictedHasAPlanWithoutCandidates) {
+  Planner planner;
+  Machine machine;
+  const Request asked = request(log_normal(256, 1), 600'000);
+  for (int i = 0; i < 12; ++i) run(planner, machine, asked);
+  planner.begin(asked);
+  const auto piece = planner.next();
+  ASSERT_TRUE(piece && piece->settled);
+  Measurement measured;
+  measured.peak_bytes = 1000 * asked.budget_bytes;
+  planner.observe(*piece, measured);
+  EXPECT_TRUE(planner.plan().candidates.empty());
+  EXPECT_FALSE(planner.plan().reason.empty());
+}
+
+TEST(Packing, APeakThatIsOffByMoreThanAPercentHasItsLengthTracedAgain) {
+  Planner planner;
+  Machine machine;
+  const Request asked = request(log_normal(256, 1), 600'000);
+  for (int i = 0; i < 12; ++i) run(planner, machine, asked);
+  for (const double share : {.995, .97}) {
+    planner.begin(asked);
+    const auto piece = planner.next();
+    ASSERT_TRUE(piece && piece->settled);
+    const auto above = static_cast<double>(*piece->plan.predicted_peak_bytes - kBaseline);
+    Measurement measured;
+    measured.peak_bytes = kBaseline + static_cast<int64_t>(share * above);
+    planner.observe(*piece, measured);
+    EXPECT_EQ(planner.settled(), share > .99);
+  }
+  const int traces = machine.traces;
+  run(planner, machine, asked);
+  EXPECT_EQ(machine.traces, traces + 1);
+}
+
+TEST(Packing, WhatRunsOutOfMemoryByLittleIsPackedByLittleLess) {
+  Planner planner;
+  Machine machine;
+  machine.fixed_seconds = 1e-2;  // the larger the faster
+  const Request asked = request(log_normal(256, 1), 600'000);
+  Step step;
+  for (int i = 0; i < 12; ++i) step = run(planner, machine, asked);
+  planner.begin(asked);
+  ASSERT_TRUE(planner.next());
+  planner.ran_out_of_memory(asked.budget_bytes + asked.budget_bytes / 50);
+  Step later;
+  for (int i = 0; i < 12; ++i) later = run(planner, machine, asked);
+  EXPECT_LE(std::ssize(later.sizes), std::ssize(step.sizes) * 5 / 4);
+}
+
 TEST(Packing, PredictionsAreExactOnceThreeLengthsAreKnown) {
   Planner planner;
   Machine machine;
