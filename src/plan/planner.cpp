@@ -376,10 +376,15 @@ bool Planner::probe_shorter(const Attempt& failed) {
   plan::Learned& known = learned();
   if (request_.lengths.empty() || failed.rows < plan::kSmallProbe) return false;
   if (known.profile && !failed.learns) return false;
-  if (failed.rows == plan::kSmallProbe) known.too_long = std::min(known.too_long, failed.length);
-  if (known.profile) return true;
-  known.reference_limit = std::min(known.reference_limit, failed.length * 3 / 5);
-  known.traces.clear();
+  const int64_t too_long =
+      failed.rows == plan::kSmallProbe ? std::min(known.too_long, failed.length) : known.too_long;
+  const int64_t reference = known.profile ? known.reference_limit
+                                          : std::min(known.reference_limit, failed.length * 3 / 5);
+  // What is told a second time would be answered by the same probe.
+  if (too_long == known.too_long && reference == known.reference_limit) return false;
+  known.too_long = too_long;
+  known.reference_limit = reference;
+  if (!known.profile) known.traces.clear();
   return true;
 }
 

@@ -73,15 +73,12 @@ bool ForwardCall::begin_recompute() {
                         options_.offload.when == Offload::When::never && memory().boundaries &&
                         (options_.micro_batch_size ? refused_ : planner().smallest_failed());
   if (!possible) return false;
-  const plan::Boundaries& boundaries = *memory().boundaries;
   KeptBoundaries& kept = memory().kept;  // by the attempt that failed
-  const auto keep = [&](std::optional<int64_t> most) {
-    return keep_fewer(kept, {boundaries, planner(), rows_.size, *budget_, most});
-  };
-  const int64_t room = *budget_ - memory::stats(setup_.problem.device).live;
-  // As much less as was too much, beside room for a loss of which nothing is known.
-  const int64_t less = boundaries.with(kept, rows_.size).bytes - (needed_ - *budget_) - room / 16;
-  if (!(options_.micro_batch_size ? keep(less) || keep(room) : keep(std::nullopt))) return false;
+  BoundaryShortage shortage{*memory().boundaries, planner(), rows_.size, *budget_};
+  if (options_.micro_batch_size) {
+    shortage.most = *budget_ - memory::stats(setup_.problem.device).live;
+  }
+  if (!keep_fewer(kept, shortage)) return false;
   setup_.strategy.kept = kept;
   return true;
 }

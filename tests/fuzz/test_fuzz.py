@@ -162,3 +162,9 @@ def test_what_fails_is_made_small_and_is_a_script(
     assert len(case.rows) == 1
     exec(compile(script_of(case, outcome.text), "script", "exec"), {"__name__": "script"})
     assert "out.bias nan of" in capsys.readouterr().out
+
+
+def test_a_step_whose_longest_rows_do_not_fit_in_twos_ends() -> None:
+    """Two of them were tried again and again, before any profile."""
+    _, outcome = tried("packed", 251)
+    assert outcome.kind == "exact" and "packed" in outcome.schedules
