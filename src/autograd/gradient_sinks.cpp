@@ -2,6 +2,7 @@
 
 #include "autograd/engine.hpp"
 #include "autograd/node_at_work.hpp"
+#include "autograd/weight_product.hpp"
 #include "core/engine_error.hpp"
 #include "core/foreign_exception.hpp"
 #include "core/torch_compat.hpp"
@@ -84,29 +85,40 @@ class GradientSinks::Sink : public Node {
   variable_list apply(variable_list&& gradients) override {
     if (!gradients[0].defined()) return {};
     std::lock_guard<std::mutex> lock(slot_->mutex);
-    if (!slot_->open) {
-      throw_through_engine(std::make_exception_ptr(StateError(
-          "backward reaches the graph of one micro-batch, through a tensor that somebody kept of "
-          "its "
-          "forward (in an attribute, a hook, a closure, a callback): the gradient would be that of "
-          "its samples alone. Return the tensor as an output of the model, or detach what is "
-          "kept")));
-    }
-    const at::Tensor variable = slot_->lock();
+    const at::Tensor variable = leaf();
     if (!variable.defined()) return {};
-    if (slot_->norms) slot_->norms->add(gradients[0], slot_->counted_for);
-    const void* incoming = address(gradients[0]);
-    if (is_half(gradients[0])) {
-      add_half(variable, gradients[0]);
-    } else {
-      compat::accumulate(variable, slot_->buffer, gradients[0], /*references=*/1);
-    }
-    // A sum of sparse gradients keeps all their entries: it would grow with the logical batch.
-    if (slot_->buffer.is_sparse()) slot_->buffer = slot_->buffer.coalesce();
-    if (*slot_->watcher) {
-      (*slot_->watcher)({incoming, address(slot_->buffer), bytes_of(slot_->buffer)});
-    }
+    add(variable, gradients[0]);
     return {};
+  }
+
+  /// Whether the gradient, where it is a product of two matrices, may be added to the sum as it is
+  /// computed.
+  bool takes_products() const {
+    const at::Tensor variable = slot_->lock();
+    const bool plain = variable.defined() && variable.layout() == at::kStrided &&
+                       !variable.unsafeGetTensorImpl()->is_python_dispatch();
+    return plain && !slot_->norms && variable.dim() == 2 && variable.is_contiguous() &&
+           (variable.scalar_type() == at::kFloat || variable.scalar_type() == at::kDouble);
+  }
+
+  void add_product(const at::Tensor& left, const at::Tensor& right) {
+    std::lock_guard<std::mutex> lock(slot_->mutex);
+    const at::Tensor variable = leaf();
+    if (!variable.defined()) return;
+    at::Tensor& buffer = slot_->buffer;
+    const auto fits = [&](const at::Tensor& factor) {
+      return factor.layout() == at::kStrided && !factor._is_zerotensor() &&
+             factor.scalar_type() == variable.scalar_type();
+    };
+    if (!fits(left) || !fits(right) || (buffer.defined() && buffer.layout() != at::kStrided)) {
+      at::Tensor product = left.mm(right);
+      return add(variable, product);
+    }
+    const bool first = !buffer.defined();
+    if (first) buffer = at::empty(variable.sizes(), variable.options());
+    // Told first: what the product takes meanwhile comes after its sum has been made.
+    tell({nullptr, address(buffer), bytes_of(buffer), /*product=*/true});
+    first ? at::mm_out(buffer, left, right) : buffer.addmm_(left, right);
   }
 
   std::string name() const override { return "infinitybatch::GradientSink"; }
@@ -117,6 +129,36 @@ class GradientSinks::Sink : public Node {
   }
 
  private:
+  /// Whose gradient comes in; undefined where it is gone.
+  at::Tensor leaf() const {
+    if (!slot_->open) {
+      throw_through_engine(std::make_exception_ptr(StateError(
+          "backward reaches the graph of one micro-batch, through a tensor that somebody kept of "
+          "its "
+          "forward (in an attribute, a hook, a closure, a callback): the gradient would be that of "
+          "its samples alone. Return the tensor as an output of the model, or detach what is "
+          "kept")));
+    }
+    return slot_->lock();
+  }
+
+  void add(const at::Tensor& variable, at::Tensor& gradient) {
+    if (slot_->norms) slot_->norms->add(gradient, slot_->counted_for);
+    const void* incoming = address(gradient);
+    if (is_half(gradient)) {
+      add_half(variable, gradient);
+    } else {
+      compat::accumulate(variable, slot_->buffer, gradient, /*references=*/1);
+    }
+    // A sum of sparse gradients keeps all their entries: it would grow with the logical batch.
+    if (slot_->buffer.is_sparse()) slot_->buffer = slot_->buffer.coalesce();
+    tell({incoming, address(slot_->buffer), bytes_of(slot_->buffer)});
+  }
+
+  void tell(const SinkEvent& event) const {
+    if (*slot_->watcher) (*slot_->watcher)(event);
+  }
+
   // Summed in fp32: many small addends would be lost in a half precision buffer.
   void add_half(const at::Tensor& variable, at::Tensor& gradient) {
     if (slot_->buffer.defined() && !slot_->buffer.is_sparse() && !gradient.is_sparse()) {
@@ -218,10 +260,11 @@ void GradientSinks::install() {
 }
 
 void GradientSinks::redirect_other_leaves(const std::vector<at::Tensor>& roots,
-                                          const std::vector<at::Tensor>& except) {
+                                          const std::vector<at::Tensor>& except, bool once) {
   std::unordered_set<c10::TensorImpl*> left_alone;
   for (const at::Tensor& leaf : except) left_alone.insert(leaf.unsafeGetTensorImpl());
   walk_graph(roots, [&](Node& node) {
+    if (once) add_products_of(node);
     for (Edge& edge : node.next_edges()) {
       // Accumulators end the graph. Asked first because casts are slow.
       if (!edge.function || edge.function->num_outputs() != 0) continue;
@@ -240,6 +283,18 @@ void GradientSinks::redirect_other_leaves(const std::vector<at::Tensor>& roots,
       // numbers: a sink's is 0, as the accumulator's was.
       edge = Edge(entry->sink, 0);
     }
+  });
+}
+
+void GradientSinks::add_products_of(Node& node) {
+  const WeightProduct product = WeightProduct::of(node);
+  if (!product || product.end->num_outputs() != 0) return;
+  const auto* found = dynamic_cast<const Sink*>(product.end);
+  if (found == nullptr || !found->takes_products()) return;
+  NodePtr sink = node.next_edge(product.edge).function;
+  if (product.transposed) sink = sink->next_edge(0).function;
+  product.give_factors([sink = std::move(sink)](const at::Tensor& left, const at::Tensor& right) {
+    static_cast<Sink&>(*sink).add_product(left, right);
   });
 }
 

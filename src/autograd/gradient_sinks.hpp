@@ -4,6 +4,8 @@
 
 #include <infinitybatch/core/model.hpp>
 
+#include <torch/csrc/autograd/function.h>
+
 #include <functional>
 #include <memory>
 #include <string>
@@ -16,6 +18,7 @@ struct SinkEvent {
   const void* gradient = nullptr;  ///< address of the gradient that came in
   const void* buffer = nullptr;  ///< address of the buffer after it: equal where it was taken over
   int64_t buffer_bytes = 0;
+  bool product = false;  ///< the gradient was added as it was computed and took no memory
 };
 
 /// Collects the gradients of many micro-batches, one buffer per parameter, and hands them out once.
@@ -40,8 +43,10 @@ class GradientSinks {
   /// tensor of the loss, an input that requires grad), so that its gradient waits for `hand_out`
   /// too.
   /// \param except leaves whose gradient the caller takes from their `.grad`
+  /// \param once the graph runs backward once: gradients of weights that are products of two
+  ///             matrices are added to their sums as they are computed
   void redirect_other_leaves(const std::vector<at::Tensor>& roots,
-                             const std::vector<at::Tensor>& except = {});
+                             const std::vector<at::Tensor>& except = {}, bool once = false);
 
   /// After `uninstall`: the graph behind `roots` ends where it would without these sinks.
   void release(const std::vector<at::Tensor>& roots) const;
@@ -92,6 +97,8 @@ class GradientSinks {
   class HandOut;
   struct Entry;
   Entry& add(const at::Tensor& variable);
+  /// Where `node` multiplies rows by a parameter.
+  static void add_products_of(torch::autograd::Node& node);
   /// \param which names it where somebody else has it
   /// \param name goes behind that: no text is made of all names in each step
   void install(Entry& entry, const char* which, const std::string* name = nullptr);

@@ -275,7 +275,7 @@ void Pass::backward(Rows rows, int64_t segment, Batch outputs) {
   outputs = Batch();
   work_.values.clear();
   if (!roots.empty()) {
-    sinks_.redirect_other_leaves(roots, leaves());
+    sinks_.redirect_other_leaves(roots, leaves(), /*once=*/true);
     autograd::run_backward_of_part(roots, gradients);
   }
   collect(rows, segment);

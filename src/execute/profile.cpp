@@ -34,12 +34,18 @@ class StoryTeller {
     size_t sink = 0;
     size_t operation = 0;
     for (size_t i = 0; i <= trace_.events.size(); ++i) {
-      for (; sink < trace_.sinks.size() && trace_.sinks[sink].event <= i; ++sink) {
-        gradient(trace_.sinks[sink]);
-      }
-      for (; operation < trace_.operation_starts.size() && trace_.operation_starts[operation] <= i;
-           ++operation) {
-        story_.starts.push_back(story_.events.size());
+      for (;;) {
+        const bool sinks = sink < trace_.sinks.size() && trace_.sinks[sink].event <= i;
+        // Several operations begin here where nothing is allocated in between.
+        if (sinks && trace_.sinks[sink].operations <= operation) {
+          gradient(trace_.sinks[sink++]);
+        } else if (operation < trace_.operation_starts.size() &&
+                   trace_.operation_starts[operation] <= i) {
+          story_.starts.push_back(story_.events.size());
+          ++operation;
+        } else {
+          break;
+        }
       }
       if (i < trace_.events.size() && !buffers_.contains(i)) happen(trace_.events[i]);
     }
@@ -74,13 +80,17 @@ class StoryTeller {
 
   void gradient(const MicroBatchTrace::SinkMark& mark) {
     const autograd::SinkEvent& event = mark.what;
-    const auto found = live_.find(event.gradient);
-    if (found == live_.end()) return;  // a view, or sparse: freed like any other block
-    given_.insert(found->second);
+    uint32_t block = ProfileEvent::kNoBlock;
+    if (!event.product) {
+      const auto found = live_.find(event.gradient);
+      if (found == live_.end()) return;  // a view, or sparse: freed like any other block
+      block = found->second;
+      given_.insert(block);
+    }
     // A parameter that several segments use has one buffer.
     const bool again = !seen_.insert(event.buffer).second;
-    story_.events.push_back({ProfileEvent::Kind::gradient, found->second, event.buffer_bytes,
-                             mark.taken_over(), again});
+    story_.events.push_back(
+        {ProfileEvent::Kind::gradient, block, event.buffer_bytes, mark.taken_over(), again});
   }
 
   const MicroBatchTrace& trace_;
@@ -250,6 +260,7 @@ MicroBatchProfile::Effect MicroBatchProfile::effect(Step step, RowsAtLength micr
   if (place == steps_.end()) return {};
   const std::vector<Share> shares = shares_at(micro_batch.length);
   const auto bytes_of = [&](uint32_t block) {
+    if (block == ProfileEvent::kNoBlock) return 0.0;
     const double bytes = blocks_[block].at(micro_batch.rows);
     if (shares.empty()) return std::max(0.0, bytes);
     double ratio = 0;

@@ -19,6 +19,7 @@ struct MicroBatchTrace {
   struct SinkMark {
     size_t event = 0;  ///< comes before this allocation event
     autograd::SinkEvent what;
+    size_t operations = 0;   ///< had begun by then
     bool inherited = false;  ///< it was so in an earlier trace
     /// Whether the first gradient becomes the buffer.
     bool taken_over() const { return inherited || what.buffer == what.gradient; }
@@ -72,6 +73,7 @@ std::vector<Step> steps_of(const Plan& plan);
 /// One step of the memory story of a micro-batch of any size.
 struct ProfileEvent {
   enum class Kind : uint8_t { allocate, free, gradient };
+  static constexpr uint32_t kNoBlock = UINT32_MAX;  ///< of a gradient that took no memory
   Kind kind = Kind::allocate;
   uint32_t block = 0;        ///< index into MicroBatchProfile::blocks
   int64_t buffer_bytes = 0;  ///< gradient: what its buffer occupies from the first micro-batch on

@@ -55,7 +55,7 @@ void SeparableShare::differentiate(const at::Tensor& share, const std::vector<at
         "parameters "
         "require grad and that its outputs are not detached");
   }
-  sinks_.redirect_other_leaves({share}, except);
+  sinks_.redirect_other_leaves({share}, except, /*once=*/true);
   at::Tensor gradient =
       problem_.loss_scale.defined()
           ? problem_.loss_scale.to(share.device(), share.scalar_type()).reshape({})

@@ -76,7 +76,7 @@ class Tracing {
     trace_.size = size;
     if (sinks_ == nullptr) return;
     sinks_->watch([this](const autograd::SinkEvent& event) {
-      trace_.sinks.push_back({allocations_.events().size(), event});
+      trace_.sinks.push_back({allocations_.events().size(), event, trace_.operation_starts.size()});
     });
   }
   ~Tracing() {

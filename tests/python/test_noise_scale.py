@@ -10,7 +10,7 @@ from infinitybatch.callbacks import NoiseScale
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
-from trainer_support import BATCHES, X, Y, bits, equal, net, trainer
+from trainer_support import BATCHES, X, Y, bits, net, trainer
 
 WHOLE = [(X, Y)]
 
@@ -74,7 +74,8 @@ def test_a_known_noise_scale_is_found_over_steps() -> None:
 
 
 @pytest.mark.parametrize("size", [7, 50])
-def test_training_has_the_same_bits_and_peak(size: int) -> None:
+def test_training_has_the_same_weights_and_hardly_more_peak(size: int) -> None:
+    """Of gradients that are products of matrices one at a time is made, to be measured."""
     found = []
     for callbacks in (None, NoiseScale()):
         model = net()
@@ -90,8 +91,10 @@ def test_training_has_the_same_bits_and_peak(size: int) -> None:
         trainer(model, callbacks=both, micro_batch_size=size)(2)
         found.append((bits(model), max(peaks) - live))
     (mine, peak), (theirs, its_peak) = found
-    assert equal(mine, theirs)
-    assert its_peak - peak < 512  # some numbers of 8 bytes, and no gradient
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+    largest = max(p.numel() for p in net().parameters()) * 8
+    assert its_peak - peak < largest + 512  # and some numbers of 8 bytes
 
 
 def test_a_scaler_changes_nothing() -> None:

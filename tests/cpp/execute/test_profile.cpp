@@ -39,6 +39,13 @@ class Script {
     trace_.sinks.push_back({trace_.events.size(), {at(block), at(buffer), buffer_bytes}});
     return *this;
   }
+  /// A gradient is added to `buffer` as it is computed.
+  Script& product(uintptr_t buffer, int64_t buffer_bytes) {
+    trace_.sinks.push_back({trace_.events.size(),
+                            {nullptr, at(buffer), buffer_bytes, /*product=*/true},
+                            trace_.operation_starts.size()});
+    return *this;
+  }
   const MicroBatchTrace& trace() const { return trace_; }
 
  private:
@@ -137,6 +144,28 @@ TEST(Profile, AHalfPrecisionGradientHasABufferOfItsOwn) {
   EXPECT_EQ(profile.effect(Kind::backward, 7, true).net, 100);
   EXPECT_EQ(profile.effect(Kind::backward, 7, false).rise, 50);
   EXPECT_EQ(profile.effect(Kind::backward, 7, false).net, 0);
+}
+
+TEST(Profile, AProductTakesNoMemoryButItsSum) {
+  // Nothing is allocated before it in its operation, or, where the sum is there, at all.
+  const auto trace = [](int64_t n, bool first) {
+    Script script(n);
+    script.begin().begin().begin().allocate(1, 8 * n);
+    script.begin();
+    if (first) script.allocate(9, 100);
+    script.product(9, 100).allocate(2, 4 * n).free(2);
+    script.begin().free(1);
+    return script.trace();
+  };
+  for (const bool first_of_two : {true, false}) {
+    const MicroBatchProfile profile = profile_of(trace(2, first_of_two), trace(4, false));
+    EXPECT_EQ(profile.effect(Kind::loss, 7, true).net, 56);
+    EXPECT_EQ(profile.effect(Kind::backward, 7, true).rise, 100 + 28);
+    EXPECT_EQ(profile.effect(Kind::backward, 7, true).net, 100);
+    EXPECT_EQ(profile.effect(Kind::backward, 7, false).rise, 28);
+    EXPECT_EQ(profile.effect(Kind::backward, 7, false).net, 0);
+    EXPECT_EQ(profile.buffer_bytes(), 100);
+  }
 }
 
 TEST(Profile, RefusesStoriesThatDiffer) {
