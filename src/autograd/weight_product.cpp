@@ -41,7 +41,10 @@ class GiveFactors : public torch::autograd::FunctionPreHook {
   variable_list operator()(const variable_list& gradients) override {
     const at::Tensor& gradient = gradients[0];
     if (gradient.defined()) {
-      const at::Tensor rows = rows_of(*product_.node).unpack();
+      SavedVariable& saved = rows_of(*product_.node);
+      const at::Tensor rows = saved.unpack();
+      // Whoever packed them unpacks them once, as ever.
+      if (saved.has_hooks()) saved = SavedVariable(rows, /*is_output=*/false);
       product_.transposed ? take_(gradient.t(), rows) : take_(rows.t(), gradient);
     }
     return gradients;
@@ -68,7 +71,7 @@ WeightProduct WeightProduct::of(Node& node) {
   Node* next = node.next_edge(product.edge).function.get();
   // Other hooks run before ours does, and see what it sees.
   const bool sees_gradient = !node.post_hooks().empty();
-  if (next == nullptr || sees_gradient || rows_of(node).has_hooks()) return {};
+  if (next == nullptr || sees_gradient) return {};
   if (typeid(*next) == typeid(TBackward0)) {
     if (is_watched(*next)) return {};
     product.transposed = true;
