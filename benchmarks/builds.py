@@ -2,8 +2,9 @@
 
     python benchmarks/builds.py OLDER/build/release/python NEWER/build/release/python
 
-Each build has a process of its own for the whole measurement; in each round both run the same
-workload, one after the other, in an order that changes.
+Each build has a process of its own, and as many more as `--processes` says, for luck in where
+memory lies lasts for a process; in each round both run the same workload, one after the other, in
+an order that changes.
 """
 
 import argparse
@@ -22,10 +23,11 @@ HERE = Path(__file__).resolve().parent
 LIMIT = 1.02
 TITLE = "Two builds side by side"
 EXPLANATION = (
-    "The same workloads by an older and a newer build, each in a process of its own for the whole "
-    "measurement; a round is one run of each, in an order that changes. Ratios are newer over older: "
-    "medians of the rounds' ratios with 95 % bootstrap intervals; CPU is the process's time over all "
-    "threads. Peaks are what tensors occupied at once, above what was there before the step."
+    "The same workloads by an older and a newer build, each in a process of its own, or in several, one "
+    "pair after the other; a round is one run of each, in an order that changes. Ratios are newer over "
+    "older: medians of all rounds' ratios with 95 % bootstrap intervals, and the lowest and highest "
+    "median of a pair of processes; CPU is the process's time over all threads. Peaks are what tensors "
+    "occupied at once, above what was there before the step."
 )
 
 
@@ -160,30 +162,44 @@ class Build:
         return json.loads(line)
 
 
-def compare(name: str, older: Build, newer: Build, rounds: int, findings: Any) -> None:
+def compare(name: str, pairs: list[tuple[Build, Build]], rounds: int, findings: Any) -> None:
     from harness.clock import Sample, interleave
     from harness.ratios import ratio_of
     from harness.results import Goal
 
-    samples = interleave(
-        {"older": lambda: older.ask(name), "newer": lambda: newer.ask(name)},
-        rounds,
-        warm_up=4,
-        measure=lambda ask: Sample(**ask()),
-    )
+    samples: dict[str, list[Sample]] = {"older": [], "newer": []}
+    of_pairs = []
+    for older, newer in pairs:
+        found = interleave(
+            {"older": lambda o=older: o.ask(name), "newer": lambda n=newer: n.ask(name)},
+            rounds,
+            warm_up=4,
+            measure=lambda ask: Sample(**ask()),
+        )
+        of_pairs.append(ratio_of(found["newer"], found["older"], "cpu").median)
+        for build, rows in found.items():
+            samples[build] += rows
     cpu, wall = (ratio_of(samples["newer"], samples["older"], clock) for clock in ("cpu", "wall"))
-    before, after = peaks = [build.ask(name, "peak") for build in (older, newer)]
+    before, after = peaks = [build.ask(name, "peak") for build in pairs[0]]
     shown = ["-" if peak is None else f"{peak / 2**20:.2f}" for peak in peaks]
-    findings.tables[0].rows.append([name, str(cpu), str(wall), *shown])
+    spread = f"{min(of_pairs):.3f} to {max(of_pairs):.3f}"
+    findings.tables[0].rows.append([name, str(cpu), spread, str(wall), *shown])
     findings.figures.append(
-        {"workload": name, "CPU": cpu, "wall": wall, "peak bytes": peaks, "samples": samples}
+        {
+            "workload": name,
+            "CPU": cpu,
+            "CPU of each pair": of_pairs,
+            "wall": wall,
+            "peak bytes": peaks,
+            "samples": samples,
+        }
     )
     promise = f"{name}: CPU, upper bound at most {LIMIT}"
     findings.goals.append(Goal(promise, str(cpu), cpu.high <= LIMIT))
     if before is not None:
         measured = f"{shown[1]} MiB, was {shown[0]}"
         findings.goals.append(Goal(f"{name}: peak equal or lower", measured, after <= before))
-    print(name, cpu, wall, *shown, sep="  ", flush=True)
+    print(name, cpu, spread, wall, *shown, sep="  ", flush=True)
 
 
 def revision(package: Path) -> str:
@@ -196,7 +212,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("packages", nargs="*", type=Path, help="PYTHONPATH of the older, the newer")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=40, help="of each pair of processes")
+    parser.add_argument("--processes", type=int, default=1, help="of each build")
     parser.add_argument("--only", nargs="+", default=[""], help="workloads whose names begin so")
     parser.add_argument("--output", type=Path, default=HERE / "results", metavar="FOLDER")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -217,19 +234,23 @@ def main() -> int:
 
     began = datetime.datetime.now()
     bystanders = Bystanders()
-    older, newer = (Build(package.resolve(), options.threads) for package in options.packages)
-    columns = ["workload", "CPU, newer ÷ older", "wall, newer ÷ older"]
+    older, newer = options.packages
+    pairs = [
+        (Build(older.resolve(), options.threads), Build(newer.resolve(), options.threads))
+        for _ in range(options.processes)
+    ]
+    columns = ["workload", "CPU, newer ÷ older", "of one pair", "wall, newer ÷ older"]
     columns += ["peak MiB, older", "peak MiB, newer"]
-    findings = Findings([Table(f"{options.rounds} rounds", columns)])
+    findings = Findings([Table(f"{options.rounds} rounds, {options.processes} pairs", columns)])
     findings.notes.append("older: {}; newer: {}".format(*map(revision, options.packages)))
-    for name in newer.names:
+    for name in pairs[0][1].names:
         if name.startswith(tuple(options.only)):
-            compare(name, older, newer, options.rounds, findings)
-    older.end()
-    newer.end()
+            compare(name, pairs, options.rounds, findings)
+    for build in [build for pair in pairs for build in pair]:
+        build.end()
     others = bystanders.share()
     command = f"python benchmarks/builds.py OLDER NEWER --threads {options.threads}"
-    command += f" --rounds {options.rounds}"
+    command += f" --rounds {options.rounds} --processes {options.processes}"
     if any(options.only):
         command += f" --only {shlex.join(options.only)}"
     report = begin_report(TITLE, EXPLANATION, began, command)

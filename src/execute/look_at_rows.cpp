@@ -147,9 +147,13 @@ void RowChecks::compare_rows() {
   }
   // Few, and no more of them at a time than a micro-batch has.
   look.few = !whole;
-  look.load = [this, rows, whole](Rows part) {
+  const auto trimmed = [this](const Batch& inputs, Rows part) {
+    return problem_.trimming ? problem_.trimming->inputs(inputs, part) : inputs;
+  };
+  look.load = [this, rows, whole, trimmed](Rows part) {
     if (whole) {
-      return to_device(problem_.inputs->rows(part.begin, part.end), problem_.device);
+      const Batch inputs = problem_.inputs->rows(part.begin, part.end);
+      return to_device(trimmed(inputs, part), problem_.device);
     }
     std::vector<Batch> pieces;
     for (int64_t begin = part.begin; begin < part.end; begin += rows) {
@@ -157,7 +161,7 @@ void RowChecks::compare_rows() {
       const Batch piece = problem_.inputs->rows(begin, std::min(begin + rows, part.end));
       pieces.push_back(copied(to_device(piece, problem_.device)));
     }
-    return side_by_side(pieces);
+    return trimmed(side_by_side(pieces), part);
   };
   if (!look.again) recount(look.load);
   look.run = [this](const Batch& inputs, int64_t count) { return try_forward(inputs, count); };

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <vector>
 
 namespace infinitybatch {
 namespace {
@@ -16,7 +17,32 @@ bool is_half(at::ScalarType type) {
   return type == at::kHalf || type == at::kBFloat16;
 }
 
-double usual_size(const at::Tensor& sizes) {
+// As many numbers are worked on at once: outputs may be all that a budget leaves room for.
+constexpr int64_t kComparedAtOnce = 1 << 14;
+// As many tell what is usual.
+constexpr int64_t kSampledSizes = 1 << 14;
+
+template <typename Visit>
+void in_pieces(const at::Tensor& a, const at::Tensor& b, const Visit& visit) {
+  if (a.numel() <= kComparedAtOnce) return visit(a, b);
+  const auto sizes = a.sizes();
+  const int64_t dim = std::max_element(sizes.begin(), sizes.end()) - sizes.begin();
+  const int64_t half = a.size(dim) / 2;
+  in_pieces(a.narrow(dim, 0, half), b.narrow(dim, 0, half), visit);
+  in_pieces(a.narrow(dim, half, a.size(dim) - half), b.narrow(dim, half, a.size(dim) - half),
+            visit);
+}
+
+double usual_size(const at::Tensor& given, const at::Tensor& other, at::ScalarType wide) {
+  const int64_t step = std::max<int64_t>(1, given.numel() / kSampledSizes);
+  std::vector<at::Tensor> sampled;
+  in_pieces(given, other, [&](const at::Tensor& a, const at::Tensor& b) {
+    const auto some = [&](const at::Tensor& numbers) {
+      return numbers.reshape({-1}).slice(0, 0, numbers.numel(), step).to(wide).abs();
+    };
+    sampled.push_back(at::maximum(some(a), some(b)));
+  });
+  const at::Tensor sizes = at::cat(sampled);
   // Not those that are switched off.
   const at::Tensor finite = sizes.masked_select(sizes.isfinite().logical_and_(sizes.ne(0)));
   return finite.numel() == 0 ? 0 : finite.median().item<double>();
@@ -39,19 +65,26 @@ double relative_distance(const at::Tensor& given, const at::Tensor& other) {
   if (given.sizes() != other.sizes() || given.scalar_type() != other.scalar_type()) return kNever;
   if (given.numel() == 0) return 0;
   if (!given.is_floating_point() && !given.is_complex()) {
+    double unlike = 0;
+    in_pieces(given, other, [&](const at::Tensor& a, const at::Tensor& b) {
+      unlike += static_cast<double>(a.ne(b).sum().item<int64_t>());
+    });
     // A rounding may turn one choice among thousands.
-    const double share = given.ne(other).to(at::kDouble).mean().item<double>();
-    return share > 0.01 ? kNever : 0;
+    return unlike > 0.01 * static_cast<double>(given.numel()) ? kNever : 0;
   }
   const at::ScalarType wide = given.is_complex() ? at::kComplexDouble : at::kDouble;
-  const at::Tensor a = given.to(wide);
-  const at::Tensor b = other.to(wide);
-  const at::Tensor sizes = at::maximum(a.abs(), b.abs());
-  const double least = std::max(usual_size(sizes), std::numeric_limits<double>::min());
-  const at::Tensor same = a.eq(b).logical_or(a.isnan().logical_and(b.isnan()));
-  at::Tensor apart = (a - b).abs().div_(sizes.clamp_min(least));
-  apart = apart.masked_fill(apart.isnan(), kNever).masked_fill(same, 0.0);
-  return apart.max().item<double>();
+  const double least = std::max(usual_size(given, other, wide), std::numeric_limits<double>::min());
+  double most = 0;
+  in_pieces(given, other, [&](const at::Tensor& some, const at::Tensor& others) {
+    const at::Tensor a = some.to(wide);
+    const at::Tensor b = others.to(wide);
+    const at::Tensor sizes = at::maximum(a.abs(), b.abs()).clamp_min_(least);
+    const at::Tensor same = a.eq(b).logical_or(a.isnan().logical_and(b.isnan()));
+    at::Tensor apart = (a - b).abs().div_(sizes);
+    apart = apart.masked_fill(apart.isnan(), kNever).masked_fill(same, 0.0);
+    most = std::max(most, apart.max().item<double>());
+  });
+  return most;
 }
 
 }  // namespace infinitybatch

@@ -98,20 +98,37 @@ std::vector<Rows> parts(int64_t more, int64_t fewer, bool singles) {
   return found;
 }
 
-/// What going back shows where outputs show nothing, in the memory that the step needs anyhow.
+/// Whether what is thrown says that there is no room for so many rows, since this was made.
+class Refusal {
+ public:
+  explicit Refusal(const RowLook& look) : look_(look) {}
+
+  bool is(const std::exception_ptr& error) const {
+    const bool refused = !look_.device.is_cpu() || memory::failed_allocations() != failed_;
+    return is_out_of_memory(error) && refused;  // a user may throw the like
+  }
+
+ private:
+  const RowLook& look_;
+  int64_t failed_ = memory::failed_allocations();
+};
+
+/// What going back shows where outputs show nothing, in the memory that a budget allows: two
+/// samples at least.
+/// \throws what allocation throws where there is no room for these
 std::optional<std::string> gradients_differ(const RowLook& look, const Batch& inputs, int64_t fewer,
                                             const std::vector<int64_t>& dims) {
   if (!look.gradients) return std::nullopt;
-  std::optional<memory::Limit> limit;
-  if (look.peak) limit.emplace(*look.peak);
-  const int64_t failed = memory::failed_allocations();
-  try {
-    return look.gradients->find(inputs, std::max<int64_t>(2, fewer), dims);
-  } catch (...) {
-    const std::exception_ptr error = std::current_exception();
-    const bool refused = !look.device.is_cpu() || memory::failed_allocations() != failed;
-    if (!refuses_rows(error) && !(is_out_of_memory(error) && refused)) throw;
-    return std::nullopt;
+  int64_t samples = std::max<int64_t>(2, fewer);
+  while (true) {
+    const Refusal refusal(look);
+    try {
+      return look.gradients->find(inputs, samples, dims);
+    } catch (...) {
+      if (refuses_rows(std::current_exception())) return std::nullopt;
+      if (!refusal.is(std::current_exception()) || samples == 2) throw;
+    }
+    samples = std::max<int64_t>(2, samples / 2);
   }
 }
 
@@ -210,17 +227,28 @@ RowLook::Seen compare(const RowLook& look, Rows here, int64_t fewer) {
 
 /// The same wherever `more` rows lie in the batch: samples behind the first ones may be what
 /// forward combines.
-RowLook::Seen compare_everywhere(const RowLook& look, int64_t more, int64_t fewer) {
-  RowLook::Seen seen = compare(look, {0, more}, fewer);
-  if (look.few || more >= look.batch_size) return seen;
-  for (const int64_t begin : places_of_looks(look.batch_size, more)) {
-    if (begin == 0) continue;
-    if (seen.differs) break;
-    RowLook::Seen here = compare(look, {begin, begin + more}, fewer);
-    if (!here.differs) continue;
-    *here.differs = "behind the first " + std::to_string(begin) + " samples, " + *here.differs;
-    return here;
+/// \param some whether places without room are left out, if there is one that has it: rows that are
+///             sorted by length need the most in front
+RowLook::Seen compare_everywhere(const RowLook& look, int64_t more, int64_t fewer, bool some) {
+  std::vector<int64_t> places{0};
+  if (!look.few && more < look.batch_size) places = places_of_looks(look.batch_size, more);
+  RowLook::Seen seen;
+  std::exception_ptr without_room;
+  for (const int64_t begin : places) {
+    const Refusal refusal(look);
+    try {
+      RowLook::Seen here = compare(look, {begin, begin + more}, fewer);
+      if (here.differs && begin > 0) {
+        *here.differs = "behind the first " + std::to_string(begin) + " samples, " + *here.differs;
+      }
+      if (here.differs || !seen.compared) seen = std::move(here);
+      if (seen.differs) return seen;
+    } catch (...) {
+      without_room = std::current_exception();
+      if (!some || !refusal.is(without_room)) throw;
+    }
   }
+  if (without_room && !seen.compared) std::rethrow_exception(without_room);
   return seen;
 }
 
@@ -295,9 +323,9 @@ RowLook::Seen RowLook::find() const {
   const size_t unlimited = sizes.size();
   if (device.is_cpu()) {
     sizes.emplace_back(least, rows);
-    // Under a tight budget: what takes no more room than a micro-batch, or than two samples.
-    if (rows > 1) sizes.emplace_back(rows, rows / 2);
-    if (least > 2) sizes.emplace_back(2, 1);
+    // Under a tight budget: what takes no more room than a micro-batch, or than three samples. Two
+    // would show little: a mean over masked ones, for one, is that of one of them.
+    for (int64_t more = rows; more > 2; more = (more + 1) / 2) sizes.emplace_back(more, more / 2);
   }
   int64_t needed = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -305,24 +333,23 @@ RowLook::Seen RowLook::find() const {
       limit.reset();
       if (given) limit.emplace(*given);  // to tell what it refuses
     }
-    const int64_t failed = memory::failed_allocations();
+    const Refusal refusal(*this);
     try {
-      return compare_everywhere(*this, sizes[i].first, sizes[i].second);
+      return compare_everywhere(*this, sizes[i].first, sizes[i].second, i >= unlimited);
     } catch (...) {
-      // There is no room for as many, unless the user says so.
-      const bool refused = !device.is_cpu() || memory::failed_allocations() != failed;
-      if (!is_out_of_memory(std::current_exception()) || !refused) throw;
+      if (!refusal.is(std::current_exception())) throw;
       if (limit) needed = limit->refused();
+      if (i + 1 < sizes.size()) continue;
+      if (given && needed > *given) throw NoRoomToLook(needed, *given, sizes[i].first);
+      throw;
     }
   }
-  if (!again && device.is_cpu() && given && needed > *given)
-    throw NoRoomToLook(needed, *given, rows);
   return {};
 }
 
-NoRoomToLook::NoRoomToLook(int64_t needed, int64_t limit, int64_t rows)
+NoRoomToLook::NoRoomToLook(int64_t needed, int64_t limit, int64_t samples)
     : BudgetExceeded(needed, limit, std::nullopt,
-                     "Comparing forward on " + std::to_string(std::max<int64_t>(2, rows)) +
+                     "Comparing forward on " + std::to_string(samples) +
                          " samples with forward on fewer, which tells whether it combines them,") {}
 
 }  // namespace infinitybatch

@@ -28,11 +28,11 @@ struct TrialOutputs {
 /// Where so many rows of a batch are looked at: a few places, evenly.
 std::vector<int64_t> places_of_looks(int64_t batch_size, int64_t rows);
 
-/// Under the budget not even two samples could be looked at, so that nobody knows whether forward
-/// combines samples. A smaller plan would not help.
+/// Under the budget not as many samples could be looked at as tell whether forward or backward
+/// combines them. A smaller plan would not help.
 class NoRoomToLook : public BudgetExceeded {
  public:
-  NoRoomToLook(int64_t needed, int64_t limit, int64_t rows);
+  NoRoomToLook(int64_t needed, int64_t limit, int64_t samples);
 };
 
 /// The same rows, split otherwise, must give the same rows of outputs: forward on more rows than a
@@ -43,7 +43,7 @@ struct RowLook {
   int64_t batch_size = 0;
   int64_t rows = 0;      ///< of the smallest micro-batch
   bool singles = false;  ///< whether the first ones are of one sample
-  bool again = false;    ///< so few were compared before: where there is no room now, they stay so
+  bool again = false;    ///< so few were compared before
   at::Device device = at::kCPU;
   /// The most bytes that may be live meanwhile, on the CPU, where a limit is enforced; the look
   /// then takes as many rows as fit.
@@ -68,9 +68,10 @@ struct RowLook {
     bool compared = false;               ///< some rows with others
   };
   /// Whether rows differ: nothing where all rows are the same, or nobody can tell: forward
-  /// refuses other numbers of rows, it draws numbers that cannot be fixed, or the device has no
-  /// room for more of them.
-  /// \throws NoRoomToLook where a memory limit leaves room for no comparison at all
+  /// refuses other numbers of rows, or it draws numbers that cannot be fixed.
+  /// \throws NoRoomToLook where a memory limit leaves room for no comparison at all; what the
+  /// device
+  ///         throws where it has none
   Seen find() const;
 };
 

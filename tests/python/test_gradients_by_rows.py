@@ -21,12 +21,12 @@ def spread(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs, targets) + outputs.std(0).sum()
 
 
-def step(way: str, model: nn.Module, **options: Any) -> None:
+def step(way: str, model: nn.Module, data: Any = (X, Y), **options: Any) -> None:
     if way == "wrap":
-        spread(ib.wrap(model, **options)(X), Y).backward()
+        spread(ib.wrap(model, **options)(data[0]), data[1]).backward()
         return
     loss = nn.CrossEntropyLoss() if way == "streaming" else ib.losses.coupled(spread)
-    ib.VirtualBatch(model, loss, **options).backward(X, Y)
+    ib.VirtualBatch(model, loss, **options).backward(*data)
 
 
 def function(back: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -98,6 +98,27 @@ def test_what_backward_combines_is_refused(name: str, place: str, way: str, size
     with pytest.raises(ib.CouplingError, match="backward combines samples"):
         step(way, model, micro_batch_size=size)
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+def test_budgets_without_room_for_two_gradients(place: str, way: str) -> None:
+    """Where two samples with a graph do not fit, nobody knows, and the step is refused."""
+    loss = nn.CrossEntropyLoss() if way == "streaming" else spread
+    data = classification(48)
+    wanted = native(model_of(place, COMBINED["norm"]), loss, *data)
+    found = set()
+    for room in range(2000, 40000, 500):
+        model = model_of(place, COMBINED["norm"])
+        try:
+            step(way, model, data, memory_budget=ib.memory.stats().live + room)
+        except (ib.CouplingError, ib.BudgetExceeded) as error:
+            found.add(type(error).__name__)
+            assert all(p.grad is None for p in model.parameters())
+        else:  # all of them fit at once
+            found.add("exact")
+            assert worst_error(result_of(model, wanted.loss), wanted) <= 1e-12
+    assert found >= {"BudgetExceeded", "exact"}
 
 
 @pytest.mark.parametrize("size", [1, 5])

@@ -70,7 +70,7 @@ def test_what_combines_nothing_hardly_needs_more(name: str, way: str) -> None:
         torch.manual_seed(0)
         found.append(outcome(way, MODELS[name]().double(), X, budget))
     assert set(found) <= {"look", "BudgetExceeded", "exact"}
-    assert found[-1] == "exact" and found.count("look") <= 3
+    assert found[-1] == "exact" and found.count("look") <= 4
 
 
 def spread_of_channels(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
