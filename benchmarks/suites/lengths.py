@@ -12,6 +12,7 @@ import infinitybatch as ib
 import torch
 from contestants import Contestant, check_agreement
 from harness.clock import Sample, interleave
+from harness.clock import measure as clock
 from harness.ratios import median, ratio_of
 from harness.results import Findings, Goal, Table
 from harness.settings import Settings
@@ -250,6 +251,7 @@ def with_planned(found: dict[str, Contestant], planned: Callable[[], Planned]) -
     gc.collect()  # of what was tuned
     for contestant in found.values():
         contestant()
+    gc.collect()  # of peers whose losses are cycles
     ours = planned()
     if ours.settle():
         found[BATCH] = ours
@@ -309,6 +311,12 @@ def run(settings: Settings, save: Callable[[Findings], None]) -> Findings:
     return findings
 
 
+def collected(run: Callable[[], object]) -> Sample:
+    """What a peer has left in cycles would lie in memory that ours was given."""
+    gc.collect()
+    return clock(run)
+
+
 def measure(task: str, kind: str, scale: Scale, settings: Settings, findings: Findings) -> None:
     count = 2 * scale.pairs if task == "contrastive" else scale.pairs
     lengths = lengths_of(kind, count, scale.longest)
@@ -316,7 +324,10 @@ def measure(task: str, kind: str, scale: Scale, settings: Settings, findings: Fi
     for contestant in contestants.values():
         contestant()
     check_agreement(contestants)
-    samples = interleave(contestants, settings.rounds, warm_up=1, at_most=SECONDS)
+    samples = interleave(
+        contestants, settings.rounds, warm_up=1, at_most=SECONDS, measure=collected
+    )
+    gc.collect()
     peaks = {name: contestant.peak_bytes() for name, contestant in contestants.items()}
     name = f"{task}, {kind}"
     findings.tables.append(table_of(name, lengths, samples, peaks))

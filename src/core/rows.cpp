@@ -114,6 +114,15 @@ Batch in_order(const Batch& batch, const std::vector<int64_t>& order) {
   });
 }
 
+Batch every(const Batch& batch, int64_t step) {
+  return with_tensors(batch, [&](const Leaf& leaf) {
+    if (leaf.batch_dim == Leaf::kShared) return leaf.tensor;
+    return change_samples(leaf.tensor, leaf, [&](const at::Tensor& apart, int64_t dim) {
+      return apart.slice(dim, 0, apart.size(dim), step);
+    });
+  });
+}
+
 at::Tensor with_samples_apart(const at::Tensor& tensor, const Leaf& like) {
   if (like.places == 1) return tensor;
   const int64_t samples = tensor.size(like.batch_dim) / like.places;

@@ -32,6 +32,9 @@ at::Tensor change_samples(const at::Tensor& tensor, const Leaf& like, const Chan
 at::Tensor in_order(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& order);
 Batch in_order(const Batch& batch, const std::vector<int64_t>& order);
 
+/// Each `step`-th row, from the first on; views, unless samples are interleaved.
+Batch every(const Batch& batch, int64_t step);
+
 /// Of a tensor what these samples have. A view, unless they are interleaved.
 at::Tensor rows_of(const at::Tensor& tensor, const Leaf& like, Rows part);
 

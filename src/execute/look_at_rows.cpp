@@ -1,6 +1,7 @@
 // The part of RowChecks that compares rows of a larger batch with the same rows of a smaller one.
 #include "autograd/engine.hpp"
 #include "core/pinned_copies.hpp"
+#include "core/sample_rows.hpp"
 #include "coupled/fixed_ops.hpp"
 #include "execute/copied_batch.hpp"
 #include "execute/findings.hpp"
@@ -138,6 +139,7 @@ void RowChecks::compare_rows() {
   look.batch_size = problem_.batch_size();
   look.rows = rows;
   look.singles = rows == 1 && forwards_.first().size() == 1;
+  look.sorted = problem_.trimming != nullptr;
   look.again = known.looked > 0 && rows >= known.rows;
   look.dims = known.dims;
   look.device = problem_.device;
@@ -147,23 +149,27 @@ void RowChecks::compare_rows() {
   }
   // Few, and no more of them at a time than a micro-batch has.
   look.few = !whole;
-  const auto trimmed = [this](const Batch& inputs, Rows part) {
-    return problem_.trimming ? problem_.trimming->inputs(inputs, part) : inputs;
-  };
-  look.load = [this, rows, whole, trimmed](Rows part) {
-    if (whole) {
-      const Batch inputs = problem_.inputs->rows(part.begin, part.end);
-      return to_device(trimmed(inputs, part), problem_.device);
+  look.load = [this, rows, whole](const std::vector<Rows>& parts) {
+    // What is there as a whole needs no copy of two of its rows.
+    if (parts.size() == 2 && whole && !problem_.trimming && problem_.device.is_cpu()) {
+      return every(problem_.inputs->rows(parts[0].begin, parts[1].end),
+                   parts[1].begin - parts[0].begin);
     }
     std::vector<Batch> pieces;
-    for (int64_t begin = part.begin; begin < part.end; begin += rows) {
-      PinnedCopies::wait();  // it may write to the memory of the last ones
-      const Batch piece = problem_.inputs->rows(begin, std::min(begin + rows, part.end));
-      pieces.push_back(copied(to_device(piece, problem_.device)));
+    for (const Rows part : parts) {
+      const int64_t most = whole ? part.size() : rows;
+      for (int64_t begin = part.begin; begin < part.end; begin += most) {
+        if (!whole) PinnedCopies::wait();  // it may write to the memory of the last ones
+        const Batch piece = to_device(
+            problem_.inputs->rows(begin, std::min(begin + most, part.end)), problem_.device);
+        pieces.push_back(whole ? piece : copied(piece));
+      }
     }
-    return trimmed(side_by_side(pieces), part);
+    const Batch inputs = side_by_side(pieces);
+    const bool trims = problem_.trimming && problem_.trimming->knows_outputs();
+    return trims ? problem_.trimming->inputs(inputs, parts.front()) : inputs;
   };
-  if (!look.again) recount(look.load);
+  if (!look.again) recount([&look](Rows part) { return look.load({part}); });
   look.run = [this](const Batch& inputs, int64_t count) { return try_forward(inputs, count); };
   // Calls of a wrapped model without gradients exclude nobody, who may read parameters.
   const bool moves = problem_.loss.external() == nullptr || at::GradMode::is_enabled();

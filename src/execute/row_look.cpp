@@ -201,8 +201,9 @@ RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, in
 }
 
 /// The same with parameters at other values, if they can be had.
-RowLook::Seen compare(const RowLook& look, Rows here, int64_t fewer) {
-  const int64_t more = here.size();
+RowLook::Seen compare(const RowLook& look, const std::vector<Rows>& here, int64_t fewer) {
+  int64_t more = 0;
+  for (const Rows rows : here) more += rows.size();
   Batch inputs;
   try {
     inputs = look.load(here);
@@ -225,21 +226,53 @@ RowLook::Seen compare(const RowLook& look, Rows here, int64_t fewer) {
   return compare(look, inputs, more, fewer);
 }
 
-/// The same wherever `more` rows lie in the batch: samples behind the first ones may be what
-/// forward combines.
-/// \param some whether places without room are left out, if there is one that has it: rows that are
-///             sorted by length need the most in front
-RowLook::Seen compare_everywhere(const RowLook& look, int64_t more, int64_t fewer, bool some) {
-  std::vector<int64_t> places{0};
-  if (!look.few && more < look.batch_size) places = places_of_looks(look.batch_size, more);
+using LookedAt = std::vector<std::vector<Rows>>;
+
+/// Where `more` rows lie side by side: samples behind the first ones may be what forward combines.
+LookedAt neighbours(const RowLook& look, int64_t more) {
+  LookedAt places;
+  for (const int64_t begin : places_of_looks(look.batch_size, more)) {
+    places.push_back({{begin, begin + more}});
+    if (look.few) break;
+  }
+  return places;
+}
+
+/// Two samples near each other and far apart: those of one group (a mask's, a label's) that forward
+/// combines may not be neighbours.
+LookedAt pairs_of_samples(const RowLook& look) {
+  LookedAt places{{{0, 2}}};
+  if (look.few) return places;
+  const int64_t last = look.batch_size - 1;
+  const auto add = [&](int64_t first, int64_t second) {
+    const std::vector<Rows> pair{{first, first + 1}, {second, second + 1}};
+    const bool known = std::any_of(places.begin(), places.end(), [&](const auto& other) {
+      return other.front().begin == first && other.back().end == second + 1;
+    });
+    if (first >= 0 && first < second && !known) places.push_back(pair);
+  };
+  for (const int64_t apart : {int64_t{1}, int64_t{2}, int64_t{3}, last / 2, last}) {
+    for (const int64_t first : {int64_t{0}, (last - apart) / 2, last - apart}) {
+      add(first, first + apart);
+    }
+  }
+  return places;
+}
+
+/// \param some whether places without room are left out, if there is one that has it
+RowLook::Seen compare_at(const RowLook& look, const LookedAt& places, int64_t fewer, bool some) {
   RowLook::Seen seen;
   std::exception_ptr without_room;
-  for (const int64_t begin : places) {
+  for (const std::vector<Rows>& place : places) {
     const Refusal refusal(look);
     try {
-      RowLook::Seen here = compare(look, {begin, begin + more}, fewer);
-      if (here.differs && begin > 0) {
-        *here.differs = "behind the first " + std::to_string(begin) + " samples, " + *here.differs;
+      RowLook::Seen here = compare(look, place, fewer);
+      if (here.differs && place.size() > 1) {
+        *here.differs = "of samples " + std::to_string(place.front().begin) + " and " +
+                        std::to_string(place.back().begin) + " alone, " + *here.differs;
+      } else if (here.differs && place.front().begin > 0) {
+        *here.differs = "behind the first " + std::to_string(place.front().begin) + " samples, " +
+                        *here.differs;
       }
       if (here.differs || !seen.compared) seen = std::move(here);
       if (seen.differs) return seen;
@@ -307,25 +340,30 @@ CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size, const R
 }
 
 RowLook::Seen RowLook::find() const {
-  std::vector<std::pair<int64_t, int64_t>> sizes;                      // of the whole, of its part
+  struct Sizes {
+    int64_t more, fewer;
+    LookedAt places;
+  };
+  std::vector<Sizes> sizes;
+  const auto add = [&](int64_t more, int64_t fewer) {
+    sizes.push_back({more, fewer, neighbours(*this, more)});
+  };
   const std::optional<int64_t> given = memory::stats(at::kCPU).limit;  // by the user
   std::optional<memory::Limit> limit;
   const int64_t least = std::min(batch_size, rows == 1 ? int64_t{3} : rows + 1);
   if (!device.is_cpu()) {
     // No limit is enforced there: hardly more rows than a micro-batch has.
-    sizes.emplace_back(rows > 3 ? rows : least, rows > 3 ? rows / 2 : rows);
+    add(rows > 3 ? rows : least, rows > 3 ? rows / 2 : rows);
   } else if (peak && !few) {
-    for (int64_t more = batch_size; more > least; more = (more + 1) / 2) {
-      sizes.emplace_back(more, rows);
-    }
+    for (int64_t more = batch_size; more > least; more = (more + 1) / 2) add(more, rows);
     limit.emplace(*peak);
   }
   const size_t unlimited = sizes.size();
   if (device.is_cpu()) {
-    sizes.emplace_back(least, rows);
-    // Under a tight budget: what takes no more room than a micro-batch, or than three samples. Two
-    // would show little: a mean over masked ones, for one, is that of one of them.
-    for (int64_t more = rows; more > 2; more = (more + 1) / 2) sizes.emplace_back(more, more / 2);
+    add(least, rows);
+    // Under a tight budget: what takes no more room than a micro-batch, or than two samples.
+    for (int64_t more = rows; more > 2; more = (more + 1) / 2) add(more, more / 2);
+    if (least > 2) sizes.push_back({2, 1, pairs_of_samples(*this)});
   }
   int64_t needed = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -335,12 +373,12 @@ RowLook::Seen RowLook::find() const {
     }
     const Refusal refusal(*this);
     try {
-      return compare_everywhere(*this, sizes[i].first, sizes[i].second, i >= unlimited);
+      return compare_at(*this, sizes[i].places, sizes[i].fewer, sorted && i >= unlimited);
     } catch (...) {
       if (!refusal.is(std::current_exception())) throw;
       if (limit) needed = limit->refused();
       if (i + 1 < sizes.size()) continue;
-      if (given && needed > *given) throw NoRoomToLook(needed, *given, sizes[i].first);
+      if (given && needed > *given) throw NoRoomToLook(needed, *given, sizes[i].more);
       throw;
     }
   }

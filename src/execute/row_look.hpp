@@ -43,6 +43,7 @@ struct RowLook {
   int64_t batch_size = 0;
   int64_t rows = 0;      ///< of the smallest micro-batch
   bool singles = false;  ///< whether the first ones are of one sample
+  bool sorted = false;   ///< by length: the first ones need more memory than others
   bool again = false;    ///< so few were compared before
   at::Device device = at::kCPU;
   /// The most bytes that may be live meanwhile, on the CPU, where a limit is enforced; the look
@@ -51,7 +52,7 @@ struct RowLook {
   bool few = false;            ///< whether hardly more rows than a micro-batch's may be loaded
   std::vector<bool> compared;  ///< which leaves of the outputs matter; empty: all
   std::vector<int64_t> dims;   ///< what is known of them; see `RowsSeen::dims`
-  std::function<Batch(Rows)> load;
+  std::function<Batch(const std::vector<Rows>&)> load;  ///< side by side
   /// Forward, with `coupled::FixedOps` and the same random state each time, undone. Nothing where
   /// what it gave cannot be compared.
   std::function<std::optional<TrialOutputs>(const Batch& inputs, int64_t rows)> run;

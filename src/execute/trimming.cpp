@@ -44,6 +44,12 @@ bool Trimming::changes_nothing() const {
   });
 }
 
+bool Trimming::knows_outputs() const {
+  return std::all_of(sequences.begin(), sequences.end(), [](const Sequence& sequence) {
+    return sequence.inputs.empty() || !sequence.targets.empty() || sequence.outputs;
+  });
+}
+
 int64_t Trimming::length(const Sequence& sequence, Rows rows) const {
   const auto begin = sequence.lengths.begin();
   const int64_t longest = *std::max_element(begin + rows.begin, begin + rows.end);

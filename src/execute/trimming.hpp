@@ -49,6 +49,8 @@ class Trimming {
   int64_t at_least = 0;  ///< then: positions of the micro-batch at work, whatever its rows have
   /// Whether micro-batches are what they would be without it.
   bool changes_nothing() const;
+  /// Whether outputs of inputs that are trimmed can be padded back.
+  bool knows_outputs() const;
 
   /// That these rows are computed at: of the longest of them.
   int64_t length(const Sequence& sequence, Rows rows) const;

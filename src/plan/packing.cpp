@@ -53,15 +53,37 @@ Packing::Packing(const Request& request, const MicroBatchProfile& profile)
 std::vector<int64_t> Packing::split(int64_t row, int64_t size) const {
   const double bytes = reference_.at(static_cast<double>(size) / kUnit);
   const auto end = static_cast<int64_t>(by_row_.size());
+  if (alike_) return split_evenly(end - row, fit(row, bytes));
+  std::vector<int64_t> ends{row};
+  while (ends.back() < end) ends.push_back(ends.back() + fit(ends.back(), bytes));
+  shift(ends, bytes);
   std::vector<int64_t> sizes;
-  for (; row < end; row += sizes.back()) {
-    const AffineBytes& here = by_row_[static_cast<size_t>(row)];
-    const double rows = std::floor((bytes - here.fixed) / here.per_sample + kClose);
-    const auto fit = static_cast<int64_t>(std::clamp(rows, 1.0, static_cast<double>(end - row)));
-    if (alike_) return split_evenly(end - row, fit);
-    sizes.push_back(fit);
-  }
+  for (size_t i = 1; i < ends.size(); ++i) sizes.push_back(ends[i] - ends[i - 1]);
   return sizes;
+}
+
+int64_t Packing::fit(int64_t row, double bytes) const {
+  const AffineBytes& here = by_row_[static_cast<size_t>(row)];
+  const double rows = std::floor((bytes - here.fixed) / here.per_sample + kClose);
+  const auto left = static_cast<double>(std::ssize(by_row_) - row);
+  return static_cast<int64_t>(std::clamp(rows, 1.0, left));
+}
+
+void Packing::shift(std::vector<int64_t>& ends, double bytes) const {
+  const auto work = [&](int64_t begin, int64_t end) {
+    return static_cast<double>(end - begin) * by_row_[static_cast<size_t>(begin)].per_sample;
+  };
+  for (size_t i = ends.size() - 1; i-- > 1;) {
+    const int64_t begin = ends[i - 1];
+    const int64_t end = ends[i + 1];
+    double least = work(begin, ends[i]) + work(ends[i], end);
+    for (int64_t here = ends[i] - 1; here > begin && end - here <= fit(here, bytes); --here) {
+      const double found = work(begin, here) + work(here, end);
+      if (found >= least) continue;
+      least = found;
+      ends[i] = here;
+    }
+  }
 }
 
 int64_t Packing::size_of(int64_t row, int64_t rows) const {

@@ -41,6 +41,12 @@ class Packing {
   double work(int64_t row, int64_t rows) const;
 
  private:
+  /// So many rows from `row` on take no more than these bytes; one at least, all at most.
+  int64_t fit(int64_t row, double bytes) const;
+  /// Rows at the end of a micro-batch go to the next one, which is trimmed to less, where it has
+  /// room for them and less is computed in all.
+  void shift(std::vector<int64_t>& ends, double bytes) const;
+
   bool alike_;  // all rows: then micro-batches are as equal as can be
   AffineBytes reference_;
   std::vector<AffineBytes> by_row_;  // of micro-batches whose longest row it is

@@ -263,6 +263,20 @@ TEST(Packing, BimodalAndEqualLengths) {
   }
 }
 
+TEST(Packing, ShorterRowsGoToTheNextMicroBatchWhereItHasRoom) {
+  Planner planner;
+  Machine machine;
+  machine.fixed_seconds = 1e-2;
+  std::vector<int64_t> lengths(48, 200);
+  lengths.resize(256, 20);
+  Step step;
+  for (int i = 0; i < 14; ++i) step = run(planner, machine, request(lengths, 900'000));
+  EXPECT_TRUE(planner.settled());
+  int64_t computed = 0;
+  for (size_t i = 0; i < step.sizes.size(); ++i) computed += step.sizes[i] * step.lengths[i];
+  EXPECT_EQ(computed, 48 * 200 + 208 * 20) << "long rows have none that are padded beside them";
+}
+
 TEST(Packing, StepsOfAKernelAreMeasuredWhereTheyWereWrong) {
   Planner planner;
   Machine machine;

@@ -92,10 +92,13 @@ def test_a_model_without_end_can_be_interrupted(pair):
     with subprocess.Popen(
         [binary(), *arguments], env=environment(), stderr=subprocess.PIPE, text=True
     ) as process:
-        time.sleep(2)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == INTERRUPTED
-        assert process.stderr.read() == "infinitybatch: interrupted\n"
+        try:
+            time.sleep(2)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == INTERRUPTED
+            assert process.stderr.read() == "infinitybatch: interrupted\n"
+        finally:
+            process.kill()  # else it would grow for as long as there is memory
 
 
 FLAGS = ("--memory-budget", "--host-budget", "--offload-directory", "--data", "--labels")
