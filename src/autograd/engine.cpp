@@ -122,11 +122,11 @@ void run_backward_of_part(const std::vector<at::Tensor>& roots,
   }
 }
 
-std::vector<at::Tensor> gradients_at(const at::Tensor& root, const edge_list& edges) {
+std::vector<at::Tensor> gradients_at(const at::Tensor& root, const edge_list& edges, bool keep) {
   return run_or_drain([&] {
     return torch::autograd::Engine::get_default_engine().execute(
         {torch::autograd::impl::gradient_edge(root)}, {at::ones_like(root.detach())},
-        /*keep_graph=*/true, /*create_graph=*/false, /*accumulate_grad=*/false, edges);
+        /*keep_graph=*/keep, /*create_graph=*/false, /*accumulate_grad=*/false, edges);
   });
 }
 

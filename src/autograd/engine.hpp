@@ -20,11 +20,11 @@ void run_backward(const std::vector<at::Tensor>& roots, const std::vector<at::Te
 void run_backward_of_part(const std::vector<at::Tensor>& roots,
                           const std::vector<at::Tensor>& gradients);
 
-/// The gradients of `root`, one number, at `edges`: they are caught there and go no further. The
-/// graph stays. Autocast and failures as in `run_backward`.
+/// The gradients of `root`, one number, at `edges`: they are caught there and go no further. But
+/// for `keep` the graph is freed. Autocast and failures as in `run_backward`.
 /// \return one for each edge; undefined where `root` does not depend on it
 std::vector<at::Tensor> gradients_at(const at::Tensor& root,
-                                     const torch::autograd::edge_list& edges);
+                                     const torch::autograd::edge_list& edges, bool keep = true);
 
 /// Visits each node of the graph behind `roots` once, nearer ones first. `visit` may replace edges.
 void walk_graph(const std::vector<at::Tensor>& roots,

@@ -2,6 +2,7 @@
 
 #include "autograd/engine.hpp"
 #include "autograd/own_backward.hpp"
+#include "core/torch_compat.hpp"
 #include "execute/relative_distance.hpp"
 #include "execute/row_difference.hpp"
 
@@ -10,13 +11,36 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <sstream>
 #include <utility>
 
 namespace infinitybatch {
 namespace {
 
-using Gradients = std::vector<at::Tensor>;
+/// Stands where a parameter's gradient would end, and lets go of it.
+class Shown final : public torch::autograd::Node {
+ public:
+  Shown(const at::Tensor& parameter, size_t place, const ShowGradient& show)
+      : Node(/*sequence_nr=*/UINT64_MAX), place_(place), show_(show) {
+    add_input_metadata(parameter);
+  }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    if (gradients[0].defined()) show_(place_, gradients[0]);
+    return {at::Tensor()};
+  }
+
+ private:
+  size_t place_;
+  const ShowGradient& show_;
+};
+
+/// What those lead to, so that the engine runs whatever leads to them, and nothing else.
+class Behind final : public torch::autograd::Node {
+ public:
+  Behind() { add_input_metadata(autograd::no_gradient()); }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return {}; }
+};
 
 at::Tensor dense(const at::Tensor& tensor) {
   const at::Tensor plain = tensor.is_sparse() ? tensor.to_dense() : tensor.detach();
@@ -29,31 +53,27 @@ at::Tensor dense(const at::Tensor& tensor) {
 /// gradients' difference within some percent, and nothing is lost of what is alike in both.
 class Sketch {
  public:
-  /// Takes the gradients apart.
-  /// \param places how many numbers; 0: as few as tell enough, and take little time
-  Sketch(Gradients gradients, int64_t places) : places_(places) {
-    const at::NoGradGuard no_grad;
-    if (places_ == 0) {
-      int64_t count = 0;
-      for (const at::Tensor& each : gradients) count += each.defined() ? each.numel() : 0;
-      const int64_t least = std::clamp<int64_t>(count, 1, 1 << 8);  // no more than there are
-      places_ = std::clamp<int64_t>(count / 256, least, 1 << 20);
-    }
-    double squares = 0;
-    for (at::Tensor& each : gradients) {
-      const at::Tensor gradient = std::exchange(each, at::Tensor());
-      ++tensor_;
-      chunk_ = 0;
-      if (!gradient.defined()) continue;
-      rounding = std::max(rounding, rounding_of(gradient));
-      const at::Tensor numbers = dense(gradient);
-      squares += std::pow(numbers.to(at::kDouble).norm().item<double>(), 2);
-      add(numbers);
-    }
-    // Of all together: gradients that cancel in a whole parameter are rounding and nothing else.
-    size = std::sqrt(squares);
-    signs_ = at::Tensor();
+  /// \param numbers of all gradients: so many places tell enough, and take little time
+  explicit Sketch(int64_t numbers) {
+    const int64_t least = std::clamp<int64_t>(numbers, 1, 1 << 8);  // no more than there are
+    places_ = std::clamp<int64_t>(numbers / 256, least, 1 << 20);
   }
+
+  /// The gradient of a parameter, in any order of these.
+  void add(size_t parameter, const at::Tensor& gradient) {
+    const at::NoGradGuard no_grad;
+    tensor_ = parameter + 1;
+    chunk_ = 0;
+    rounding = std::max(rounding, rounding_of(gradient));
+    const at::Tensor numbers = dense(gradient);
+    const auto norm = at::linalg_vector_norm(numbers, 2, /*dim=*/at::OptionalIntArrayRef(),
+                                             /*keepdim=*/false, at::kDouble);
+    // Of all together: gradients that cancel in a whole parameter are rounding and nothing else.
+    size = std::hypot(size, norm.item<double>());
+    add(numbers);
+  }
+
+  void end() { signs_ = at::Tensor(); }
 
   /// From the sum of the others.
   double distance(const std::vector<const Sketch*>& others) const {
@@ -64,8 +84,6 @@ class Sketch {
     }
     return apart.norm().item<double>();
   }
-
-  int64_t places() const noexcept { return places_; }
 
   double size = 0;
   double rounding = 0;
@@ -120,12 +138,15 @@ class Sketch {
 std::optional<std::string> GradientLook::find(const Batch& inputs, int64_t rows,
                                               const std::vector<int64_t>& dims) const {
   const int64_t half = rows / 2;
-  int64_t places = 0;
   const auto of = [&](const Batch& from, Rows part) -> std::optional<Sketch> {
-    auto gradients = run(infinitybatch::rows(from, part.begin, part.end), part, dims);
-    if (!gradients) return std::nullopt;
-    Sketch sketch(std::move(*gradients), places);
-    places = sketch.places();
+    Sketch sketch(numbers);
+    const auto show = [&](size_t parameter, const at::Tensor& gradient) {
+      sketch.add(parameter, gradient);
+    };
+    if (!run(infinitybatch::rows(from, part.begin, part.end), part, dims, show)) {
+      return std::nullopt;
+    }
+    sketch.end();
     return sketch;
   };
   const auto whole = of(inputs, {0, rows});
@@ -156,21 +177,29 @@ std::optional<bool> own_backward_of(const Batch& outputs) {
   return autograd::has_own_backward(roots);
 }
 
-std::vector<at::Tensor> gradients_by(const std::vector<NamedParameter>& parameters,
-                                     const at::Tensor& number) {
-  std::vector<at::Tensor> gradients(parameters.size());
-  std::vector<size_t> of;
-  torch::autograd::edge_list edges;
+void show_gradients(const std::vector<NamedParameter>& parameters, const at::Tensor& number,
+                    const ShowGradient& show) {
+  using torch::autograd::Edge;
+  const auto behind = compat::make_node<Behind>();
+  std::map<const torch::autograd::Node*, compat::NodePtr> ends;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& tensor = parameters[i].tensor;
     if (!tensor.requires_grad() || !tensor.is_leaf() || autograd::has_hooks(tensor)) continue;
-    of.push_back(i);
-    edges.push_back(torch::autograd::impl::gradient_edge(tensor));
+    compat::NodePtr& shown = ends[torch::autograd::impl::gradient_edge(tensor).function.get()];
+    if (shown) continue;  // tied
+    shown = compat::make_node<Shown>(tensor, i, show);
+    shown->add_next_edge(Edge(behind, 0));
   }
-  if (edges.empty()) return gradients;
-  std::vector<at::Tensor> found = autograd::gradients_at(number, edges);
-  for (size_t i = 0; i < of.size(); ++i) gradients[of[i]] = std::move(found[i]);
-  return gradients;
+  bool any = false;
+  autograd::walk_graph({number}, [&](torch::autograd::Node& node) {
+    for (Edge& edge : node.next_edges()) {
+      const auto found = edge.function ? ends.find(edge.function.get()) : ends.end();
+      if (found == ends.end()) continue;
+      edge = Edge(found->second, 0);
+      any = true;
+    }
+  });
+  if (any) autograd::gradients_at(number, {Edge(behind, 0)}, /*keep=*/false);
 }
 
 at::Tensor weighed(const Batch& outputs, const std::vector<int64_t>& dims,

@@ -106,21 +106,21 @@ std::optional<TrialOutputs> RowChecks::try_forward(const Batch& inputs, int64_t 
   return tried;
 }
 
-std::optional<std::vector<at::Tensor>> RowChecks::try_gradients(const Batch& inputs, Rows rows,
-                                                                const std::vector<int64_t>& dims,
-                                                                const std::vector<bool>& compared) {
-  std::optional<std::vector<at::Tensor>> gradients;
+bool RowChecks::try_gradients(const Batch& inputs, Rows rows, const std::vector<int64_t>& dims,
+                              const std::vector<bool>& compared, const ShowGradient& show) {
+  bool shown = false;
   forwards_.aside(/*trial=*/true, [&] {
     forwards_.inputs = as_leaves(forwards_.wrote_inputs() ? copied(inputs) : inputs);
     coupled::FixedOps fixed(devices_of(problem_), rows.size(), forwards_.watch());
     const at::AutoGradMode recording(/*enabled=*/true);
     forwards_.run({0, rows.size()});
-    const at::Tensor number = weighed(forwards_.outputs, dims, compared, rows);
+    const at::Tensor number =
+        weighed(std::exchange(forwards_.outputs, Batch()), dims, compared, rows);
     if (!number.defined() || fixed.stood_in()) return;
-    std::vector<at::Tensor> found = gradients_by(problem_.parameters, number);
-    if (!fixed.strayed()) gradients = std::move(found);
+    show_gradients(problem_.parameters, number, show);
+    shown = !fixed.strayed();
   });
-  return gradients;
+  return shown;
 }
 
 void RowChecks::compare_rows() {
@@ -179,9 +179,13 @@ void RowChecks::compare_rows() {
   look.moved = &moved;
   if (forwards_.own_backward().value_or(false)) {
     look.gradients.emplace();
+    for (const NamedParameter& parameter : problem_.parameters) {
+      if (parameter.tensor.requires_grad()) look.gradients->numbers += parameter.tensor.numel();
+    }
     look.gradients->run = [this, compared = look.compared](const Batch& inputs, Rows part,
-                                                           const std::vector<int64_t>& dims) {
-      return try_gradients(inputs, part, dims, compared);
+                                                           const std::vector<int64_t>& dims,
+                                                           const ShowGradient& show) {
+      return try_gradients(inputs, part, dims, compared, show);
     };
   }
   const memory::HighWater::Pause apart(high_water_ ? &*high_water_ : nullptr);

@@ -87,9 +87,8 @@ class RowChecks final : public Check {
   /// Of targets that flatten time and batch: whether the outputs that the loss reads do it in the
   /// same order, once for each kind of batch. \throws BatchError
   void check_flattened_targets();
-  std::optional<std::vector<at::Tensor>> try_gradients(const Batch& inputs, Rows rows,
-                                                       const std::vector<int64_t>& dims,
-                                                       const std::vector<bool>& compared);
+  bool try_gradients(const Batch& inputs, Rows rows, const std::vector<int64_t>& dims,
+                     const std::vector<bool>& compared, const ShowGradient& show);
 
   const Problem& problem_;
   const Strategy& strategy_;
