@@ -47,6 +47,25 @@ def table(folder: Path) -> list[tuple[str, str, str]]:
         )
     )
 
+    lengths = latest("lengths", folder=folder)
+    texts = "contrastive, log-normal"
+    ways = [
+        {"workload": texts, "contestant": who}
+        for who in (
+            "infinitybatch VirtualBatch, planned",
+            "infinitybatch wrap, tuned",
+            "sentence-transformers, tuned",
+        )
+    ]
+    rows.append(
+        (
+            "256 pairs of texts of 2 to 285 tokens, contrastive loss, padding trimmed: `VirtualBatch` "
+            "under a budget; `wrap`; sentence-transformers' cached loss, trimmed",
+            "; ".join(f"{lengths.ratio(**way):.2f}" for way in ways),
+            f"{lengths.native_mib(texts)} ➝ {'; '.join(lengths.mib(**way) for way in ways)} MiB",
+        )
+    )
+
     heads = latest("heads", folder=folder)
     head = {"contestant": "infinitybatch, VirtualBatch"}
     rows.append(
@@ -85,6 +104,21 @@ def table(folder: Path) -> list[tuple[str, str, str]]:
             "graph, all kept",
             "; ".join(f"{norm.ratio(**way):.2f}" for way in ways),
             f"{norm.native_mib('residual net')} ➝ {'; '.join(norm.mib(**w) for w in ways)} MiB",
+        )
+    )
+
+    again = latest("recompute", folder=folder)
+    deep = "residual, 53 BatchNorm, 256 images"
+    ways = [
+        {"workload": deep, "contestant": f"infinitybatch, {way}"}
+        for way in ("all kept", "within 60% of native", "within 35% of native")
+    ]
+    rows.append(
+        (
+            "residual net with 53 BatchNorm layers, nothing offloaded: all activations in front of "
+            "them kept; budgets of 60 and 35 % of native's peak",
+            "; ".join(f"{again.ratio(**way):.2f}" for way in ways),
+            f"{again.native_mib(deep)} ➝ {'; '.join(again.mib(**way) for way in ways)} MiB",
         )
     )
     return rows
@@ -185,12 +219,13 @@ def whole(folder: Path = RESULTS) -> str:
 
 
 def short(folder: Path = RESULTS) -> str:
-    """Four rows, the dearest among them: where samples are independent, where the loss compares
-    them, where layers see the whole batch, and a large head."""
+    """Five rows, the dearest among them: where samples are independent, where the loss compares
+    them, where they are of other lengths, where layers see the whole batch, and a large head."""
     rows = []
     for suite, workload, contestant, name in (
         ("time", "convnet", "ours, budget", "convnet, 512 images"),
         ("coupled", "encoder", "infinitybatch, none retained", "encoder, contrastive loss"),
+        ("lengths", "contrastive, log-normal", "infinitybatch wrap, tuned", "texts, trimmed"),
         ("batchnorm", "residual net", "infinitybatch, none retained", "residual net, BatchNorm"),
         ("heads", "", "infinitybatch, VirtualBatch", "head of a language model"),
     ):
