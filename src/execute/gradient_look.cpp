@@ -64,7 +64,7 @@ class Sketch {
     const at::NoGradGuard no_grad;
     tensor_ = parameter + 1;
     chunk_ = 0;
-    rounding = std::max(rounding, rounding_of(gradient));
+    kinds_.emplace(gradient.scalar_type(), at::empty({0}, gradient.options().layout(at::kStrided)));
     const at::Tensor numbers = dense(gradient);
     const auto norm = at::linalg_vector_norm(numbers, 2, /*dim=*/at::OptionalIntArrayRef(),
                                              /*keepdim=*/false, at::kDouble);
@@ -73,7 +73,11 @@ class Sketch {
     add(numbers);
   }
 
-  void end() { signs_ = at::Tensor(); }
+  /// Behind backward, which autocast is off in: it coarsens what forward has computed.
+  void end() {
+    for (const auto& [type, like] : kinds_) rounding = std::max(rounding, rounding_of(like));
+    signs_ = at::Tensor();
+  }
 
   /// From the sum of the others.
   double distance(const std::vector<const Sketch*>& others) const {
@@ -129,6 +133,7 @@ class Sketch {
   int64_t places_;
   at::Tensor sums_;
   at::Tensor signs_;
+  std::map<at::ScalarType, at::Tensor> kinds_;  // of gradients
   uint64_t tensor_ = 0;
   uint64_t chunk_ = 0;
 };
