@@ -267,12 +267,21 @@ def _resolve_criterion(criterion: nn.Module) -> SeparableLoss | CoupledLoss:
 def _changed(criterion: nn.Module, base: type[nn.Module]) -> str | None:
     """What makes the criterion another one than torch's, which C++ computes; None: nothing."""
     kind = type(criterion)
+    patched, hooks = _put_on(criterion)
+    if patched is not None:
+        return f"{kind.__name__}, whose forward was replaced,"
     if kind.forward is not base.forward or kind.__call__ is not nn.Module.__call__:
         return f"{kind.__name__}, which overrides the forward of {base.__name__},"
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(criterion, name) for name in hooks):
-        return f"{kind.__name__} with its hooks"
-    return None
+    return f"{kind.__name__} with its hooks" if hooks else None
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _put_on(criterion: nn.Module) -> tuple[Any, bool]:
+    """A forward of this object alone, and whether it has hooks."""
+    own = criterion.__dict__
+    return own.get("forward"), any(own[name] for name in _HOOKS)
 
 
 _WAY_OUT = (
@@ -298,15 +307,16 @@ def options_of(loss: Any) -> tuple[Any, ...] | None:
     if names is None:
         return None
     if kind not in _CRITERIA:  # a subclass, which may have properties
-        return tuple([getattr(loss, name) for name in names])
+        return (*_put_on(loss), *[getattr(loss, name) for name in names])
     # nn.Module looks for a buffer last, after an AttributeError: asked in each step.
     own = loss.__dict__
     buffers = own["_buffers"]
-    return tuple(
-        [
+    return (
+        *_put_on(loss),
+        *[
             own[name] if name in own else buffers[name] if name in buffers else getattr(loss, name)
             for name in names
-        ]
+        ],
     )
 
 

@@ -162,8 +162,8 @@ class ModelView:
         if verdict == "distributed":
             raise Unsupported(
                 "the model contains DistributedDataParallel, whose hooks would run once per "
-                "micro-batch; for now pass the inner module (ddp.module) and average .grad over "
-                "the ranks after backward"
+                "micro-batch; put it around: DistributedDataParallel(ib.wrap(model)). Of VirtualBatch "
+                "pass the inner module (ddp.module) and average .grad over the ranks after backward"
             )
         if verdict == "sharded":
             raise Unsupported(

@@ -190,6 +190,12 @@ def hooked():
     return criterion
 
 
+def replaced():
+    criterion = nn.MSELoss()
+    criterion.forward = lambda outputs, targets: (outputs - targets).square().mean().square()
+    return criterion
+
+
 # What nobody knows to be separable: the loss, the targets, and how the notice begins.
 UNKNOWN = {
     "a function of one's own": (uniformity, labels(), "uniformity is not known"),
@@ -202,6 +208,11 @@ UNKNOWN = {
         "Focal, which overrides the forward of CrossEntropyLoss, is not known",
     ),
     "hooks": (hooked(), rand(N, 5), "MSELoss with its hooks is not known"),
+    "a forward of one object": (
+        replaced(),
+        rand(N, 5),
+        "MSELoss, whose forward was replaced, is not known",
+    ),
 }
 
 
@@ -223,6 +234,29 @@ def test_an_unknown_loss_is_coupled_and_says_so(name):
     assert notice.filename == __file__
     report = batch.backward(inputs, targets)
     assert report.strategy == "replay"
+    torch.testing.assert_close(report.loss, wanted.detach(), rtol=1e-12, atol=0)
+    for a, b in zip(model.parameters(), native.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-16)
+
+
+@pytest.mark.parametrize("later", ["hooks", "a forward of one object"])
+def test_what_is_put_on_a_criterion_later_counts_from_then_on(later):
+    model, inputs, targets = mlp(), rand(N, 6), rand(N, 5)
+    criterion = nn.MSELoss()
+    batch = ib.VirtualBatch(model, criterion, micro_batch_size=4)
+    batch.backward(inputs, targets)
+    model.zero_grad()
+    if later == "hooks":
+        criterion.register_forward_hook(lambda module, args, loss: loss.square())
+    else:
+        criterion.forward = replaced().forward
+    _coupled._told.clear()
+    with pytest.warns(ib.CoupledLossNotice):
+        report = batch.backward(inputs, targets)
+    native = copy.deepcopy(model)
+    native.zero_grad()
+    wanted = criterion(native(inputs), targets)
+    wanted.backward()
     torch.testing.assert_close(report.loss, wanted.detach(), rtol=1e-12, atol=0)
     for a, b in zip(model.parameters(), native.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-16)
