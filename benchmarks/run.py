@@ -37,6 +37,7 @@ MODULES = {
     "trainers": "trainers",
     "lengths": "lengths",
     "recompute": "kept_boundaries",
+    "selective": "selective",
 }
 ROUNDS = {
     "time": 15,
@@ -54,6 +55,7 @@ ROUNDS = {
     "trainers": 1,
     "lengths": 10,
     "recompute": 5,
+    "selective": 11,
 }
 UNTUNED = {
     "time": 3,
@@ -71,6 +73,7 @@ UNTUNED = {
     "trainers": 0,
     "lengths": 0,
     "recompute": 0,
+    "selective": 0,
 }  # rounds with malloc as it is by default
 #: The peers of a suite, by the file beside peers/environment.py that lists them.
 WITH_PEERS = dict.fromkeys(("loop", "coupled", "losses", "lengths"), "peers") | {

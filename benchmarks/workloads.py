@@ -40,10 +40,12 @@ class Workload:
 class Encoder(nn.Module):
     """A transformer encoder with a linear head on the mean over positions."""
 
-    def __init__(self, width: int, heads: int, layers: int, classes: int = 10) -> None:
+    def __init__(
+        self, width: int, heads: int, layers: int, classes: int = 10, activation: str = "relu"
+    ) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+            width, heads, 4 * width, 0.0, activation, batch_first=True, norm_first=True
         )
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, classes)
@@ -105,6 +107,24 @@ def for_coupled(toy: bool) -> list[tuple[Workload, int]]:
         (Workload("convnet", lambda: convnet(32, 32), (3, 32, 32), batch_size=256), 32),
         (Workload("encoder", lambda: Encoder(128, 4, 2, 64), (64, 128), batch_size=256), 32),
         (Workload("wide MLP", lambda: mlp(1024, 1024, 1024, 64), (1024,), batch_size=1024), 128),
+    ]
+
+
+def normed_convnet(width: int) -> nn.Module:
+    """Convolutions with GroupNorm and GELU, and a linear layer on the mean over all places."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
+    for stride in (1, 2, 1):
+        layers += [nn.GroupNorm(8, width), nn.GELU(), nn.Conv2d(width, width, 3, stride, padding=1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 64))
+
+
+def for_selective(toy: bool) -> list[Workload]:
+    """Encoders in front of a contrastive loss, whose graphs keep what is cheap and what is dear."""
+    if toy:
+        return [Workload("encoder", lambda: Encoder(16, 2, 1, 10, "gelu"), (8, 16), batch_size=64)]
+    return [
+        Workload("encoder", lambda: Encoder(128, 4, 2, 64, "gelu"), (64, 128), batch_size=128),
+        Workload("convnet", lambda: normed_convnet(32), (3, 32, 32), batch_size=128),
     ]
 
 
