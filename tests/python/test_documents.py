@@ -247,7 +247,7 @@ def test_results_of_long_commands_say_how_they_were_made():
     results = sorted((ROOT / "tests/results").glob("*.md"))
     assert results
     for result in results:
-        name = re.fullmatch(r"\d{4}-\d\d-\d\d-(?:\d{4}-)?(.+)", result.stem)  # the time of day, perhaps
+        name = re.fullmatch(r"\d{4}-\d\d-\d\d-(?:\d{4}-)?(.+)", result.stem)
         assert name and name.group(1) in targets, f"{result.name}: no such command"
         text = result.read_text()
         assert f"`make {name.group(1)}`" in text, result.name
