@@ -162,7 +162,7 @@ class ModelView:
         if verdict == "distributed":
             raise Unsupported(
                 "the model contains DistributedDataParallel, whose hooks would run once per "
-                "micro-batch; put it around: DistributedDataParallel(ib.wrap(model)). Of VirtualBatch "
+                "micro-batch; put it around: DistributedDataParallel(ib.wrap(model)); or, with VirtualBatch, "
                 "pass the inner module (ddp.module) and average .grad over the ranks after backward"
             )
         if verdict == "sharded":

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <mutex>
 #include <sstream>
 #include <utility>
 
@@ -145,7 +146,9 @@ std::optional<std::string> GradientLook::find(const Batch& inputs, int64_t rows,
   const int64_t half = rows / 2;
   const auto of = [&](const Batch& from, Rows part) -> std::optional<Sketch> {
     Sketch sketch(numbers);
+    std::mutex mutex;  // the engine may run several device threads
     const auto show = [&](size_t parameter, const at::Tensor& gradient) {
+      const std::lock_guard<std::mutex> lock(mutex);
       sketch.add(parameter, gradient);
     };
     if (!run(infinitybatch::rows(from, part.begin, part.end), part, dims, show)) {

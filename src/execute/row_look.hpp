@@ -70,9 +70,8 @@ struct RowLook {
   };
   /// Whether rows differ: nothing where all rows are the same, or nobody can tell: forward
   /// refuses other numbers of rows, or it draws numbers that cannot be fixed.
-  /// \throws NoRoomToLook where a memory limit leaves room for no comparison at all; what the
-  /// device
-  ///         throws where it has none
+  /// \throws NoRoomToLook where a memory limit leaves room for no comparison at all
+  /// \throws what the device throws where it has no room for one
   Seen find() const;
 };
 
