@@ -8,7 +8,12 @@ import pytest
 
 SIM = Path(__file__).parent / "sim"
 #: What has something to say on a real device too.
-ON_REAL = ("test_training.py", "test_two_devices.py", "test_offload.py")
+ON_REAL = (
+    "test_training.py",
+    "test_two_devices.py",
+    "test_offload_to_host.py",
+    "test_histories_on_device.py",
+)
 
 
 def pytest_addoption(parser):
