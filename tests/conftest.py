@@ -42,7 +42,14 @@ def pytest_configure(config):
         import real_device
 
         sys.modules["simulated_device"] = real_device
+        # Tests compare bits and give budgets of some MiB: no kernels that add in any order, and no
+        # workspace of 64 MiB, which the first product would leave on the device.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     import torch
+
+    if is_real(config):
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.allow_tf32 = False
 
     torch.set_default_device(device)
 

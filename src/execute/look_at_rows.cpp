@@ -10,6 +10,7 @@
 #include "tape/recorder.hpp"
 
 #include <infinitybatch/core/errors.hpp>
+#include <infinitybatch/memory/limit.hpp>
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
@@ -192,6 +193,7 @@ void RowChecks::compare_rows() {
   RowLook::Seen seen;
   try {
     seen = look.find();
+    memory::Limit::check();  // nothing else sees what a look takes of an accelerator
   } catch (const NoRoomToLook&) {
     // With ops of the whole batch one sample may be cut for memory, so that forward of it never
     // runs as a whole. Two of them side by side may well not fit there.

@@ -352,8 +352,12 @@ RowLook::Seen RowLook::find() const {
   std::optional<memory::Limit> limit;
   const int64_t least = std::min(batch_size, rows == 1 ? int64_t{3} : rows + 1);
   if (!device.is_cpu()) {
-    // No limit is enforced there: hardly more rows than a micro-batch has.
-    add(rows > 3 ? rows : least, rows > 3 ? rows / 2 : rows);
+    // No limit is enforced there: no more rows than a micro-batch has, or two samples.
+    if (rows > 3 || least == 2) {
+      add(rows > 3 ? rows : least, rows > 3 ? rows / 2 : rows);
+    } else {
+      sizes.push_back({2, 1, pairs_of_samples(*this)});
+    }
   } else if (peak && !few) {
     for (int64_t more = batch_size; more > least; more = (more + 1) / 2) add(more, rows);
     limit.emplace(*peak);

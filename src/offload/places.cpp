@@ -54,6 +54,11 @@ Places::Places(c10::Device device, const StoreOptions& options)
   if (options.disk) file_.emplace(options.file);
 }
 
+void Places::provide_memory(const Place& place) {
+  for (const Extent& extent : place.host) arena_.provide(extent.begin + extent.bytes);
+  if (place.disk_bytes > 0) staging_.provide(staging_.bytes());
+}
+
 int64_t Places::row(at::ArrayRef<int64_t> storages) noexcept {
   int64_t bytes = 0;
   for (const int64_t storage : storages) bytes += round_up(storage, kHostAlignment);
@@ -83,8 +88,10 @@ Place Places::take(int64_t row) {
   place.host = host_.take(place.host_bytes);
   try {
     place.disk = disk_.take(place.disk_bytes);
+    provide_memory(place);
   } catch (...) {
     host_.give_back(place.host);
+    disk_.give_back(place.disk);
     throw;
   }
   host_peak_ = std::max(host_peak_, host_.used());

@@ -57,6 +57,7 @@ class Places {
   const DiskFile* file() const noexcept { return file_ ? &*file_ : nullptr; }
 
  private:
+  void provide_memory(const Place& place);
   template <bool kOut>
   void copy_host(const Place& place, const std::vector<Piece>& pieces, DeviceLink::Copies& copies);
   template <bool kOut>

@@ -149,7 +149,10 @@ StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchS
   if (const int64_t live = memory::stats(setup.problem.device).live; budget && live > *budget) {
     throw BudgetExceeded(
         live, *budget, std::nullopt,
-        "What is allocated before the step (parameters, gradients, optimizer state, inputs)");
+        setup.problem.device.is_cpu()
+            ? "What is allocated before the step (parameters, gradients, optimizer state, inputs)"
+            : "What is allocated before the step (parameters, gradients, optimizer state, inputs, "
+              "workspaces of the device's libraries)");
   }
 
   Findings findings = facts_.knowledge->findings;  // kept where the step succeeds

@@ -270,7 +270,7 @@ at::Tensor reduced(const std::vector<at::Tensor>& numbers, const std::vector<at:
   for (size_t i = 0; i < numbers.size(); ++i) {
     at::Tensor term = numbers[i].mul(shares[i]);
     // A mean over nothing is NaN, and no part of the mean over all.
-    term = term.masked_fill(shares[i].eq(0), 0);
+    term = term.masked_fill(shares[i].eq(0).to(term.device()), 0);
     sum = sum.defined() ? sum.add(term) : term;
   }
   return sum.to(type);

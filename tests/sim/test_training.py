@@ -138,6 +138,10 @@ def test_nothing_passes_the_budget_in_silence(n):
             report = batch.backward(inputs, targets)
         except ib.BudgetExceeded:
             continue
+        # A first plan may pass it, and is then given up and told.
+        assert report.peak_bytes <= budget or report.restarts > 0
+        for _ in range(2):
+            report = batch.backward(inputs, targets)
         assert report.restarts == 0 and report.peak_bytes <= budget
 
 

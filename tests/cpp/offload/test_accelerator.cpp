@@ -214,13 +214,29 @@ TEST_F(AcceleratorTest, CopiesRunInTheirOwnStreamBehindTheDevicesWork) {
 }
 
 TEST_F(AcceleratorTest, PinnedMemoryIsTakenInPowersOfTwo) {
-  const HostBlock block(11 * 4096 - 100, c10::Device(kType, 0));
+  HostBlock block(11 * 4096 - 100, c10::Device(kType, 0));
   EXPECT_EQ(block.bytes(), 11 * 4096);
+  EXPECT_EQ(device_.pinned.size(), 0U) << "pinned before it is needed";
+  block.provide(11 * 4096);
   EXPECT_EQ(device_.pinned, (std::vector<int64_t>{8 * 4096, 2 * 4096, 4096}));
   EXPECT_EQ(block.piece(0, 100'000).size(), 8 * 4096);
   EXPECT_EQ(block.piece(8 * 4096 - 10, 100).size(), 10);
   EXPECT_EQ(block.piece(8 * 4096, 100'000).size(), 2 * 4096);
   EXPECT_EQ(block.piece(10 * 4096 + 5, 20).size(), 20);
+}
+
+TEST_F(AcceleratorTest, MemoryIsPinnedAsItIsNeeded) {
+  constexpr int64_t kMiB = int64_t{1} << 20;
+  HostBlock block(int64_t{1} << 40, c10::Device(kType, 0));
+  block.provide(1);
+  EXPECT_EQ(device_.pinned, (std::vector<int64_t>{16 * kMiB}));
+  block.provide(16 * kMiB);
+  block.provide(100);
+  EXPECT_EQ(device_.pinned.size(), 1U);
+  block.provide(16 * kMiB + 1);
+  EXPECT_EQ(device_.pinned, (std::vector<int64_t>{16 * kMiB, 16 * kMiB}));
+  block.provide(65 * kMiB);
+  EXPECT_EQ(device_.pinned, (std::vector<int64_t>{16 * kMiB, 16 * kMiB, 32 * kMiB, 64 * kMiB}));
 }
 
 TEST_F(AcceleratorTest, AcrossPiecesOfTheArenaAndOntoDisk) {
