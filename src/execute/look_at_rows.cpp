@@ -144,7 +144,10 @@ void RowChecks::compare_rows() {
   look.again = known.looked > 0 && rows >= known.rows;
   look.dims = known.dims;
   look.device = problem_.device;
-  if (high_water_) look.peak = room_for_a_look(high_water_->peak());
+  if (high_water_) {
+    peak_before_look_ = high_water_->peak();
+    look.peak = room_for_a_look(peak_before_look_, problem_.device);
+  }
   if (problem_.loss.external() == nullptr) {
     look.compared = whole_ != nullptr ? whole_->read() : read_;
   }

@@ -58,9 +58,10 @@ class RowChecks final : public Check {
   bool beyond_cuts() const noexcept { return rows_differ_ || experiment_.found(); }
   /// Whether rows were looked at.
   bool looked() const noexcept { return looked_; }
-  /// The peak of this step, if it has looked at rows on the CPU, but for the look.
+  /// The peak of this step, if it has looked at rows, but for the look.
   std::optional<int64_t> peak_without_look() const {
-    return looked_ && high_water_ ? std::optional(high_water_->peak()) : std::nullopt;
+    if (!looked_ || !high_water_) return std::nullopt;
+    return problem_.device.is_cpu() ? high_water_->peak() : peak_before_look_;
   }
   /// What forward gives on these rows of another size, with `coupled::FixedOps`, undone. Nothing
   /// where that cannot be compared.
@@ -102,6 +103,7 @@ class RowChecks final : public Check {
   bool rows_differ_ = false;
   std::exception_ptr differ_;                    // then: how
   std::optional<memory::HighWater> high_water_;  // of this step, where rows will be looked at
+  int64_t peak_before_look_ = 0;
 };
 
 }  // namespace infinitybatch

@@ -305,7 +305,6 @@ std::vector<int64_t> places_of_looks(int64_t batch_size, int64_t rows) {
 }
 
 void watch_peak(std::optional<memory::HighWater>& peak, at::Device device) {
-  if (!device.is_cpu()) return;
   try {
     peak.emplace(device);
   } catch (const StateError&) {
@@ -313,10 +312,11 @@ void watch_peak(std::optional<memory::HighWater>& peak, at::Device device) {
   }
 }
 
-int64_t room_for_a_look(int64_t peak) {
-  constexpr int64_t kSome = int64_t{256} << 10;
-  const memory::Statistics now = memory::stats(at::kCPU);
-  return now.limit ? *now.limit : std::max(peak, now.live + kSome);
+int64_t room_for_a_look(int64_t peak, at::Device device) {
+  const int64_t some = device.is_cpu() ? int64_t{256} << 10 : int64_t{16} << 20;
+  const memory::Statistics now = memory::stats(device);
+  const std::optional<int64_t> limit = device.is_cpu() ? now.limit : memory::Limit::measured();
+  return limit ? *limit : std::max(peak, now.live + some);
 }
 
 void RowsSeen::note(int64_t batch_size, int64_t least, std::vector<int64_t> found) {
@@ -339,7 +339,40 @@ CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size, const R
           "micro-batch, or accept another gradient with batch_coupling=\"per_micro_batch\"");
 }
 
+RowLook::Seen RowLook::find_on_accelerator() const {
+  // Nothing refuses what passes a limit there. Two samples or a micro-batch's half fit where the
+  // step did; what that took, and then what more rows took, says how many more fit.
+  constexpr int64_t kMoreAtOnce = 4;
+  const auto looked_at = [this](int64_t more) { return peak && more < batch_size && !few; };
+  int64_t more = rows > 3 ? rows : std::min<int64_t>(2, batch_size);
+  const bool pairs = more == 2 && batch_size > 2;
+  const LookedAt first = pairs ? pairs_of_samples(*this) : neighbours(*this, more);
+  Seen seen;
+  int64_t shorter = 0, rise_of_shorter = 0;
+  for (int64_t fewer = std::max<int64_t>(1, more / 2);; fewer = std::min(rows, more / 2)) {
+    const int64_t live = memory::stats(device).live;
+    const memory::HighWater watch(device);
+    const LookedAt places = shorter == 0 ? first : neighbours(*this, more);
+    Seen here = compare_at(*this, places, fewer, /*some=*/false);
+    if (here.differs || !here.compared) return shorter == 0 || here.differs ? here : seen;
+    if (seen.dims.empty()) seen = std::move(here);
+    if (!looked_at(more)) return seen;
+    const int64_t rise = watch.peak() - live;
+    const int64_t for_each = shorter == 0 ? (rise + more - 1) / more
+                                          : std::max<int64_t>(rise - rise_of_shorter, 0) /
+                                                (more - shorter);
+    const int64_t room = *peak - memory::stats(device).live - rise;
+    // What is allocated is rounded, and a kernel's workspace may appear: not to the last byte.
+    const int64_t fit =
+        more + std::max<int64_t>(0, room - rise / 8) / std::max<int64_t>(1, for_each + for_each / 8);
+    shorter = std::exchange(more, std::min({batch_size, kMoreAtOnce * more, fit}));
+    rise_of_shorter = rise;
+    if (more < shorter + (shorter + 1) / 2) return seen;
+  }
+}
+
 RowLook::Seen RowLook::find() const {
+  if (!device.is_cpu()) return find_on_accelerator();
   struct Sizes {
     int64_t more, fewer;
     LookedAt places;
@@ -351,24 +384,15 @@ RowLook::Seen RowLook::find() const {
   const std::optional<int64_t> given = memory::stats(at::kCPU).limit;  // by the user
   std::optional<memory::Limit> limit;
   const int64_t least = std::min(batch_size, rows == 1 ? int64_t{3} : rows + 1);
-  if (!device.is_cpu()) {
-    // No limit is enforced there: no more rows than a micro-batch has, or two samples.
-    if (rows > 3 || least == 2) {
-      add(rows > 3 ? rows : least, rows > 3 ? rows / 2 : rows);
-    } else {
-      sizes.push_back({2, 1, pairs_of_samples(*this)});
-    }
-  } else if (peak && !few) {
+  if (peak && !few) {
     for (int64_t more = batch_size; more > least; more = (more + 1) / 2) add(more, rows);
     limit.emplace(*peak);
   }
   const size_t unlimited = sizes.size();
-  if (device.is_cpu()) {
-    add(least, rows);
-    // Under a tight budget: what takes no more room than a micro-batch, or than two samples.
-    for (int64_t more = rows; more > 2; more = (more + 1) / 2) add(more, more / 2);
-    if (least > 2) sizes.push_back({2, 1, pairs_of_samples(*this)});
-  }
+  add(least, rows);
+  // Under a tight budget: what takes no more room than a micro-batch, or than two samples.
+  for (int64_t more = rows; more > 2; more = (more + 1) / 2) add(more, more / 2);
+  if (least > 2) sizes.push_back({2, 1, pairs_of_samples(*this)});
   int64_t needed = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (i == unlimited) {

@@ -46,8 +46,8 @@ struct RowLook {
   bool sorted = false;   ///< by length: the first ones need more memory than others
   bool again = false;    ///< so few were compared before
   at::Device device = at::kCPU;
-  /// The most bytes that may be live meanwhile, on the CPU, where a limit is enforced; the look
-  /// then takes as many rows as fit.
+  /// The most bytes that may be live meanwhile: the look takes as many rows as fit. On the CPU a
+  /// limit is enforced; on accelerators what few rows took says how many that are.
   std::optional<int64_t> peak;
   bool few = false;            ///< whether hardly more rows than a micro-batch's may be loaded
   std::vector<bool> compared;  ///< which leaves of the outputs matter; empty: all
@@ -73,14 +73,18 @@ struct RowLook {
   /// \throws NoRoomToLook where a memory limit leaves room for no comparison at all
   /// \throws what the device throws where it has no room for one
   Seen find() const;
+
+ private:
+  Seen find_on_accelerator() const;
 };
 
-/// Watches the peak of a step after which rows are looked at: on the CPU, where torch uses this
-/// library's allocator.
+/// Watches the peak of a step after which rows are looked at; not on the CPU where torch uses
+/// another allocator than this library's.
 void watch_peak(std::optional<memory::HighWater>& peak, at::Device device);
 /// `RowLook::peak`: all that a budget allows; where none counts, the step's own peak, and at least
-/// 256 KiB more than is live now, so that small models are looked at as a whole.
-int64_t room_for_a_look(int64_t peak);
+/// 256 KiB more than is live now (on accelerators 16 MiB), so that small models are looked at as a
+/// whole.
+int64_t room_for_a_look(int64_t peak, at::Device device);
 
 /// \param seen   where `RowLook::find` found a difference
 /// \param before what was known before this step

@@ -44,6 +44,15 @@ void Limit::check() {
   }
 }
 
+std::optional<int64_t> Limit::measured() {
+  std::optional<int64_t> least;
+  for (const Limit* limit = ThreadContext::get().measured_limit; limit != nullptr;
+       limit = limit->outer_measured_) {
+    least = std::min(least.value_or(limit->bytes_), limit->bytes_);
+  }
+  return least;
+}
+
 int64_t Limit::refused() const noexcept {
   return seen_ ? passed_ : CpuAccounting::thread().refused;
 }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 namespace infinitybatch::memory {
 
@@ -29,6 +30,9 @@ class Limit {
   /// allocator's statistics, and waits for nothing.
   /// \throws c10::OutOfMemoryError where one has
   static void check();
+
+  /// The smallest of this thread's limits on accelerators.
+  static std::optional<int64_t> measured();
 
   /// What the last allocation that a limit of this thread refused would have made live; 0 where
   /// nothing was refused since this object was made.
