@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-WARM = 4
+WARM = 4  #: steps in which plans settle
 GiB = 1 << 30
 Step = Callable[[], int | None]  #: it may tell its own peak
 
@@ -111,13 +112,6 @@ def contrast(embeddings: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 
 
 def cases(toy: bool) -> Iterator[Case]:
-    n, size = (16, 32) if toy else (256, 224)
-    yield Case(
-        "ResNet-50, BatchNorm",
-        resnet(4, (1, 1)) if toy else resnet(64, (3, 4, 6, 3)),
-        torch.randn(n, 3, size, size), torch.randint(1000, (n,)), F.cross_entropy, n // 8,
-        by_hand=False, autocast=None if toy else torch.bfloat16,
-    )  # fmt: skip
     words, length, width, layers = (50, 8, 16, 1) if toy else (32_000, 1024, 768, 12)
     n = 16 if toy else 32
     tokens = torch.randint(words, (n, length))
@@ -134,6 +128,13 @@ def cases(toy: bool) -> Iterator[Case]:
         Transformer(words, length, width, layers, 32 if toy else 256),
         tokens, torch.zeros(n, dtype=torch.long), contrast, n // 16,
         coupled=True, autocast=None if toy else torch.bfloat16,
+    )  # fmt: skip
+    n, size = (16, 32) if toy else (256, 224)
+    yield Case(
+        "ResNet-50, BatchNorm",
+        resnet(4, (1, 1)) if toy else resnet(64, (3, 4, 6, 3)),
+        torch.randn(n, 3, size, size), torch.randint(1000, (n,)), F.cross_entropy, n // 8,
+        by_hand=False, autocast=None if toy else torch.bfloat16,
     )  # fmt: skip
 
 
@@ -216,24 +217,32 @@ def gradients(case: Case) -> list[torch.Tensor]:
     return [p.grad.clone() for p in case.model.parameters()]
 
 
-def measure(case: Case, rounds: int) -> list[dict]:
+def measure(case: Case, rounds: int, seconds: float) -> list[dict]:
+    r"""\param seconds after which no further round begins, once two have been measured"""
+    begin = time.perf_counter()
     ways: dict[str, Step] = {"native": lambda: native(case)}
-    first = once(case, ways["native"])
+    once(case, ways["native"])
     first = once(case, ways["native"])
     wanted = gradients(case)
     if isinstance(case.model, nn.Sequential):
         ways["native, torch.utils.checkpoint"] = lambda: checkpointed(case)
     by_hand = "GradCache by hand" if case.coupled else "accumulation by hand"
     if case.by_hand or not case.coupled:
-        ways[f"{by_hand}, {case.micro_batch}"] = lambda: (cached if case.coupled else accumulated)(case)
+        ways[f"{by_hand}, {case.micro_batch}"] = lambda: (cached if case.coupled else accumulated)(
+            case
+        )
     ways[f"micro_batch_size={case.micro_batch}"] = ours(case, micro_batch_size=case.micro_batch)
     live = torch.accelerator.memory_allocated()
     for share in (0.5, 0.25, 0.125):
         budget = live + int(share * (first["peak_bytes"] - live))
-        ways[f"memory_budget={budget / GiB:.2f} GiB ({share:g} of native)"] = ours(case, memory_budget=budget)
+        ways[f"memory_budget={budget / GiB:.2f} GiB ({share:g} of native)"] = ours(
+            case, memory_budget=budget
+        )
     seen: dict[str, list[dict]] = {way: [] for way in ways}
-    apart, failed = {}, {}
+    apart, failed, warm = {}, {}, dict.fromkeys(ways, 0.0)
     for round_ in range(WARM + rounds):
+        if round_ >= WARM + 2 and time.perf_counter() - begin > seconds:
+            break
         for way, step in ways.items():
             if way in failed:
                 continue
@@ -242,6 +251,13 @@ def measure(case: Case, rounds: int) -> list[dict]:
             except (ib.Error, torch.OutOfMemoryError) as error:
                 failed[way] = f"{type(error).__name__}: {error}"
                 continue
+            if round_ < WARM:
+                warm[way] += measured["seconds"]
+                print(
+                    f"  warm {round_}: {way}: {measured['seconds']:.3f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if round_ == WARM:
                 apart[way] = difference(case, wanted)
             if round_ >= WARM:
@@ -252,42 +268,47 @@ def measure(case: Case, rounds: int) -> list[dict]:
         if way in failed:
             rows.append(row | {"error": failed[way]})
             continue
-        ratios = [one["seconds"] / base["seconds"] for one, base in zip(found, seen["native"], strict=True)]
+        ratios = [
+            one["seconds"] / base["seconds"]
+            for one, base in zip(found, seen["native"], strict=True)
+        ]
         rows.append(row | {
             "median_seconds": statistics.median(one["seconds"] for one in found),
             "time_over_native": statistics.median(ratios),
             "peak_bytes": max(one["peak_bytes"] for one in found),
             "gradient_apart": apart[way],
+            "rounds": len(found),
+            "seconds_of_first_steps": warm[way],
         })  # fmt: skip
     return rows
 
 
-def reach(device: str, toy: bool) -> list[dict]:
+def reach(device: str, toy: bool) -> Iterator[dict]:
     """The largest batch: native until the device's memory ends, ours in a fixed budget."""
-    rows = []
     model = (resnet(4, (1, 1)) if toy else resnet(64, (3, 4, 6, 3))).to(device)
     n, size, budget = (8, 32, None) if toy else (256, 224, 6 * GiB)
     native_lives = True
-    for _ in range(2 if toy else 5):
+    for _ in range(2 if toy else 4):
         images = torch.randn(n, 3, size, size, device="cpu").pin_memory()
-        case = Case("ResNet-50", model, images, torch.randint(1000, (n,)), F.cross_entropy, 8)
-        case.targets = case.targets.to(device)
+        labels = torch.randint(1000, (n,), device=device)
+        case = Case("ResNet-50", model, images, labels, F.cross_entropy, 8, autocast=torch.bfloat16)
+        row = {"model": "ResNet-50, batches of every size", "rows": n}
         if native_lives:
             try:
                 case.inputs = images.to(device)
-                rows.append({"model": case.name, "rows": n, "way": "native", **once(case, lambda c=case: native(c))})
+                yield row | {"way": "native", **once(case, lambda case=case: native(case))}
             except torch.OutOfMemoryError:
-                rows.append({"model": case.name, "rows": n, "way": "native", "error": "out of memory"})
+                yield row | {"way": "native", "error": "out of memory"}
                 native_lives = False
-        case.inputs = images
+        case.inputs = images  # micro-batches are brought to the device
         gc.collect()
         torch.accelerator.empty_cache()
         if budget is not None:
             step = ours(case, memory_budget=budget)
-            once(case, step)
-            rows.append({"model": case.name, "rows": n, "way": "memory_budget=6GiB", **once(case, step)})
+            first = once(case, step)["seconds"]
+            told = {"way": f"memory_budget={budget // GiB}GiB", "seconds_of_first_steps": first}
+            yield row | told | once(case, step)
         n *= 2
-    return rows
 
 
 def main() -> None:
@@ -296,15 +317,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--toy", action="store_true", help="only try the harness")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=60, help="for each network, about")
+    parser.add_argument("--only", nargs="*", default=[], help="beginnings of names of networks")
     chosen = parser.parse_args()
     if chosen.device == "sim":  # to try the harness: tests/sim, which scripts/accelerator.sh finds
         importlib.import_module("simulated_device")
     torch.manual_seed(0)
     results: list[dict] = []
     for case in cases(chosen.toy):
+        if chosen.only and not case.name.startswith(tuple(chosen.only)):
+            continue
         case.model = case.model.to(chosen.device)
         case.inputs, case.targets = (x.to(chosen.device) for x in (case.inputs, case.targets))
-        found = measure(case, chosen.rounds)
+        found = measure(case, chosen.rounds, chosen.seconds)
         results += found
         for row in found:
             told = row.get("error") or (
@@ -316,10 +341,11 @@ def main() -> None:
         del case
         gc.collect()
         torch.accelerator.empty_cache()
-    for row in reach(chosen.device, chosen.toy):
-        results.append(row)
-        print(row, flush=True)
-    chosen.output.write_text(json.dumps(results, indent=1) + "\n")
+    if not chosen.only or "reach" in chosen.only:
+        for row in reach(chosen.device, chosen.toy):
+            results.append(row)
+            print(row, flush=True)
+            chosen.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
