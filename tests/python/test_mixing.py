@@ -141,7 +141,7 @@ def test_where_no_tape_can_tell_the_same_rows_do():
     """Code of the user's that ends the recording; `verify` tells, too."""
     model = mixing(lambda h: Triple.apply(h - h.mean(0)))
     inputs, targets = classification(N)
-    with pytest.raises(ib.CouplingError, match="differ between a batch of 12 and one of 4"):
+    with pytest.raises(ib.CouplingError, match=r"differ between a batch of \d+ and one of \d"):
         step("streaming", model, inputs, targets, micro_batch_size=SIZE)
     options = {"micro_batch_size": SIZE, "batch_coupling": "per_micro_batch"}
     assert not ib.verify(model, nn.CrossEntropyLoss(), inputs, targets, **options).exact
