@@ -33,6 +33,28 @@ constexpr std::array<Unit, 14> kUnits{{{"", 1.0},
                                        {"gib", 0x1p30},
                                        {"tib", 0x1p40}}};
 
+/// In the largest unit that leaves a number of at least 1, with one digit after the point where
+/// there are fewer than three before it.
+template <typename Round>
+std::string written(int64_t bytes, const Round& round) {
+  constexpr std::array<const char*, 5> names{"B", "KiB", "MiB", "GiB", "TiB"};
+  double value = static_cast<double>(bytes);
+  size_t unit = 0;
+  // 1023.5 KiB would be rounded to "1024 KiB".
+  while (std::abs(value) >= (unit == 0 ? 1024.0 : 1023.5) && unit + 1 < names.size()) {
+    value /= 1024.0;
+    ++unit;
+  }
+  const double tenths = round(value * 10.0) / 10.0;
+  const bool whole = std::abs(value) >= 100.0 || tenths == std::floor(tenths);
+  std::array<char, 32> digits{};
+  const auto end =
+      std::to_chars(digits.data(), digits.data() + digits.size(),
+                    std::abs(value) >= 100.0 ? round(value) : tenths, std::chars_format::fixed,
+                    whole ? 0 : 1);
+  return std::string(digits.data(), end.ptr) + ' ' + names[unit];
+}
+
 }  // namespace
 
 // Numbers are read and written without the C library's locale, in which a point may be a comma.
@@ -61,20 +83,11 @@ int64_t parse_bytes(const std::string& text) {
 }
 
 std::string format_bytes(int64_t bytes) {
-  constexpr std::array<const char*, 5> names{"B", "KiB", "MiB", "GiB", "TiB"};
-  double value = static_cast<double>(bytes);
-  size_t unit = 0;
-  // 1023.5 KiB would be rounded to "1024 KiB".
-  while (std::abs(value) >= (unit == 0 ? 1024.0 : 1023.5) && unit + 1 < names.size()) {
-    value /= 1024.0;
-    ++unit;
-  }
-  const double tenths = std::round(value * 10.0) / 10.0;
-  const bool whole = std::abs(value) >= 100.0 || tenths == std::floor(tenths);
-  std::array<char, 32> digits{};
-  const auto written = std::to_chars(digits.data(), digits.data() + digits.size(), value,
-                                     std::chars_format::fixed, whole ? 0 : 1);
-  return std::string(digits.data(), written.ptr) + ' ' + names[unit];
+  return written(bytes, [](double value) { return std::round(value); });
+}
+
+std::string format_bytes_up(int64_t bytes) {
+  return written(bytes, [](double value) { return std::ceil(value); });
 }
 
 }  // namespace infinitybatch

@@ -20,13 +20,12 @@ std::string budget_message(int64_t needed, int64_t limit, std::optional<int64_t>
     return what + " needs more than the memory_budget of " + format_bytes(limit) + way_out;
   }
   // A figure that rounds to the budget's own would say nothing.
-  const bool alike = format_bytes(needed) == format_bytes(limit);
-  const auto write = [alike](int64_t bytes) {
-    return alike ? std::to_string(bytes) + " bytes" : format_bytes(bytes);
-  };
+  const bool alike = format_bytes_up(needed) == format_bytes(limit);
+  const auto exactly = [](int64_t bytes) { return std::to_string(bytes) + " bytes"; };
   if (smallest) way_out = ". The smallest that works: memory_budget=" + std::to_string(*smallest);
-  return what + " needs " + (smallest ? "" : "at least ") + write(needed) + "; memory_budget is " +
-         write(limit) + way_out;
+  return what + " needs " + (smallest ? "" : "at least ") +
+         (alike ? exactly(needed) : format_bytes_up(needed)) + "; memory_budget is " +
+         (alike ? exactly(limit) : format_bytes(limit)) + way_out;
 }
 
 }  // namespace

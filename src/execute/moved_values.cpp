@@ -24,7 +24,7 @@ namespace {
 /// Whoever holds it may move values, of any model: they may share memory.
 std::mutex one_at_a_time;
 
-constexpr int64_t kPiece = int64_t{1} << 16;  // numbers that go over the host at a time
+constexpr int64_t kPiece = int64_t{1} << 22;  // numbers that go over the host at a time
 
 template <typename Number>
 struct Bits;
@@ -180,17 +180,17 @@ at::Tensor flat_of(const at::Tensor& tensor) {
 
 /// The largest size.
 double largest_of(const at::Tensor& flat) {
-  double largest = 0;
-  for (int64_t begin = 0; begin < flat.numel(); begin += kPiece) {
-    const int64_t count = std::min(kPiece, flat.numel() - begin);
-    const at::Tensor here = flat.narrow(0, begin, count).cpu();
-    with_type(flat.scalar_type(), [&](auto number) {
-      const auto* numbers = static_cast<const decltype(number)*>(here.const_data_ptr());
-      for (int64_t i = 0; i < count; ++i) {
-        largest = std::max(largest, std::abs(static_cast<double>(numbers[i])));
-      }
-    });
+  if (!flat.is_cpu()) {
+    const auto [least, most] = at::aminmax(flat);
+    return at::maximum(most, -least).item<double>();
   }
+  double largest = 0;
+  with_type(flat.scalar_type(), [&](auto number) {
+    const auto* numbers = static_cast<const decltype(number)*>(flat.const_data_ptr());
+    for (int64_t i = 0; i < flat.numel(); ++i) {
+      largest = std::max(largest, std::abs(static_cast<double>(numbers[i])));
+    }
+  });
   return largest;
 }
 

@@ -213,18 +213,22 @@ RowLook::Seen compare(const RowLook& look, const std::vector<Rows>& here, int64_
   if (look.again || look.moved == nullptr || look.moved->empty()) {
     return compare(look, inputs, more, fewer);
   }
-  struct Back {
-    MovedValues& moved;
-    ~Back() { moved.off(); }
-  } back{*look.moved};
   try {
-    look.moved->on();
+    look.moved->on();  // and so they stay: `find` moves them back
     return compare(look, inputs, more, fewer);
   } catch (const OnlyAtItsOwnValues&) {
     look.moved->off();
   }
   return compare(look, inputs, more, fewer);
 }
+
+/// Values go back to their own when a look is done.
+struct MovedBack {
+  MovedValues* moved;
+  ~MovedBack() {
+    if (moved != nullptr) moved->off();
+  }
+};
 
 using LookedAt = std::vector<std::vector<Rows>>;
 
@@ -342,36 +346,45 @@ CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size, const R
 RowLook::Seen RowLook::find_on_accelerator() const {
   // Nothing refuses what passes a limit there. Two samples or a micro-batch's half fit where the
   // step did; what that took, and then what more rows took, says how many more fit.
-  constexpr int64_t kMoreAtOnce = 4;
-  const auto looked_at = [this](int64_t more) { return peak && more < batch_size && !few; };
   int64_t more = rows > 3 ? rows : std::min<int64_t>(2, batch_size);
-  const bool pairs = more == 2 && batch_size > 2;
-  const LookedAt first = pairs ? pairs_of_samples(*this) : neighbours(*this, more);
+  LookedAt places = neighbours(*this, more);
+  LookedAt others;  // are looked at where there is no room for more rows
+  if (more == 2 && batch_size > 2) places = pairs_of_samples(*this);
+  const bool grows = peak && !few;
+  if (grows) {
+    others.assign(places.begin() + 1, places.end());
+    places.resize(1);
+  }
   Seen seen;
-  int64_t shorter = 0, rise_of_shorter = 0;
+  int64_t last = 0, rise_of_last = 0;
   for (int64_t fewer = std::max<int64_t>(1, more / 2);; fewer = std::min(rows, more / 2)) {
     const int64_t live = memory::stats(device).live;
     const memory::HighWater watch(device);
-    const LookedAt places = shorter == 0 ? first : neighbours(*this, more);
-    Seen here = compare_at(*this, places, fewer, /*some=*/false);
-    if (here.differs || !here.compared) return shorter == 0 || here.differs ? here : seen;
-    if (seen.dims.empty()) seen = std::move(here);
-    if (!looked_at(more)) return seen;
-    const int64_t rise = watch.peak() - live;
-    const int64_t for_each = shorter == 0 ? (rise + more - 1) / more
-                                          : std::max<int64_t>(rise - rise_of_shorter, 0) /
-                                                (more - shorter);
-    const int64_t room = *peak - memory::stats(device).live - rise;
+    const Seen here = compare_at(*this, places, fewer, /*some=*/false);
+    if (here.differs) return here;
+    if (seen.dims.empty()) seen.dims = here.dims;
+    seen.compared = seen.compared || here.compared;
+    if (more == batch_size || !grows) return seen;
+    const int64_t rise = std::max<int64_t>(1, watch.peak() - live);
+    const int64_t since = last == 0 ? rise : std::max<int64_t>(1, rise - rise_of_last);
     // What is allocated is rounded, and a kernel's workspace may appear: not to the last byte.
-    const int64_t fit =
-        more + std::max<int64_t>(0, room - rise / 8) / std::max<int64_t>(1, for_each + for_each / 8);
-    shorter = std::exchange(more, std::min({batch_size, kMoreAtOnce * more, fit}));
-    rise_of_shorter = rise;
-    if (more < shorter + (shorter + 1) / 2) return seen;
+    const int64_t room = *peak - memory::stats(device).live - rise - rise / 8;
+    const double fit = 0.9 * static_cast<double>(std::max<int64_t>(0, room)) *
+                       static_cast<double>(more - last) / static_cast<double>(since);
+    const int64_t next = more + static_cast<int64_t>(std::min(fit, double(batch_size - more)));
+    if (next < more + (more + 1) / 2) break;
+    others.clear();
+    last = std::exchange(more, next);
+    rise_of_last = rise;
+    places = neighbours(*this, more);
   }
+  if (others.empty()) return seen;
+  Seen here = compare_at(*this, others, std::max<int64_t>(1, more / 2), /*some=*/false);
+  return here.differs ? here : seen;
 }
 
 RowLook::Seen RowLook::find() const {
+  const MovedBack back{moved};
   if (!device.is_cpu()) return find_on_accelerator();
   struct Sizes {
     int64_t more, fewer;

@@ -14,4 +14,7 @@ int64_t parse_bytes(const std::string& text);
 /// Writes bytes for people: "812 MiB", "1.5 GiB", "96 B". At most one digit after the point.
 std::string format_bytes(int64_t bytes);
 
+/// The same, rounded up: whoever gives what is written gives enough.
+std::string format_bytes_up(int64_t bytes);
+
 }  // namespace infinitybatch
