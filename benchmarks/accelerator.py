@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-WARM = 4  #: steps in which plans settle
+SHARES = (0.5, 0.25)
+WARM = 6  #: steps in which plans settle
 GiB = 1 << 30
 Step = Callable[[], int | None]  #: it may tell its own peak
 
@@ -39,7 +40,6 @@ class Case:
     criterion: Callable
     micro_batch: int
     coupled: bool = False
-    by_hand: bool = True  #: whether micro-batches by hand have native's gradient
     autocast: torch.dtype | None = None
 
 
@@ -134,7 +134,7 @@ def cases(toy: bool) -> Iterator[Case]:
         "ResNet-50, BatchNorm",
         resnet(4, (1, 1)) if toy else resnet(64, (3, 4, 6, 3)),
         torch.randn(n, 3, size, size), torch.randint(1000, (n,)), F.cross_entropy, n // 8,
-        by_hand=False, autocast=None if toy else torch.bfloat16,
+        autocast=None if toy else torch.bfloat16,
     )  # fmt: skip
 
 
@@ -206,81 +206,78 @@ def once(case: Case, step: Step) -> dict[str, float]:
     return {"seconds": seconds, "peak_bytes": peak}
 
 
+def gradients(case: Case) -> list[torch.Tensor]:
+    return [p.grad.to("cpu") for p in case.model.parameters()]
+
+
 def difference(case: Case, wanted: list[torch.Tensor]) -> float:
     """Of all gradients together, relative to native's."""
-    pairs = zip((p.grad for p in case.model.parameters()), wanted, strict=True)
-    apart = sum(float((found - right).double().square().sum()) for found, right in pairs)
-    return (apart / sum(float(right.double().square().sum()) for right in wanted)) ** 0.5
+    pairs = list(zip(gradients(case), wanted, strict=True))
+    apart = sum(float((found - right).square().sum()) for found, right in pairs)
+    return (apart / sum(float(right.square().sum()) for _, right in pairs)) ** 0.5
 
 
-def gradients(case: Case) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in case.model.parameters()]
+def ways_of(case: Case, peak: int) -> dict[str, Step]:
+    """\\param peak native's, in bytes"""
+    ways: dict[str, Step] = {"native": lambda: native(case)}
+    if isinstance(case.model, nn.Sequential):
+        ways["native, torch.utils.checkpoint"] = lambda: checkpointed(case)
+    by_hand = cached if case.coupled else accumulated
+    name = "GradCache by hand" if case.coupled else "accumulation by hand"
+    ways[f"{name}, {case.micro_batch}"] = lambda: by_hand(case)
+    ways[f"micro_batch_size={case.micro_batch}"] = ours(case, micro_batch_size=case.micro_batch)
+    for share in SHARES:
+        budget = int(share * peak)
+        name = f"memory_budget={budget / GiB:.2f} GiB, {share:g} of native's peak"
+        ways[name] = ours(case, memory_budget=budget)
+    return ways
 
 
 def measure(case: Case, rounds: int, seconds: float) -> list[dict]:
-    r"""\param seconds after which no further round begins, once two have been measured"""
+    """\\param seconds about as long it takes"""
     begin = time.perf_counter()
-    ways: dict[str, Step] = {"native": lambda: native(case)}
-    once(case, ways["native"])
-    first = once(case, ways["native"])
+    once(case, lambda: native(case))
+    peak = once(case, lambda: native(case))["peak_bytes"]
     wanted = gradients(case)
-    if isinstance(case.model, nn.Sequential):
-        ways["native, torch.utils.checkpoint"] = lambda: checkpointed(case)
-    by_hand = "GradCache by hand" if case.coupled else "accumulation by hand"
-    if case.by_hand or not case.coupled:
-        ways[f"{by_hand}, {case.micro_batch}"] = lambda: (cached if case.coupled else accumulated)(
-            case
-        )
-    ways[f"micro_batch_size={case.micro_batch}"] = ours(case, micro_batch_size=case.micro_batch)
-    live = torch.accelerator.memory_allocated()
-    for share in (0.5, 0.25, 0.125):
-        budget = live + int(share * (first["peak_bytes"] - live))
-        ways[f"memory_budget={budget / GiB:.2f} GiB ({share:g} of native)"] = ours(
-            case, memory_budget=budget
-        )
+    ways = ways_of(case, peak)
+    rows = {way: {"model": case.name, "rows": len(case.inputs), "way": way} for way in ways}
     seen: dict[str, list[dict]] = {way: [] for way in ways}
-    apart, failed, warm = {}, {}, dict.fromkeys(ways, 0.0)
-    for round_ in range(WARM + rounds):
-        if round_ >= WARM + 2 and time.perf_counter() - begin > seconds:
-            break
-        for way, step in ways.items():
-            if way in failed:
-                continue
-            try:
-                measured = once(case, step)
-            except (ib.Error, torch.OutOfMemoryError) as error:
-                failed[way] = f"{type(error).__name__}: {error}"
-                continue
-            if round_ < WARM:
-                warm[way] += measured["seconds"]
-                print(
-                    f"  warm {round_}: {way}: {measured['seconds']:.3f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            if round_ == WARM:
-                apart[way] = difference(case, wanted)
-            if round_ >= WARM:
-                seen[way].append(measured)
-    rows = []
+    try:
+        for way, step in ways.items():  # plans settle
+            start = time.perf_counter()
+            for index in range(WARM):
+                if index >= 2 and time.perf_counter() - start > seconds / len(ways) / 2:
+                    break
+                try:
+                    once(case, step)
+                except (ib.Error, torch.OutOfMemoryError) as error:
+                    rows[way]["error"] = f"{type(error).__name__}: {error}"
+                    break
+            if "error" not in rows[way]:
+                rows[way]["gradient_apart"] = difference(case, wanted)
+            rows[way]["seconds_of_first_steps"] = time.perf_counter() - start
+            print(f"  {way}: {time.perf_counter() - start:.2f} s", file=sys.stderr, flush=True)
+        steps = {way: step for way, step in ways.items() if "error" not in rows[way]}
+        for index in range(rounds):
+            if index >= 2 and time.perf_counter() - begin > seconds:
+                break
+            for way, step in steps.items():
+                seen[way].append(once(case, step))
+    except KeyboardInterrupt:  # what there is
+        print("interrupted", file=sys.stderr)
     for way, found in seen.items():
-        row = {"model": case.name, "rows": len(case.inputs), "way": way}
-        if way in failed:
-            rows.append(row | {"error": failed[way]})
+        pairs = list(zip(found, seen["native"], strict=False))
+        if not pairs:
             continue
-        ratios = [
-            one["seconds"] / base["seconds"]
-            for one, base in zip(found, seen["native"], strict=True)
-        ]
-        rows.append(row | {
-            "median_seconds": statistics.median(one["seconds"] for one in found),
-            "time_over_native": statistics.median(ratios),
-            "peak_bytes": max(one["peak_bytes"] for one in found),
-            "gradient_apart": apart[way],
-            "rounds": len(found),
-            "seconds_of_first_steps": warm[way],
-        })  # fmt: skip
-    return rows
+        rows[way] |= {
+            "rounds": len(pairs),
+            "median_seconds": statistics.median(one["seconds"] for one, _ in pairs),
+            "time_over_native": statistics.median(
+                one["seconds"] / base["seconds"] for one, base in pairs
+            ),
+            "peak_bytes": max(one["peak_bytes"] for one, _ in pairs),
+        }
+    return list(rows.values())
 
 
 def reach(device: str, toy: bool) -> Iterator[dict]:
@@ -332,10 +329,13 @@ def main() -> None:
         found = measure(case, chosen.rounds, chosen.seconds)
         results += found
         for row in found:
-            told = row.get("error") or (
-                f"{row['time_over_native']:6.3f} of native's time, {row['peak_bytes'] / GiB:7.3f} GiB, "
-                f"gradient {row['gradient_apart']:.1e} apart"
-            )
+            told = row.get("error", "not measured")
+            if "time_over_native" in row:
+                told = (
+                    f"{row['time_over_native']:6.3f} of native's time, "
+                    f"{row['peak_bytes'] / GiB:7.3f} GiB, "
+                    f"gradient {row.get('gradient_apart', float('nan')):.1e} apart"
+                )
             print(f"{row['model']:28} {row['way']:52} {told}", flush=True)
         chosen.output.write_text(json.dumps(results, indent=1) + "\n")
         del case
