@@ -48,10 +48,9 @@ std::string written(int64_t bytes, const Round& round) {
   const double tenths = round(value * 10.0) / 10.0;
   const bool whole = std::abs(value) >= 100.0 || tenths == std::floor(tenths);
   std::array<char, 32> digits{};
-  const auto end =
-      std::to_chars(digits.data(), digits.data() + digits.size(),
-                    std::abs(value) >= 100.0 ? round(value) : tenths, std::chars_format::fixed,
-                    whole ? 0 : 1);
+  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(),
+                                 std::abs(value) >= 100.0 ? round(value) : tenths,
+                                 std::chars_format::fixed, whole ? 0 : 1);
   return std::string(digits.data(), end.ptr) + ' ' + names[unit];
 }
 

@@ -16,6 +16,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <optional>
+#include <type_traits>
 #include <utility>
 
 namespace infinitybatch {
@@ -25,6 +26,8 @@ namespace {
 std::mutex one_at_a_time;
 
 constexpr int64_t kPiece = int64_t{1} << 22;  // numbers that go over the host at a time
+// Those that a device works on at once. Its ops need some times their memory.
+constexpr int64_t kPieceThere = int64_t{1} << 20;
 
 template <typename Number>
 struct Bits;
@@ -88,42 +91,6 @@ void exchange_bits(Number* numbers, int64_t count, uint32_t place, int zero, boo
   }
 }
 
-/// Doing it again undoes it.
-/// \param coarse the last bit that a type of half the size keeps
-template <typename Number>
-void turn_last_bits(Number* numbers, int64_t count, uint32_t place, bool coarse) {
-  using Word = typename Bits<Number>::Word;
-  constexpr int kMantissa = Bits<Number>::kMantissa;
-  constexpr int kKept = std::min(kMantissa, Bits<c10::BFloat16>::kMantissa);
-  constexpr Word kMagnitude = static_cast<Word>(~(Word{1} << (sizeof(Word) * 8 - 1)));
-  constexpr Word kExponent = static_cast<Word>(kMagnitude & ~((Word{1} << kMantissa) - 1));
-  const Word bit = static_cast<Word>(Word{1} << (coarse ? kMantissa - kKept : 0));
-  for (int64_t i = 0; i < count; ++i) {
-    const Word word = std::bit_cast<Word>(numbers[i]);
-    const Word size = static_cast<Word>(word & kMagnitude & ~bit);
-    if (size == 0 || (size & kExponent) == kExponent ||
-        (mixed(place + static_cast<uint32_t>(i)) & 16U) == 0)
-      continue;
-    numbers[i] = std::bit_cast<Number>(static_cast<Word>(word ^ bit));
-  }
-}
-
-/// Scales by a power of two, in integers: whatever the mode of the processor, no bit is lost.
-template <typename Number>
-void shift_exponents(Number* numbers, int64_t count, int by) {
-  using Word = typename Bits<Number>::Word;
-  constexpr int kMantissa = Bits<Number>::kMantissa;
-  constexpr Word kExponent =
-      static_cast<Word>(((Word{1} << (sizeof(Word) * 8 - 1)) - 1) & ~((Word{1} << kMantissa) - 1));
-  if (by == 0) return;
-  const Word step = static_cast<Word>(static_cast<Word>(std::abs(by)) << kMantissa);
-  for (int64_t i = 0; i < count; ++i) {
-    const Word word = std::bit_cast<Word>(numbers[i]);
-    if ((word & kExponent) == 0) continue;
-    numbers[i] = std::bit_cast<Number>(static_cast<Word>(by > 0 ? word + step : word - step));
-  }
-}
-
 template <typename F>
 bool with_type(at::ScalarType type, F&& f) {
   switch (type) {
@@ -141,6 +108,71 @@ bool with_type(at::ScalarType type, F&& f) {
       return true;
     default:
       return false;
+  }
+}
+
+/// \param coarse the last bit that a type of half the size keeps
+template <typename Number>
+struct LastBit {
+  using Word = typename Bits<Number>::Word;
+  static constexpr int kMantissa = Bits<Number>::kMantissa;
+  static constexpr int kKept = std::min(kMantissa, Bits<c10::BFloat16>::kMantissa);
+  static constexpr Word magnitude = static_cast<Word>(~(Word{1} << (sizeof(Word) * 8 - 1)));
+
+  explicit LastBit(bool coarse)
+      : bit(static_cast<Word>(Word{1} << (coarse ? kMantissa - kKept : 0))),
+        size_mask(static_cast<Word>(magnitude & ~bit)) {}
+
+  Word bit;
+  Word size_mask;
+  Word exponent = static_cast<Word>(magnitude & ~((Word{1} << kMantissa) - 1));
+};
+
+/// Doing it again undoes it.
+template <typename Number>
+void turn_last_bits(Number* numbers, int64_t count, uint32_t place, bool coarse) {
+  using Word = typename Bits<Number>::Word;
+  const LastBit<Number> last(coarse);
+  for (int64_t i = 0; i < count; ++i) {
+    const Word word = std::bit_cast<Word>(numbers[i]);
+    const Word size = static_cast<Word>(word & last.size_mask);
+    if (size == 0 || (size & last.exponent) == last.exponent ||
+        (mixed(place + static_cast<uint32_t>(i)) & 16U) == 0)
+      continue;
+    numbers[i] = std::bit_cast<Number>(static_cast<Word>(word ^ last.bit));
+  }
+}
+
+/// The same where a device's own ops do it: at every other place or so, without a pattern.
+void turn_last_bits_there(const at::Tensor& flat, uint32_t place, bool coarse) {
+  with_type(flat.scalar_type(), [&](auto kind) {
+    using Number = decltype(kind);
+    using Word = std::make_signed_t<typename Bits<Number>::Word>;
+    const LastBit<Number> last(coarse);
+    const at::Tensor words = flat.view(c10::CppTypeToScalarType<Word>::value);
+    const at::Tensor size = words.bitwise_and(static_cast<Word>(last.size_mask));
+    const auto exponent = static_cast<Word>(last.exponent);
+    at::Tensor turns = size.ne(0).logical_and_(size.bitwise_and(exponent).ne(exponent));
+    const at::Tensor places =
+        at::arange(place, place + flat.numel(), words.options().dtype(at::kLong));
+    turns.logical_and_(places.mul_(0x2C1B3C6D).bitwise_right_shift(13).bitwise_and_(1).ne(0));
+    words.bitwise_xor_(turns.to(words.scalar_type()).mul_(static_cast<Word>(last.bit)));
+  });
+}
+
+/// Scales by a power of two, in integers: whatever the mode of the processor, no bit is lost.
+template <typename Number>
+void shift_exponents(Number* numbers, int64_t count, int by) {
+  using Word = typename Bits<Number>::Word;
+  constexpr int kMantissa = Bits<Number>::kMantissa;
+  constexpr Word kExponent =
+      static_cast<Word>(((Word{1} << (sizeof(Word) * 8 - 1)) - 1) & ~((Word{1} << kMantissa) - 1));
+  if (by == 0) return;
+  const Word step = static_cast<Word>(static_cast<Word>(std::abs(by)) << kMantissa);
+  for (int64_t i = 0; i < count; ++i) {
+    const Word word = std::bit_cast<Word>(numbers[i]);
+    if ((word & kExponent) == 0) continue;
+    numbers[i] = std::bit_cast<Number>(static_cast<Word>(by > 0 ? word + step : word - step));
   }
 }
 
@@ -265,15 +297,18 @@ void MovedValues::nudge(const Values& values, uint32_t which) const {
   const auto number = static_cast<uint32_t>(&values - values_.data());
   const at::Tensor& flat = values.flat;
   const bool coarse = at::autocast::is_autocast_enabled(flat.device().type());
-  for (int64_t begin = 0; begin < flat.numel(); begin += kPiece) {
-    at::Tensor piece = flat.narrow(0, begin, std::min(kPiece, flat.numel() - begin));
-    const at::Tensor here = piece.is_cpu() ? piece : piece.cpu();
-    with_type(here.scalar_type(), [&](auto kind) {
-      auto* numbers = static_cast<decltype(kind)*>(here.mutable_data_ptr());
-      const uint32_t place = mixed(number + 0x51ED270BU * which) + static_cast<uint32_t>(begin);
-      turn_last_bits(numbers, here.numel(), place, coarse);
+  const uint32_t place = mixed(number + 0x51ED270BU * which);
+  if (flat.is_cpu()) {
+    with_type(flat.scalar_type(), [&](auto kind) {
+      auto* numbers = static_cast<decltype(kind)*>(flat.mutable_data_ptr());
+      turn_last_bits(numbers, flat.numel(), place, coarse);
     });
-    if (!piece.is_cpu()) piece.copy_(here);
+    return;
+  }
+  for (int64_t begin = 0; begin < flat.numel(); begin += kPieceThere) {
+    const int64_t count = std::min(kPieceThere, flat.numel() - begin);
+    turn_last_bits_there(flat.narrow(0, begin, count), place + static_cast<uint32_t>(begin),
+                         coarse);
   }
 }
 

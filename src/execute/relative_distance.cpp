@@ -18,8 +18,8 @@ bool is_half(at::ScalarType type) {
 }
 
 // As many numbers are worked on at once: outputs may be all that a budget leaves room for. On an
-// accelerator, where each kernel takes as long to begin as the CPU takes for some thousands, no more
-// pieces than these.
+// accelerator, where each kernel takes as long to begin as the CPU takes for some thousands, no
+// more pieces than these.
 constexpr int64_t kComparedAtOnce = 1 << 14;
 constexpr int64_t kPiecesOnAccelerators = 32;
 // As many tell what is usual.
@@ -85,16 +85,17 @@ double relative_distance(const at::Tensor& given, const at::Tensor& other) {
   const at::ScalarType wide = given.is_complex() ? at::kComplexDouble : at::kDouble;
   const double least = std::max(usual_size(given, other, wide), std::numeric_limits<double>::min());
   at::Tensor most;
-  in_pieces(given, other, compared_at_once(given), [&](const at::Tensor& some, const at::Tensor& others) {
-    const at::Tensor a = some.to(wide);
-    const at::Tensor b = others.to(wide);
-    const at::Tensor sizes = at::maximum(a.abs(), b.abs()).clamp_min_(least);
-    const at::Tensor same = a.eq(b).logical_or(a.isnan().logical_and(b.isnan()));
-    at::Tensor apart = (a - b).abs().div_(sizes);
-    apart = apart.masked_fill(apart.isnan(), kNever).masked_fill(same, 0.0);
-    const at::Tensor here = apart.max();
-    most = most.defined() ? at::maximum(most, here) : here;
-  });
+  in_pieces(given, other, compared_at_once(given),
+            [&](const at::Tensor& some, const at::Tensor& others) {
+              const at::Tensor a = some.to(wide);
+              const at::Tensor b = others.to(wide);
+              const at::Tensor sizes = at::maximum(a.abs(), b.abs()).clamp_min_(least);
+              const at::Tensor same = a.eq(b).logical_or(a.isnan().logical_and(b.isnan()));
+              at::Tensor apart = (a - b).abs().div_(sizes);
+              apart = apart.masked_fill(apart.isnan(), kNever).masked_fill(same, 0.0);
+              const at::Tensor here = apart.max();
+              most = most.defined() ? at::maximum(most, here) : here;
+            });
   return most.item<double>();
 }
 

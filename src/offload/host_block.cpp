@@ -79,7 +79,8 @@ void HostBlock::provide(int64_t end) {
 
 HostBlock::~HostBlock() {
   for (const Chunk& chunk : chunks_) {
-    if (chunk.data != nullptr && !chunk.pinned) munmap(chunk.data, static_cast<size_t>(chunk.bytes));
+    if (chunk.data != nullptr && !chunk.pinned)
+      munmap(chunk.data, static_cast<size_t>(chunk.bytes));
   }
 }
 
