@@ -18,10 +18,9 @@
 namespace infinitybatch {
 namespace {
 
-// What rounding moves, while it is small; and where it turns a choice, which shows far above it.
-constexpr struct {
-  double times, least;
-} kSmooth{64, 0}, kTurned{4, 10};
+// As many times what rounding of inputs moves, which is smooth; and what last bits of parameters
+// move, too, which is about what kernels of other batch sizes do, and turns choices as they do.
+constexpr double kOfInputs = 64, kOfLastBits = 4;
 
 /// Forward does at other values of the parameters what it does not at its own: a check of a user's
 /// fails, or numbers overflow.
@@ -184,13 +183,13 @@ RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, in
         attempt(look, moved_by_rounding(all ? inputs : some), all ? more : here.size());
     if (!noisy) return {};
     const Batch& still = all ? of_whole->outputs : of_part->outputs;
-    const auto beyond = [&](const Batch& moved, const auto& kind) {
-      const Noise noise{still, moved, kind.times, kind.least};
+    const auto beyond = [&](const Batch& moved, double times) {
+      const Noise noise{still, moved, times};
       return difference(whole, part, look.compared, dims, &noise);
     };
-    const auto differs = beyond(noisy->outputs, kSmooth);
+    const auto differs = beyond(noisy->outputs, kOfInputs);
     if (!differs) continue;
-    const auto explains = [&](const Batch& moved) { return !beyond(moved, kTurned); };
+    const auto explains = [&](const Batch& moved) { return !beyond(moved, kOfLastBits); };
     if (turns_by_rounding(look, all ? inputs : some, all ? more : here.size(), explains)) continue;
     return {differs->what, {}};
   }

@@ -14,6 +14,7 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
@@ -301,10 +302,13 @@ void ForwardPass::note_graph(const Batch& outputs, const Batch& micro, uint64_t 
   for (const at::Tensor& root : roots) {
     if (root.is_leaf()) note_leaf(root);
   }
+  // Each thread counts its nodes for itself. What autograd.grad makes inside forward, to go back
+  // through it, a device's thread has made.
+  const uint64_t here = at::RecordFunction::currentThreadId();
   autograd::walk_graph(roots, [&](Node& node) {
     if (const auto* accumulator = dynamic_cast<AccumulateGrad*>(&node)) {
       note_leaf(accumulator->variable);
-    } else if (node.sequence_nr() < first_node) {
+    } else if (node.thread_id() == here && node.sequence_nr() < first_node) {
       throw Unsupported(
           "forward reads a tensor that was computed before with a graph (" + node.name() +
           "), or that one micro-batch leaves for the next, so its gradient cannot be split; pass "

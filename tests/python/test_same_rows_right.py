@@ -126,6 +126,38 @@ def test_a_choice_that_rounding_turns_is_no_matter_of_other_samples(way: str, of
     assert any(p.grad is not None for p in model.parameters())
 
 
+def rounded_more_often(self: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """As a device adds products in another order, and so in other pieces, for larger batches."""
+    h = self.embedding(tokens)
+    pieces = 8 if len(tokens) > 1 else 1
+    for layer in self.layers:
+        parts = zip(h.chunk(pieces, 1), layer.weight.chunk(pieces, 1), strict=True)
+        h = sum((a @ w.T for a, w in parts), start=torch.zeros(())).tanh()
+    return self.head(h)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, 4])
+def test_half_precision_of_tokens(way: str, size: int) -> None:
+    """Tokens have no last bits. Most of a thousand outputs are as near as two roundings, and some
+    are further apart."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
+    model = Calls(
+        rounded_more_often, embedding=nn.Embedding(7, 64), layers=layers, head=nn.Linear(64, 500)
+    ).bfloat16()
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.mul_(2)
+    tokens = torch.arange(N) % 7
+    with torch.no_grad():
+        whole, first = model(tokens), model(tokens[:1])
+    apart = float((whole[:1] - first).abs().max() / first.abs().median())
+    assert apart > 3e-2
+    step(way, model, tokens, micro_batch_size=size)
+    assert any(p.grad is not None for p in model.parameters())
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_what_nobody_could_compare_is_not_said_to_have_been_equal(way: str) -> None:
     """Forward refuses other numbers of rows in the first two steps."""
