@@ -389,13 +389,15 @@ bool Planner::probe_shorter(const Attempt& failed) {
 }
 
 bool Planner::raise_prediction(const Attempt& failed, int64_t needed_bytes) {
-  if (!request_.packing || failed.size < plan::kSmallProbe * request_.unit()) return false;
-  constexpr double kLeast = 1.01;  // more than what was refused may have been needed
+  const bool cut = request_.segments > 0 && !request_.packing;
+  if (!(cut || request_.packing) || failed.size < plan::kSmallProbe * request_.unit()) return false;
+  // More than what was refused may have been needed: twice as much more each time.
+  const double least = 1 + 0.01 * std::exp2(cut ? learned().raises++ : 0);
   const int64_t baseline = request_.baseline_bytes;
   const int64_t predicted = prediction().peak(failed.size) - baseline;
   const double off = predicted > 0 ? ratio(needed_bytes - baseline, predicted) : 1;
-  learned().correction *= std::max(kLeast, off);
-  refit_at(request_.lengths[static_cast<size_t>(failed.row)]);
+  learned().correction *= std::max(least, off);
+  if (request_.packing) refit_at(request_.lengths[static_cast<size_t>(failed.row)]);
   return true;
 }
 
@@ -439,7 +441,9 @@ void Planner::forget_settled_plan() {
 }
 
 std::optional<int64_t> Planner::peak_at(int64_t cap) const {
-  if (kinds_.learned() == nullptr || !learned().profile) return std::nullopt;
+  const bool known = kinds_.learned() != nullptr &&
+                     (learned().profile || (request_.segments > 0 && !learned().peaks.empty()));
+  if (!known) return std::nullopt;
   return prediction().peak(request_.size_under(cap * request_.unit()));
 }
 

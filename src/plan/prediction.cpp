@@ -88,7 +88,12 @@ double Prediction::bound_above(int64_t size) const {
     more *= lengths.longest;
     more /= work != lengths.works.end() ? work->second : lengths.longest;
   }
-  const double bound = static_cast<double>(peak) * std::max(1.0, more);
+  double bound = static_cast<double>(peak) * std::max(1.0, more);
+  if (request_.segments > 0) {  // a piece knows of its own rows alone
+    const double others =
+        1.0 - static_cast<double>(size) / static_cast<double>(request_.batch_size);
+    bound += static_cast<double>(request_.waiting_bytes) * std::max(0.0, others);
+  }
   return learned_.irregular ? bound * (1.0 + kIrregularMargin) : bound;
 }
 

@@ -34,6 +34,7 @@ struct Request {
   bool two_pass = false;         ///< measured in a rehearsal: a coupled loss, or tapes that are cut
   int64_t segments = 0;          ///< where above 0: of cut tapes
   KeptBoundaries kept;           ///< of these, with `segments` and nothing offloaded
+  int64_t waiting_bytes = 0;     ///< with them, the most that waits of the whole batch, if known
   bool goes_back = true;         ///< with `segments`: up to the inputs, not to the loss alone
   bool offloaded = false;        ///< what waits leaves the device, so no graph is kept there
   bool outputs_offload = false;  ///< outputs of a coupled loss and their gradients among it

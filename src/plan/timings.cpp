@@ -8,7 +8,8 @@
 namespace infinitybatch {
 namespace {
 
-// Larger sizes behind two that are this much slower than the fastest are not timed.
+// Sizes behind two that are this much slower than the fastest are not timed: larger ones, and in
+// rehearsals smaller ones.
 constexpr double kSlower = 1.05;
 
 /// When a size has been timed enough: after `least` micro-batches, and either `seconds` of work or
@@ -20,6 +21,8 @@ struct Enough {
 };
 constexpr int kFewLong = 4;
 constexpr double kLongSeconds = 0.5;
+constexpr int kFewRehearsed = 2;
+constexpr double kRehearsedSeconds = 0.1;
 // One micro-batch of a few milliseconds says nothing on a machine that does other work as well.
 constexpr Enough kEnough{6, 8, 0.020};
 // More for sizes that may yet turn out to be the fastest: a few disturbed timings make one look
@@ -62,9 +65,10 @@ int Timings::pieces(int64_t cap) const {
   return found == by_cap_.end() ? 0 : found->second.pieces;
 }
 
-bool Timings::wants(int64_t cap) const {
-  const auto enough = [](const Timing& timing, const Enough& rule) {
+bool Timings::wants(int64_t cap, bool rehearsed) const {
+  const auto enough = [rehearsed](const Timing& timing, const Enough& rule) {
     const auto count = static_cast<int>(timing.seconds_per_sample.size());
+    if (rehearsed && count >= kFewRehearsed && timing.seconds >= kRehearsedSeconds) return true;
     if (count >= kFewLong && timing.seconds >= kLongSeconds) return true;
     return count >= rule.least && (timing.seconds >= rule.seconds || count >= rule.most);
   };
@@ -81,12 +85,13 @@ bool Timings::wants(int64_t cap) const {
     const bool close = timing->estimate() <= best * kClose;
     return !enough(*timing, close ? kEnoughClose : kEnough);
   }
-  int slower = 0;
+  int larger = 0, smaller = 0;
   for (const auto& [timed, timing] : by_cap_) {
-    const bool between = timed > best_cap && timed < cap;
-    if (between && enough(timing, kEnough) && timing.estimate() > best * kSlower) ++slower;
+    if (!enough(timing, kEnough) || timing.estimate() <= best * kSlower) continue;
+    if (timed > best_cap && timed < cap) ++larger;
+    if (timed < best_cap && timed > cap) ++smaller;
   }
-  return slower < 2;
+  return larger < 2 && !(rehearsed && smaller >= 2);
 }
 
 int64_t Timings::count(int64_t cap, int64_t size, bool first) const {

@@ -29,8 +29,12 @@ bool keep_fewer(KeptBoundaries& kept, const BoundaryShortage& shortage) {
   return true;
 }
 
-void plan_with(Request& request, const KeptBoundaries& kept) {
+void plan_with(Request& request, const KeptBoundaries& kept,
+               const std::optional<plan::Boundaries>& boundaries) {
   request.kept = kept;
+  if (boundaries && !request.offloaded) {
+    request.waiting_bytes = boundaries->with(kept, request.batch_size).bytes;
+  }
   if (!kept) return;
   request.signature += "|keeps";
   for (const int64_t op : *kept) request.signature += " " + std::to_string(op);

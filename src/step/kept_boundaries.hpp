@@ -25,8 +25,9 @@ struct BoundaryShortage {
 /// Keeps fewer of them, the others are computed again; false where that does not help.
 bool keep_fewer(KeptBoundaries& kept, const BoundaryShortage& shortage);
 
-/// What is planned keeps these.
-void plan_with(Request& request, const KeptBoundaries& kept);
+/// What is planned keeps these, of the boundaries that are known.
+void plan_with(Request& request, const KeptBoundaries& kept,
+               const std::optional<plan::Boundaries>& boundaries);
 
 /// Which boundary activations are kept, and why the others are computed again or offloaded; empty
 /// where nobody had to choose.

@@ -190,15 +190,15 @@ Request Ways::request(const Setup& setup, int64_t budget) const {
   if (request.offloaded) request.signature += "|offloaded";
   request.offloads_graphs = setup.strategy.offloads_graphs();
   if (request.offloads_graphs) request.signature += "|graphs, too";
+  request.batch_size = setup.problem.batch_size();
   if (setup.strategy.cuts == Strategy::Cuts::whole_batch_ops) {
-    plan_with(request, setup.strategy.kept);
+    plan_with(request, setup.strategy.kept, facts_.memory->boundaries);
   }
   request.outputs_offload =
       request.offloaded && setup.problem.loss.coupled() != nullptr &&
       setup.problem.loss.coupled()->device().value_or(setup.problem.device) == setup.problem.device;
   request.dims = lengths_of(*setup.problem.inputs, *setup.problem.targets);
   if (setup.problem.trimming) plan_by_length(request, *setup.problem.trimming);
-  request.batch_size = setup.problem.batch_size();
   request.baseline_bytes = memory::stats(setup.problem.device).live;
   request.budget_bytes = budget;
   request.penalty = facts_.penalty;

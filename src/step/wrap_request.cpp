@@ -47,7 +47,7 @@ Request request_of(Wrapped& wrapped, const Setup& setup, const Batch& inputs, co
   request.keeps_graphs = false;
   request.goes_back = with_gradients || request.offloaded;
   if (request.offloaded) request.signature += "|offloaded";
-  plan_with(request, strategy.kept);
+  plan_with(request, strategy.kept, wrapped.known.memory_of(kind).boundaries);
   return request;
 }
 
