@@ -143,6 +143,7 @@ void RowChecks::compare_rows() {
   look.sorted = problem_.trimming != nullptr;
   look.again = known.looked > 0 && rows >= known.rows;
   look.dims = known.dims;
+  look.share = known.share;
   look.device = problem_.device;
   if (high_water_) {
     peak_before_look_ = high_water_->peak();
@@ -196,7 +197,12 @@ void RowChecks::compare_rows() {
   RowLook::Seen seen;
   try {
     seen = look.find();
-    memory::Limit::check();  // nothing else sees what a look takes of an accelerator
+    // Nothing else sees what a look takes of an accelerator.
+    if (seen.grew && memory::Limit::is_passed()) {
+      known.share /= 2;
+      throw LookedTooFar();
+    }
+    memory::Limit::check();
   } catch (const NoRoomToLook&) {
     // With ops of the whole batch one sample may be cut for memory, so that forward of it never
     // runs as a whole. Two of them side by side may well not fit there.

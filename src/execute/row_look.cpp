@@ -368,11 +368,12 @@ RowLook::Seen RowLook::find_on_accelerator() const {
     const int64_t since = last == 0 ? rise : std::max<int64_t>(1, rise - rise_of_last);
     // What is allocated is rounded, and a kernel's workspace may appear: not to the last byte.
     const int64_t room = *peak - memory::stats(device).live - rise - rise / 8;
-    const double fit = 0.9 * static_cast<double>(std::max<int64_t>(0, room)) *
+    const double fit = share * static_cast<double>(std::max<int64_t>(0, room)) *
                        static_cast<double>(more - last) / static_cast<double>(since);
     const int64_t next = more + static_cast<int64_t>(std::min(fit, double(batch_size - more)));
     if (next < more + (more + 1) / 2) break;
     others.clear();
+    seen.grew = true;
     last = std::exchange(more, next);
     rise_of_last = rise;
     places = neighbours(*this, more);

@@ -19,6 +19,8 @@ struct RowsSeen {
   int64_t steps = 0;    ///< so far
   int64_t looked = 0;   ///< the last of them that could compare any; 0: none
   int64_t samples = 0;  ///< of the smallest batch that was looked at
+  /// Of the room that a look on an accelerator has, the share that it may foresee to take.
+  double share = 0.8;
 
   /// Whether the step at work, with so many samples, looks whatever its micro-batches are.
   bool due(int64_t batch_size) const noexcept {

@@ -44,6 +44,14 @@ void Limit::check() {
   }
 }
 
+bool Limit::is_passed() {
+  for (const Limit* limit = ThreadContext::get().measured_limit; limit != nullptr;
+       limit = limit->outer_measured_) {
+    if (limit->seen_->peak() > limit->bytes_) return true;
+  }
+  return false;
+}
+
 std::optional<int64_t> Limit::measured() {
   std::optional<int64_t> least;
   for (const Limit* limit = ThreadContext::get().measured_limit; limit != nullptr;

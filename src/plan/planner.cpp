@@ -397,8 +397,14 @@ bool Planner::raise_prediction(const Attempt& failed, int64_t needed_bytes) {
   const int64_t predicted = prediction().peak(failed.size) - baseline;
   const double off = predicted > 0 ? ratio(needed_bytes - baseline, predicted) : 1;
   learned().correction *= std::max(least, off);
-  if (request_.packing) refit_at(request_.lengths[static_cast<size_t>(failed.row)]);
-  return true;
+  if (request_.packing) {
+    refit_at(request_.lengths[static_cast<size_t>(failed.row)]);
+    return true;
+  }
+  // Where no other size is foreseen to fit, the one that failed is to blame.
+  const plan::Candidates left = candidates();
+  return !left.empty() && prediction().fits(request_.size_under(left.fastest())) &&
+         request_.size_under(left.fastest()) < failed.size;
 }
 
 bool Planner::settled() const {

@@ -20,6 +20,7 @@ const std::vector<Recovery>& recovery_table() {
       {Failure::nothing_to_cut, {stop_cutting}},
       {Failure::coupling, {cut, stop_cutting, whole_batch}},
       {Failure::no_room_to_look, {drop_graphs}},
+      {Failure::looked_too_far, {record_anew}},
       {Failure::no_plan, {drop_graphs, second_forwards, recompute, offload, checkpoint}},
       {Failure::no_room_to_offload, {second_forwards}},
       {Failure::out_of_memory,
@@ -49,6 +50,8 @@ Failed::Failed(std::exception_ptr what) : error(std::move(what)) {
     failure = Failure::coupling;
   } catch (const NoRoomToLook&) {
     failure = Failure::no_room_to_look;
+  } catch (const LookedTooFar&) {
+    failure = Failure::looked_too_far;
   } catch (const BudgetExceeded& exceeded) {
     failure = Failure::no_plan;
     refusal = exceeded;

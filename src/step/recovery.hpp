@@ -23,6 +23,7 @@ enum class Failure : uint8_t {
   nothing_to_cut,      ///< none does
   coupling,            ///< samples are coupled
   no_room_to_look,     ///< at the rows of two samples side by side
+  looked_too_far,      ///< on an accelerator, at more rows than fit
   no_plan,             ///< that stays inside the budget
   no_room_to_offload,  ///< on host and disk
   out_of_memory,

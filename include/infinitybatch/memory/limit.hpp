@@ -31,6 +31,9 @@ class Limit {
   /// \throws c10::OutOfMemoryError where one has
   static void check();
 
+  /// Whether `check` would throw.
+  static bool is_passed();
+
   /// The smallest of this thread's limits on accelerators.
   static std::optional<int64_t> measured();
 

@@ -31,6 +31,8 @@ const char* name_of(Failure failure) {
       return "coupling";
     case Failure::no_room_to_look:
       return "no room to look";
+    case Failure::looked_too_far:
+      return "looked too far";
     case Failure::no_plan:
       return "no plan";
     case Failure::no_room_to_offload:
@@ -164,6 +166,7 @@ TEST(Recovery, TellsFailuresApart) {
   EXPECT_EQ(thrown([] { throw NothingToCut(); }).failure, Failure::nothing_to_cut);
   EXPECT_EQ(thrown([] { throw CouplingError("aten::op", "couples"); }).failure, Failure::coupling);
   EXPECT_EQ(thrown([] { throw NoRoomToLook(3, 2, 1); }).failure, Failure::no_room_to_look);
+  EXPECT_EQ(thrown([] { throw LookedTooFar(); }).failure, Failure::looked_too_far);
   const Failed plan = thrown([] { throw BudgetExceeded(3, 2, std::nullopt, "It"); });
   EXPECT_EQ(plan.failure, Failure::no_plan);
   ASSERT_TRUE(plan.refusal);
