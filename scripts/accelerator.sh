@@ -22,7 +22,7 @@ benchmarks=()
 if [ "$device" = sim ]; then
   [ $# -eq 2 ] || fail "the simulated device needs a folder for what comes out: accelerator.sh sim FOLDER"
   export INFINITYBATCH_DRY=1 PYTHONPATH="$ROOT/tests/sim"
-  benchmarks=(--scale 1 --rounds 2)
+  benchmarks=(--toy --rounds 2)
 else
   build_tree release
 fi

@@ -389,7 +389,9 @@ bool Planner::probe_shorter(const Attempt& failed) {
 }
 
 bool Planner::raise_prediction(const Attempt& failed, int64_t needed_bytes) {
-  const bool cut = request_.segments > 0 && !request_.packing;
+  constexpr int kMostRaises = 6;
+  const bool cut = request_.segments > 0 && !request_.packing && learned().raises < kMostRaises &&
+                   !plan::probe_size(request_, learned());
   if (!(cut || request_.packing) || failed.size < plan::kSmallProbe * request_.unit()) return false;
   // More than what was refused may have been needed: twice as much more each time.
   const double least = 1 + 0.01 * std::exp2(cut ? learned().raises++ : 0);
