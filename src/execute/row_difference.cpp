@@ -245,7 +245,8 @@ std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOf
         noise->moved.leaves()[i].tensor.defined()) {
       const at::Tensor& still = noise->outputs.leaves()[i].tensor;
       const double moved = relative_distance(still, noise->moved.leaves()[i].tensor);
-      if (*apart <= noise->times * moved) continue;
+      const bool counts = moved >= noise->least * rounding_of(still);
+      if (counts && *apart <= noise->times * moved) continue;
     }
     return RowDifference{i, tell(whole.outputs, i, leaves, *apart, part.rows, whole.rows.size())};
   }

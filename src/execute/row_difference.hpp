@@ -36,7 +36,8 @@ Flattened flattened(const at::Tensor& whole, int64_t all, const at::Tensor& part
 struct Noise {
   Batch outputs;  ///< of some inputs
   Batch moved;    ///< of the same, moved by rounding
-  double times;   ///< differences of so many times that do not count
+  double times;   ///< differences of so many times that do not count,
+  double least;   ///< if it is so many roundings
 };
 
 /// Where `part`, some of the rows of `whole`, has other rows of outputs. Leaves without a place for

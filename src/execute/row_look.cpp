@@ -18,9 +18,12 @@
 namespace infinitybatch {
 namespace {
 
-// As many times what rounding of inputs moves, which is smooth; and what last bits of parameters
-// move, too, which is about what kernels of other batch sizes do, and turns choices as they do.
-constexpr double kOfInputs = 64, kOfLastBits = 4;
+// As many times what rounding of inputs moves, which is smooth; what last bits of parameters move,
+// too, which is more than kernels of other batch sizes do; and the same where it turns a choice,
+// which shows far above rounding.
+constexpr struct {
+  double times, least;
+} kOfInputs{64, 0}, kOfLastBits{1, 0}, kTurned{4, 10};
 
 /// Forward does at other values of the parameters what it does not at its own: a check of a user's
 /// fails, or numbers overflow.
@@ -183,13 +186,15 @@ RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, in
         attempt(look, moved_by_rounding(all ? inputs : some), all ? more : here.size());
     if (!noisy) return {};
     const Batch& still = all ? of_whole->outputs : of_part->outputs;
-    const auto beyond = [&](const Batch& moved, double times) {
-      const Noise noise{still, moved, times};
+    const auto beyond = [&](const Batch& moved, const auto& kind) {
+      const Noise noise{still, moved, kind.times, kind.least};
       return difference(whole, part, look.compared, dims, &noise);
     };
     const auto differs = beyond(noisy->outputs, kOfInputs);
     if (!differs) continue;
-    const auto explains = [&](const Batch& moved) { return !beyond(moved, kOfLastBits); };
+    const auto explains = [&](const Batch& moved) {
+      return !beyond(moved, kOfLastBits) || !beyond(moved, kTurned);
+    };
     if (turns_by_rounding(look, all ? inputs : some, all ? more : here.size(), explains)) continue;
     return {differs->what, {}};
   }

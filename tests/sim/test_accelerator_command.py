@@ -33,6 +33,10 @@ def test_everything_that_a_gpu_would_run_begins_and_ends(tmp_path):
     for file in (ROOT / "tests/sim/files.txt").read_text().split():
         assert f"{file}::" in collected
     rows = json.loads((tmp_path / "times.json").read_text())
-    assert {row["model"].split(",")[0] for row in rows} == {"language model", "encoder", "ResNet-50"}
+    assert {row["model"].split(",")[0] for row in rows} == {
+        "language model",
+        "encoder",
+        "ResNet-50",
+    }
     assert len(rows) == 18
     assert all(row.get("peak_bytes", 0) > 0 or "budget" in row["way"] for row in rows)
