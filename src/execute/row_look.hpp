@@ -53,7 +53,7 @@ struct RowLook {
   /// The most bytes that may be live meanwhile: the look takes as many rows as fit. On the CPU a
   /// limit is enforced; on accelerators what few rows took says how many that are.
   std::optional<int64_t> peak;
-  double share = 1;  ///< of the room up to there, what may be foreseen to be taken
+  double share = 1;            ///< of the room up to there, what may be foreseen to be taken
   bool few = false;            ///< whether hardly more rows than a micro-batch's may be loaded
   std::vector<bool> compared;  ///< which leaves of the outputs matter; empty: all
   std::vector<int64_t> dims;   ///< what is known of them; see `RowsSeen::dims`

@@ -16,8 +16,8 @@ namespace infinitybatch::offload {
 ///
 /// On the CPU it is one anonymous mapping, which the system fills as it is written. For an
 /// accelerator it is pinned, by torch's host allocator for that device: in chunks of powers of two,
-/// because that allocator rounds up to them, and each when it is first needed, because pinning takes
-/// its time and what is pinned is lost to everybody else.
+/// because that allocator rounds up to them, and each when it is first needed, because pinning
+/// takes its time and what is pinned is lost to everybody else.
 class HostBlock {
  public:
   static constexpr int64_t kPage = 4096;  ///< chunks begin at multiples of it, and have them
