@@ -218,7 +218,7 @@ def difference(case: Case, wanted: list[torch.Tensor]) -> float:
 
 
 def ways_of(case: Case, peak: int) -> dict[str, Step]:
-    """\\param peak native's, in bytes"""
+    """What is tried; budgets are shares of `peak`, native's, in bytes."""
     ways: dict[str, Step] = {"native": lambda: native(case)}
     if isinstance(case.model, nn.Sequential):
         ways["native, torch.utils.checkpoint"] = lambda: checkpointed(case)
@@ -234,7 +234,7 @@ def ways_of(case: Case, peak: int) -> dict[str, Step]:
 
 
 def measure(case: Case, rounds: int, seconds: float) -> list[dict]:
-    """\\param seconds about as long it takes"""
+    """Every way that the loss allows, in about so many seconds."""
     begin = time.perf_counter()
     once(case, lambda: native(case))
     peak = once(case, lambda: native(case))["peak_bytes"]

@@ -111,21 +111,22 @@ bool with_type(at::ScalarType type, F&& f) {
   }
 }
 
+/// Which bit of a number is turned, and which tell its size.
 /// \param coarse the last bit that a type of half the size keeps
 template <typename Number>
 struct LastBit {
   using Word = typename Bits<Number>::Word;
   static constexpr int kMantissa = Bits<Number>::kMantissa;
   static constexpr int kKept = std::min(kMantissa, Bits<c10::BFloat16>::kMantissa);
-  static constexpr Word magnitude = static_cast<Word>(~(Word{1} << (sizeof(Word) * 8 - 1)));
+  static constexpr Word kMagnitude = static_cast<Word>(~(Word{1} << (sizeof(Word) * 8 - 1)));
 
   explicit LastBit(bool coarse)
       : bit(static_cast<Word>(Word{1} << (coarse ? kMantissa - kKept : 0))),
-        size_mask(static_cast<Word>(magnitude & ~bit)) {}
+        size_mask(static_cast<Word>(kMagnitude & ~bit)) {}
 
   Word bit;
   Word size_mask;
-  Word exponent = static_cast<Word>(magnitude & ~((Word{1} << kMantissa) - 1));
+  Word exponent = static_cast<Word>(kMagnitude & ~((Word{1} << kMantissa) - 1));
 };
 
 /// Doing it again undoes it.

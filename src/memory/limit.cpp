@@ -32,24 +32,23 @@ Limit::Limit(int64_t bytes, c10::Device device) : bytes_(bytes) {
   failures_before_ = CpuAccounting::thread().failures;
 }
 
-void Limit::check() {
-  for (Limit* limit = ThreadContext::get().measured_limit; limit != nullptr;
-       limit = limit->outer_measured_) {
-    const int64_t peak = limit->seen_->peak();
-    if (peak <= limit->bytes_) continue;
-    limit->passed_ = peak;
-    throw c10::OutOfMemoryError("infinitybatch: " + std::to_string(peak) +
-                                " bytes were live on the device, the limit is " +
-                                std::to_string(limit->bytes_));
-  }
+Limit* Limit::passed() {
+  Limit* limit = ThreadContext::get().measured_limit;
+  while (limit != nullptr && limit->seen_->peak() <= limit->bytes_) limit = limit->outer_measured_;
+  return limit;
 }
 
 bool Limit::is_passed() {
-  for (const Limit* limit = ThreadContext::get().measured_limit; limit != nullptr;
-       limit = limit->outer_measured_) {
-    if (limit->seen_->peak() > limit->bytes_) return true;
-  }
-  return false;
+  return passed() != nullptr;
+}
+
+void Limit::check() {
+  Limit* const limit = passed();
+  if (limit == nullptr) return;
+  limit->passed_ = limit->seen_->peak();
+  throw c10::OutOfMemoryError("infinitybatch: " + std::to_string(limit->passed_) +
+                              " bytes were live on the device, the limit is " +
+                              std::to_string(limit->bytes_));
 }
 
 std::optional<int64_t> Limit::measured() {

@@ -70,8 +70,8 @@ struct Learned {
   /// Of whole steps, the last, above the baseline, by batch size and size. What has fit is not
   /// refused by a prediction, which takes memory to grow with the size.
   std::map<std::pair<int64_t, int64_t>, int64_t> steps;
-  int raises = 0;                    ///< how often that was raised because memory ran out
   double correction = 1.0;           ///< measured peak ÷ predicted peak, where that was more
+  int raises = 0;                    ///< how often it was raised because memory ran out
   std::map<int64_t, double> ratios;  ///< the same with `Request::measured`: the last, by size
   WholeLoss whole_loss;
   Timings timings;

@@ -135,6 +135,11 @@ class Call {
     return argument.type()->str().find("Generator") != std::string::npos;
   }
 
+  /// One of the few arguments that devices do not take from the host even where it is one number.
+  bool is_mask(const at::Tensor& tensor) const {
+    return tensor.scalar_type() == at::kBool && name_.starts_with("aten::masked_fill");
+  }
+
   template <typename Visit>
   static void each_tensor(const c10::IValue& value, Visit visit) {
     if (value.isTensor()) {
@@ -157,7 +162,7 @@ class Call {
       each_tensor(value, [&](const at::Tensor& tensor) {
         if (!tensor.defined()) return;
         if (!is_ours(tensor)) {
-          if (tensor.dim() > 0 && !takes_host_tensors(name_)) {
+          if ((tensor.dim() > 0 && !takes_host_tensors(name_)) || is_mask(tensor)) {
             kept = tensor;
             host = &kept;
           }

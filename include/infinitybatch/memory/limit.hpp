@@ -48,6 +48,9 @@ class Limit {
   bool allocation_failed() const noexcept;
 
  private:
+  /// The innermost of this thread's limits that has been passed on its accelerator, or null.
+  static Limit* passed();
+
   int64_t bytes_;
   int64_t outer_ = 0;
   int64_t failures_before_ = 0;

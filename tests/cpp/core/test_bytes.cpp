@@ -73,6 +73,14 @@ TEST(FormatBytes, WritesForPeople) {
   for (const auto& [bytes, text] : table) EXPECT_EQ(format_bytes(bytes), text) << bytes;
 }
 
+TEST(FormatBytes, RoundedUpIsEnough) {
+  EXPECT_EQ(format_bytes_up((3 << 20) + 1), "3.1 MiB");
+  EXPECT_EQ(format_bytes_up(3 << 20), "3 MiB");
+  for (int64_t bytes = 1; bytes < int64_t{1} << 50; bytes += bytes / 7 + 1) {
+    EXPECT_GE(parse_bytes(format_bytes_up(bytes)), bytes) << format_bytes_up(bytes);
+  }
+}
+
 TEST(FormatBytes, AndParseBytesAgreeOnTheExtremes) {
   EXPECT_EQ(format_bytes(std::numeric_limits<int64_t>::max()), "8388608 TiB");
   for (const int64_t bytes : {int64_t{0}, int64_t{17}, int64_t{1} << 10, int64_t{7} << 20,

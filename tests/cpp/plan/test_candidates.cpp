@@ -51,6 +51,33 @@ TEST(Candidates, AreOneWhereOnlyOneSplitIsExactOrPossible) {
   EXPECT_EQ(Candidates(request_for(64), short_of_memory).caps(), Caps{2});
 }
 
+/// One micro-batch was measured, and boundary activations of all samples wait beside it.
+TEST(Candidates, LeaveRoomForWhatWaitsOfTheWholeBatch) {
+  Request request = request_for(64);
+  request.two_pass = true;
+  request.segments = 3;
+  EXPECT_EQ(Candidates(request, learned()).caps(), (Caps{2, 4, 8, 10}));
+  request.waiting_bytes = 6 * kPerSample;
+  EXPECT_EQ(Candidates(request, learned()).caps(), (Caps{2, 4}));
+  request.waiting_bytes = 20 * kPerSample;
+  EXPECT_TRUE(Candidates(request, learned()).empty());
+}
+
+TEST(Candidates, OfCutTapesAreTimedFromTheLargestDownUntilTwoAreSlower) {
+  Request request = request_for(64);
+  request.two_pass = true;
+  request.segments = 3;
+  const Candidates::Progress at_the_start;
+  const auto next = [&](const std::map<int64_t, double>& times) {
+    return Candidates(request, learned(times)).to_time(at_the_start);
+  };
+  EXPECT_EQ(next({}), 10);
+  EXPECT_EQ(next({{10, 1.0}}), 8);
+  EXPECT_EQ(next({{10, 1.0}, {8, 0.7}}), 4);
+  EXPECT_EQ(next({{10, 1.0}, {8, 1.0}}), 4) << "one that is slower may be by chance";
+  EXPECT_EQ(next({{10, 1.0}, {8, 1.0}, {4, 1.0}}), std::nullopt);
+}
+
 TEST(Candidates, TimeDecidesInsideTheBytes) {
   const Request request = request_for(64);
   // Sixteen at once would be the fastest, and do not fit.
