@@ -28,7 +28,7 @@ double number(c10::ArrayRef<const c10::IValue> inputs, size_t index, double othe
 }
 
 /// What stands for every number of a draw; nothing where the op is no draw that fills a tensor.
-/// All other draws of torch's CPU kernels end in one of these, or move the generator unseen.
+/// All other draws of torch's kernels end in one of these, or move the generator unseen.
 std::optional<double> fixed_draw(std::string_view name, c10::ArrayRef<const c10::IValue> inputs) {
   if (name == "aten::bernoulli_") return 1;
   if (name == "aten::uniform_") {
@@ -41,6 +41,34 @@ std::optional<double> fixed_draw(std::string_view name, c10::ArrayRef<const c10:
   if (name == "aten::cauchy_") return number(inputs, 1, 0);
   if (name == "aten::log_normal_") return 1.2;
   return std::nullopt;
+}
+
+/// An op whose kernels may draw unseen, and draw nothing where an argument has another value.
+struct DrawsInside {
+  std::string_view op, argument;
+  double still;
+};
+constexpr std::array kDrawsInside{
+    DrawsInside{"aten::native_dropout", "train", 0},
+    DrawsInside{"aten::scaled_dot_product_attention", "dropout_p", 0},
+    DrawsInside{"aten::rrelu", "training", 0},
+    DrawsInside{"aten::lstm", "dropout", 0},
+    DrawsInside{"aten::gru", "dropout", 0},
+    DrawsInside{"aten::rnn_tanh", "dropout", 0},
+    DrawsInside{"aten::rnn_relu", "dropout", 0},
+};
+
+/// The arguments of a call of it that draws nothing.
+std::vector<c10::IValue> still_arguments(const DrawsInside& op, const tape::SeenOp& seen) {
+  const auto& schema = seen.facts()->handle.schema();
+  const size_t count = schema.arguments().size();
+  const auto given = seen.inputs();
+  std::vector<c10::IValue> arguments(given.end() - static_cast<std::ptrdiff_t>(count), given.end());
+  const auto place = schema.argumentIndexWithName(std::string(op.argument));
+  if (!place) return {};
+  c10::IValue& value = arguments[static_cast<size_t>(*place)];
+  value = value.isDouble() ? c10::IValue(op.still) : c10::IValue(op.still != 0);
+  return arguments;
 }
 
 /// Seeds for a kernel that draws by itself (a compiled region), for each place among the samples
@@ -80,6 +108,10 @@ std::vector<at::Tensor> means_of_rows(const std::vector<at::Tensor>& given) {
   return means;
 }
 
+bool replaceable(const at::Tensor& result) {
+  return !result.unsafeGetTensorImpl()->is_python_dispatch() && !result.is_inference();
+}
+
 void add_to_rows(const at::Tensor& output, const std::vector<at::Tensor>& means) {
   if (output.dim() == 0) return;
   std::vector<int64_t> each(static_cast<size_t>(output.dim()), 1);
@@ -95,12 +127,14 @@ struct FixedOps::Replaced : tape::OpContext {
   std::optional<double> draw;
   at::Tensor input, weight, bias;  // of a norm
   std::vector<at::Tensor> means;   // of rows given to a function of all samples
+  std::vector<c10::IValue> still;  // arguments with which an op draws nothing
   bool inside = false;
   bool across = false;
 };
 
-FixedOps::FixedOps(const std::vector<at::Device>& devices, int64_t rows, const CouplingWatch& watch)
-    : rows_(rows), watch_(watch) {
+FixedOps::FixedOps(const std::vector<at::Device>& devices, int64_t rows, const CouplingWatch& watch,
+                   bool backward)
+    : rows_(rows), watch_(watch), backward_(backward) {
   const auto know = [this](const at::Generator& generator) {
     generators_.emplace_back(generator, GeneratorState(generator));
   };
@@ -113,8 +147,7 @@ FixedOps::FixedOps(const std::vector<at::Device>& devices, int64_t rows, const C
 
 FixedOps::~FixedOps() {
   listening_.reset();
-  // Those that ops were given are nobody else's to put back.
-  for (const auto& [generator, state] : generators_) state.put_back(generator);
+  put_back();  // those that ops were given are nobody else's to put back
 }
 
 bool FixedOps::strayed() {
@@ -156,7 +189,14 @@ std::unique_ptr<tape::OpContext> FixedOps::meet(const tape::SeenOp& op) {
   replaced->across = name == kAcross;
   // Computed by batch_norm, over each sample.
   replaced->inside = norm || replaced->across || name == "aten::instance_norm";
-  if (!replaced->draw && !replaced->inside) return nullptr;
+  const auto still = std::find_if(kDrawsInside.begin(), kDrawsInside.end(),
+                                  [&](const DrawsInside& each) { return each.op == name; });
+  // The graph of an op that kept its draws would be another than that of what replaced its result;
+  // dropout keeps nothing but the mask, which is replaced too.
+  const bool draws = still != kDrawsInside.end() && op.facts() != nullptr &&
+                     (!backward_ || still == kDrawsInside.begin());
+  if (draws) replaced->still = still_arguments(*still, op);
+  if (!replaced->draw && !replaced->inside && replaced->still.empty()) return nullptr;
   stood_in_ = stood_in_ || replaced->across;
   if (norm && in_training(inputs) && !watch_.is_parameter(inputs[0])) {
     stood_in_ = true;
@@ -180,8 +220,29 @@ std::unique_ptr<tape::OpContext> FixedOps::meet(const tape::SeenOp& op) {
   return replaced;
 }
 
+/// Kernels of accelerators draw in one with what they compute: what they gave becomes what they
+/// give without drawing.
+void FixedOps::run_still(const tape::SeenOp& op, std::vector<c10::IValue> stack) {
+  if (strayed_ || !moved()) return;
+  const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
+  const Unwatched unseen;
+  op.facts()->handle.callBoxed(stack);
+  const auto outputs = op.outputs();
+  for (size_t i = 0; i < outputs.size() && i < stack.size(); ++i) {
+    if (!outputs[i].isTensor() || !outputs[i].toTensor().defined()) continue;
+    if (!replaceable(outputs[i].toTensor())) return;  // and so this has strayed
+    outputs[i].toTensor().variable_data().copy_(stack[i].toTensor());
+  }
+  put_back();
+}
+
+void FixedOps::put_back() const {
+  for (const auto& [generator, state] : generators_) state.put_back(generator);
+}
+
 void FixedOps::replace(const tape::SeenOp& op, Replaced& replaced) {
   if (errors_.any()) return;
+  if (!replaced.still.empty()) return run_still(op, std::move(replaced.still));
   if (!replaced.draw && !replaced.across && !replaced.input.defined()) return;
   const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
   const Unwatched unseen;
@@ -191,7 +252,7 @@ void FixedOps::replace(const tape::SeenOp& op, Replaced& replaced) {
     return;
   }
   const at::Tensor& given = outputs[0].toTensor();
-  if (given.unsafeGetTensorImpl()->is_python_dispatch() || given.is_inference()) {
+  if (!replaceable(given)) {
     strayed_ = true;
     return;
   }
@@ -199,7 +260,7 @@ void FixedOps::replace(const tape::SeenOp& op, Replaced& replaced) {
   const at::Tensor output = given.variable_data();
   if (replaced.draw) {
     output.fill_(*replaced.draw);
-    for (const auto& [generator, state] : generators_) state.put_back(generator);
+    put_back();
   } else if (replaced.across) {
     const bool numbers = output.is_floating_point() || output.is_complex();
     output.fill_(numbers && output.dim() > 0

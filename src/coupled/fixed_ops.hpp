@@ -29,7 +29,9 @@ class FixedOps final : public tape::OpListener {
   /// \param rows  samples that forward runs on
   /// \param watch knows the parameters: BatchNorm over one of them (standardised weights) has no
   ///              rows. Must outlive this
-  FixedOps(const std::vector<at::Device>& devices, int64_t rows, const CouplingWatch& watch);
+  /// \param backward whether gradients of what forward gives are asked for
+  FixedOps(const std::vector<at::Device>& devices, int64_t rows, const CouplingWatch& watch,
+           bool backward);
   ~FixedOps() override;
   FixedOps(const FixedOps&) = delete;
   FixedOps& operator=(const FixedOps&) = delete;
@@ -51,11 +53,14 @@ class FixedOps final : public tape::OpListener {
   void end(const tape::SeenOp& op, tape::OpContext* context) noexcept override;
   std::unique_ptr<tape::OpContext> meet(const tape::SeenOp& op);
   void replace(const tape::SeenOp& op, Replaced& replaced);
+  void run_still(const tape::SeenOp& op, std::vector<c10::IValue> stack);
+  void put_back() const;
   /// Whether a generator stands elsewhere.
   bool moved() const;
 
   int64_t rows_;
   const CouplingWatch& watch_;
+  bool backward_;
   int inside_ = 0;  // ops whose inner ops stay as they are
   std::vector<std::pair<at::Generator, GeneratorState>> generators_;
   bool strayed_ = false;

@@ -83,7 +83,7 @@ std::optional<TrialOutputs> RowChecks::try_forward(const Batch& inputs, int64_t 
     forwards_.aside(/*trial=*/true, [&] {
       forwards_.inputs = as_leaves(forwards_.wrote_inputs() ? copied(inputs) : inputs);
       const std::vector<at::Device> devices = devices_of(problem_);
-      coupled::FixedOps fixed(devices, rows, forwards_.watch());
+      coupled::FixedOps fixed(devices, rows, forwards_.watch(), /*backward=*/false);
       const auto call = [&] {
         forwards_.run({0, rows});
         return std::exchange(forwards_.outputs, Batch());
@@ -112,7 +112,8 @@ bool RowChecks::try_gradients(const Batch& inputs, Rows rows, const std::vector<
   bool shown = false;
   forwards_.aside(/*trial=*/true, [&] {
     forwards_.inputs = as_leaves(forwards_.wrote_inputs() ? copied(inputs) : inputs);
-    coupled::FixedOps fixed(devices_of(problem_), rows.size(), forwards_.watch());
+    coupled::FixedOps fixed(devices_of(problem_), rows.size(), forwards_.watch(),
+                            /*backward=*/true);
     const at::AutoGradMode recording(/*enabled=*/true);
     forwards_.run({0, rows.size()});
     const at::Tensor number =

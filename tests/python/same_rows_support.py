@@ -57,10 +57,29 @@ class Triple(torch.autograd.Function):
         return 3 * gradient
 
 
-def coupled_model(mix: Callable[[torch.Tensor], torch.Tensor], drops: bool = False) -> nn.Module:
+def attention(_: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x.view(-1, 1, 2, 4)
+    return F.scaled_dot_product_attention(x, x, x, dropout_p=0.2).reshape(-1, 8)
+
+
+#: How forward may draw numbers; each gets the model, whose `lstm` drops between its layers.
+DRAWS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "dropout": lambda _, x: F.dropout(x, 0.2),
+    "rrelu": lambda _, x: F.rrelu(x, training=True),
+    "attention": attention,
+    "lstm": lambda model, x: model.lstm(x[:, None])[0][:, 0],
+}
+
+
+def coupled_model(
+    mix: Callable[[torch.Tensor], torch.Tensor], draw: str | None = None
+) -> nn.Module:
     torch.manual_seed(0)
+    drawn = DRAWS[draw] if draw else lambda _, x: x
+    more = {"lstm": nn.LSTM(8, 8, 2, dropout=0.2, batch_first=True)} if draw == "lstm" else {}
     return Calls(
-        lambda self, x: self.head(F.dropout(mix(torch.tanh(self.body(x))), 0.2 * drops)),
+        lambda self, x: self.head(drawn(self, mix(torch.tanh(self.body(x))))),
         body=nn.Linear(6, 8),
         head=nn.Linear(8, 5),
+        **more,
     ).double()

@@ -1,13 +1,14 @@
 """A look at rows raises no false alarm, and says so where it could compare nothing."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import infinitybatch as ib
 import pytest
 import torch
 import torch.nn.functional as F
-from same_rows_support import WAYS, N, Triple, X, Y, coupled_model, spread, step, steps
+from same_rows_support import DRAWS, WAYS, N, Triple, X, Y, coupled_model, spread, step, steps
 from support import Calls, native, result_of, worst_error
 from torch import nn
 
@@ -40,6 +41,7 @@ class Drawn(nn.Module):
 
 
 INNOCENT: dict[str, Callable[[], nn.Module]] = {
+    **{f"draws by {draw}": partial(coupled_model, nn.Identity(), draw) for draw in DRAWS},
     "linear": lambda: nn.Linear(6, 5),
     "chaotic": Chaotic,
     "drawn": Drawn,

@@ -171,13 +171,17 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 
 // Random numbers ----------------------------------------------------------------------------------
 
-/// Fused, as on CUDA: one op that gives the mask too.
+/// Fused, as on CUDA: one op that gives the mask too, and draws without an op that could be seen.
 std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p,
                                                   std::optional<bool> train) {
   if (!train.value_or(true) || p == 0.0) {
     return {input.clone(), at::ones_like(input, at::TensorOptions(at::kBool))};
   }
-  const at::Tensor mask = at::empty_like(input, at::TensorOptions(at::kBool)).bernoulli_(1.0 - p);
+  const at::Tensor mask = at::empty_like(input, at::TensorOptions(at::kBool));
+  {
+    const at::RecordFunctionGuard unseen(/*is_enabled=*/false);
+    mask.bernoulli_(1.0 - p);
+  }
   const double scale = p == 1.0 ? 0.0 : 1.0 / (1.0 - p);
   return {input.mul(mask).mul_(scale), mask};
 }

@@ -204,7 +204,7 @@ TEST(FixedOps, WhatFailsInACallbackIsRaised) {
   for (const int64_t place : {1, 2}) {
     coupled::CouplingWatch watch;
     const coupled::CouplingWatch::Scope watching(watch);
-    coupled::FixedOps fixed({}, 4, watch);
+    coupled::FixedOps fixed({}, 4, watch, /*backward=*/false);
     {
       const memory::FailAllocation failure(place, &CallbackErrors::at_work);
       across_batch(constant, {x});
