@@ -65,6 +65,7 @@ void BatchNorm::collect(Rows rows, const Arguments& arguments) {
   const int64_t channels = input.size(1);
   if (!known_) {
     known_ = true;
+    channels_ = channels;
     type_ = statistics_type(input);
     running_mean_ = tensor_or_none(arguments[kRunningMean]);
     running_var_ = tensor_or_none(arguments[kRunningVar]);
@@ -73,7 +74,7 @@ void BatchNorm::collect(Rows rows, const Arguments& arguments) {
   }
   // InstanceNorm written as a BatchNorm: samples stand in the channels, and nothing is coupled.
   const bool other_rows = input.size(0) == 0 || input.size(0) % rows.size() != 0;
-  if (other_rows || (mean_.defined() && mean_.size(0) != channels)) {
+  if (other_rows || channels_ != channels) {
     throw CouplingError("aten::batch_norm",
                         "aten::batch_norm in training mode runs on a tensor of shape " +
                             c10::str(input.sizes()) + " for " + std::to_string(rows.size()) +
@@ -98,25 +99,43 @@ void BatchNorm::collect(Rows rows, const Arguments& arguments) {
 }
 
 void BatchNorm::merge(int64_t count, const at::Tensor& mean, const at::Tensor& variance) {
-  const at::ScalarType type = sum_type(mean.device());
-  const at::Tensor here = mean.to(type);
-  const at::Tensor squares = variance.to(type).mul(static_cast<double>(count));
+  constexpr size_t kTogether = 8;  // few kernels for each micro-batch, and little that waits
+  if (count != waiting_count_ || waiting_means_.size() == kTogether) merge_waiting();
+  waiting_count_ = count;
+  waiting_means_.push_back(mean);
+  waiting_variances_.push_back(variance);
+}
+
+void BatchNorm::merge_waiting() {
+  if (waiting_means_.empty()) return;
+  const at::ScalarType type = sum_type(waiting_means_.front().device());
+  const auto all = [&](std::vector<at::Tensor>& waiting) {
+    return at::stack(std::exchange(waiting, {})).to(type);
+  };
+  const auto micro_batches = static_cast<int64_t>(waiting_means_.size());
+  const int64_t count = waiting_count_ * micro_batches;
+  const at::Tensor means = all(waiting_means_);
+  const auto [between, mean] = at::var_mean(means, at::IntArrayRef({0}), /*unbiased=*/false);
+  const at::Tensor squares =
+      all(waiting_variances_).mean(0).add_(between).mul_(static_cast<double>(count));
   if (!mean_.defined()) {
-    mean_ = here.clone();
+    mean_ = mean;
     squares_ = squares;
     count_ = count;
     return;
   }
   const double total = static_cast<double>(count_ + count);
-  const at::Tensor delta = here - mean_;
+  const at::Tensor delta = mean - mean_;
   mean_.add_(delta, static_cast<double>(count) / total);
-  squares_.add_(squares).add_(delta.square(),
-                              static_cast<double>(count_) * static_cast<double>(count) / total);
+  squares_.add_(squares).addcmul_(delta, delta,
+                                  static_cast<double>(count_) * static_cast<double>(count) / total);
   count_ += count;
 }
 
 void BatchNorm::combine(SettledBuffers& buffers) {
   const at::NoGradGuard no_grad;
+  merge_waiting();
+  zeros_ = at::zeros_like(mean_, mean_.options().dtype(type_));
   given_mean_ = mean_.to(type_);
   given_var_ = squares_.div(static_cast<double>(count_)).to(type_);
   if (running_mean_.defined()) update_running(buffers, running_mean_, mean_);
@@ -145,7 +164,7 @@ at::Tensor BatchNorm::apply(Rows /*rows*/, const Arguments& arguments,
   if (differentiable) {
     // Their gradients are the two sums of this micro-batch: those of γ and β themselves may be
     // shared with other layers, or not be wanted.
-    const auto zero = [&] { return at::zeros_like(given_mean_).requires_grad_(); };
+    const auto zero = [&] { return zeros_.detach().requires_grad_(); };
     leaves = {zero(), zero()};
     weight = weight.defined() ? weight + leaves[0] : leaves[0] + 1;
     bias = bias.defined() ? bias + leaves[1] : leaves[1] + 0;
@@ -181,18 +200,21 @@ void BatchNorm::combine_gradients(autograd::GradientSinks& /*sinks*/) {
   const at::Tensor inverse = squares_.div(count).add(eps_).rsqrt();  // 1/σ
   const at::Tensor gain = weight_.defined() ? weight_.to(inverse.scalar_type()) * inverse : inverse;
   // dx = dy γ/σ + scale (x − μ) + shift
-  scale_ = (gain * inverse * product_).div_(-count);
-  shift_ = (gain * sum_).div_(-count);
+  scale_ = (gain * inverse * product_).div_(-count).to(type_);
+  shift_ = (gain * sum_).div_(-count).to(type_);
 }
 
 void BatchNorm::correct(Rows /*rows*/, size_t /*which*/, const at::Tensor& input,
                         at::Tensor& gradient) const {
   const at::NoGradGuard no_grad;
-  const auto shaped = [&](const at::Tensor& values) {
-    return along_channels(values.to(type_), input);
-  };
-  at::Tensor missing = input.detach().sub(shaped(mean_));
-  missing.mul_(shaped(scale_)).add_(shaped(shift_));
+  const at::Tensor scale = along_channels(scale_, input);
+  const at::Tensor shift = along_channels(shift_, input);
+  at::Tensor centred = input.detach().sub(along_channels(given_mean_, input));
+  if (gradient.defined() && gradient.scalar_type() == type_) {
+    gradient.addcmul_(centred, scale).add_(shift);
+    return;
+  }
+  const at::Tensor missing = centred.mul_(scale).add_(shift);
   if (gradient.defined()) {
     gradient.add_(missing);
   } else {

@@ -2,6 +2,8 @@
 
 #include "coupled/whole_batch_op.hpp"
 
+#include <vector>
+
 namespace infinitybatch::coupled {
 
 /// `aten::batch_norm` in training mode over all micro-batches.
@@ -33,20 +35,26 @@ class BatchNorm final : public WholeBatchOp {
  private:
   bool named_;
   void merge(int64_t count, const at::Tensor& mean, const at::Tensor& variance);
+  void merge_waiting();
   void update_running(SettledBuffers& buffers, const at::Tensor& buffer, const at::Tensor& value);
 
   at::ScalarType type_ = at::kFloat;  // of statistics that kernels take
   bool known_ = false;                // the fields below are set
+  int64_t channels_ = 0;
   at::Tensor running_mean_;
   at::Tensor running_var_;
   double momentum_ = 0;
   double eps_ = 0;
 
+  int64_t waiting_count_ = 0;  // elements of each micro-batch that waits to be merged
+  std::vector<at::Tensor> waiting_means_;
+  std::vector<at::Tensor> waiting_variances_;
   int64_t count_ = 0;      // elements for each channel
   at::Tensor mean_;        // in the type of sums, (channels)
   at::Tensor squares_;     // sums of squared differences from the mean
   at::Tensor given_mean_;  // in the type that kernels take
   at::Tensor given_var_;   // biased
+  at::Tensor zeros_;       // in front of γ and β, with gradients of their own
 
   at::Tensor weight_;   // γ, detached; undefined where there is none
   at::Tensor sum_;      // Σ dy

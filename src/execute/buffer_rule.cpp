@@ -12,17 +12,28 @@
 #include <utility>
 
 namespace infinitybatch {
+namespace {
+
+bool are_strided(const at::Tensor& a, const at::Tensor& b) {
+  return a.layout() == at::kStrided && b.layout() == at::kStrided;
+}
+
+}  // namespace
+
 BufferRule::BufferRule(std::vector<BufferSlot> slots, bool exact) : exact_(exact) {
   const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> tensors;
   for (BufferSlot& slot : slots) {
     Entry entry;
     entry.tensor = slot.get();
     if (!entry.tensor.defined()) continue;
-    entry.initial = entry.tensor.detach().clone();
     entry.version = entry.tensor._version();
     entry.slot = std::move(slot);
+    tensors.push_back(entry.tensor);
     entries_.push_back(std::move(entry));
   }
+  const std::vector<at::Tensor> copies = copies_of(tensors);
+  for (size_t i = 0; i < entries_.size(); ++i) entries_[i].initial = copies[i];
 }
 
 void BufferRule::note_means(const std::vector<coupled::SampleMean>& means, int64_t rows) {
@@ -60,17 +71,21 @@ void BufferRule::settle_means() {
 void BufferRule::end_micro_batch() {
   const at::NoGradGuard no_grad;
   if (exact_ && !second_pass_) add_means();
-  for (Entry& entry : entries_) {
+  // Writes through `.data`, or by an op that does not tell (batch_norm), raise no version. Code
+  // that does this once does it in the first micro-batch, so that values are compared only then.
+  const bool looks = first_ && exact_ && !second_pass_;
+  const std::set<size_t> silent = looks ? silently_written() : std::set<size_t>();
+  std::vector<Entry*> written, fresh;
+  std::vector<at::Tensor> left;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    Entry& entry = entries_[i];
     const at::Tensor now = entry.slot.get();
-    const bool same = now.is_same(entry.tensor) && now._version() == entry.version;
+    const bool same = is_same(entry, now);
     if (second_pass_) {
-      if (exact_ && (!same || entry.written)) restore(entry);
+      if (exact_ && (!same || entry.written)) written.push_back(&entry);
       continue;
     }
-    // Writes through `.data`, or by an op that does not tell (batch_norm), raise no version. Code
-    // that does this once does it in the first micro-batch, so that values are compared only then.
-    const bool silent = same && first_ && exact_ && silently_written(entry);
-    if (same && !silent && !entry.written) continue;
+    if (same && !silent.contains(i) && !entry.written) continue;
     // Written now for the first time, though earlier micro-batches left it alone: they left
     // `initial`.
     if (!entry.written && !first_) entry.left = entry.initial;
@@ -78,12 +93,17 @@ void BufferRule::end_micro_batch() {
     entry.rebound = entry.rebound || !now.is_same(entry.tensor);
     if (!exact_) continue;
     if (entry.left.defined()) {
-      note_difference(entry.left, now, entry.disagree);
+      disagreements_.note(i, entry.left, now);
     } else {
-      entry.left = now.detach().clone();
+      left.push_back(now);
+      fresh.push_back(&entry);
     }
-    restore(entry);
+    written.push_back(&entry);
   }
+  disagreements_.flush();
+  const std::vector<at::Tensor> copies = copies_of(left);
+  for (size_t i = 0; i < fresh.size(); ++i) fresh[i]->left = copies[i];
+  restore(written);
   first_ = false;
 }
 
@@ -126,21 +146,28 @@ void BufferRule::begin_loss() {
 void BufferRule::end_loss() {
   if (!exact_) return;
   const at::NoGradGuard no_grad;
-  for (Entry& entry : entries_) {
-    const at::Tensor now = entry.slot.get();
+  // Values tell where versions do not: `.data`, batch_norm.
+  BitDifferences values;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const Entry& entry = entries_[i];
     const at::Tensor& after = entry.settled.defined() ? entry.settled : entry.left;
     const at::Tensor& before = after.defined() ? after : entry.initial;
-    // Values tell where versions do not: `.data`, batch_norm.
-    const bool strided = now.layout() == at::kStrided && before.layout() == at::kStrided;
-    const bool same = strided ? same_form(now, before) && at::equal(now, before)
-                              : now.is_same(entry.tensor) && now._version() == entry.version;
-    if (!same) {
+    const at::Tensor now = entry.slot.get();
+    if (are_strided(now, before)) values.note(i, before, now);
+  }
+  const std::set<size_t> differ = values.take();
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    Entry& entry = entries_[i];
+    const at::Tensor now = entry.slot.get();
+    const at::Tensor& after = entry.settled.defined() ? entry.settled : entry.left;
+    const bool strided = are_strided(now, after.defined() ? after : entry.initial);
+    if (strided ? differ.contains(i) : !is_same(entry, now)) {
       entry.rebound = entry.rebound || !now.is_same(entry.tensor);
       entry.left = now.detach().clone();
       entry.settled.reset();
       entry.left_by_loss = entry.written = true;
     }
-    if (!same || after.defined()) restore_unseen(entry);
+    if (entry.left_by_loss || after.defined()) restore_unseen(entry);
   }
 }
 
@@ -155,16 +182,32 @@ void BufferRule::begin_second_pass() {
   }
 }
 
-bool BufferRule::silently_written(const Entry& entry) {
-  return entry.tensor.layout() == at::kStrided && !at::equal(entry.tensor, entry.initial);
+/// Of those that seem to be what they were.
+std::set<size_t> BufferRule::silently_written() const {
+  BitDifferences values;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const Entry& entry = entries_[i];
+    if (entry.tensor.layout() != at::kStrided || !is_same(entry, entry.slot.get())) continue;
+    values.note(i, entry.initial, entry.tensor);
+  }
+  return values.take();
 }
 
-void BufferRule::restore(Entry& entry) {
-  if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
-  // Written at least once in this step, perhaps without a new version.
-  resize_to(entry.tensor, entry.initial);
-  entry.tensor.copy_(entry.initial);
-  entry.version = entry.tensor._version();
+bool BufferRule::is_same(const Entry& entry, const at::Tensor& now) {
+  return now.is_same(entry.tensor) && now._version() == entry.version;
+}
+
+/// Written at least once in this step, perhaps without a new version.
+void BufferRule::restore(const std::vector<Entry*>& entries) {
+  std::vector<at::Tensor> to, from;
+  for (Entry* entry : entries) {
+    if (!entry->slot.get().is_same(entry->tensor)) entry->slot.set(entry->tensor);
+    resize_to(entry->tensor, entry->initial);
+    to.push_back(entry->tensor);
+    from.push_back(entry->initial);
+  }
+  copy_into(to, from);
+  for (Entry* entry : entries) entry->version = entry->tensor._version();
 }
 
 /// Without raising the version: where nothing was written, graphs of others stay valid.
@@ -184,13 +227,14 @@ void BufferRule::settle(const at::Tensor& buffer, const at::Tensor& value) {
 void BufferRule::meet(const at::Tensor& buffer, const at::Tensor& value) {
   if (second_pass_) return;  // the same program has left its values in the first
   const at::NoGradGuard no_grad;
-  for (Entry& entry : entries_) {
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    Entry& entry = entries_[i];
     if (!entry.tensor.is_same(buffer)) continue;
     entry.written = true;
     if (!exact_ || !entry.left.defined()) {
       entry.left = value;
     } else {
-      note_difference(entry.left, value, entry.disagree);
+      disagreements_.note(i, entry.left, value);
     }
   }
 }
@@ -216,12 +260,14 @@ bool BufferRule::rebound() const noexcept {
 void BufferRule::commit() {
   const at::NoGradGuard no_grad;
   settle_means();
-  for (Entry& entry : entries_) {
+  const std::set<size_t> disagree = disagreements_.take();
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    Entry& entry = entries_[i];
     if (entry.settled.defined()) {
       entry.left = entry.settled;
       continue;
     }
-    if (entry.disagree.defined() && entry.disagree.item<bool>()) {
+    if (disagree.contains(i)) {
       throw CouplingError(
           entry.slot.name,
           "buffer '" + entry.slot.name +
@@ -230,16 +276,19 @@ void BufferRule::commit() {
               "owns it, or accept another value with batch_coupling=\"per_micro_batch\"");
     }
   }
+  std::vector<at::Tensor> to, from;
   for (Entry& entry : entries_) {
     if (!entry.left.defined()) continue;
     if (!entry.rebound && entry.left.options().type_equal(entry.tensor.options())) {
       if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
       resize_to(entry.tensor, entry.left);
-      entry.tensor.copy_(entry.left);
+      to.push_back(entry.tensor);
+      from.push_back(entry.left);
     } else {
-      entry.slot.set(entry.left);
+      entry.slot.set(entry.left.clone());  // others' may lie beside it
     }
   }
+  copy_into(to, from);
 }
 
 void BufferRule::roll_back() {
@@ -250,13 +299,13 @@ void BufferRule::roll_back() {
     entry.written = false;
     entry.rebound = false;
     entry.left.reset();
-    entry.disagree.reset();
     entry.settled.reset();
     entry.sum.reset();
     entry.weight = entry.weight_now = 0;
     entry.mean = true;
     entry.left_by_loss = false;
   }
+  disagreements_.clear();
   first_ = true;
   second_pass_ = false;
 }

@@ -1,10 +1,13 @@
 #pragma once
 
 #include "core/check.hpp"
+#include "core/small_tensors.hpp"
 #include "coupled/sample_means.hpp"
 
 #include <infinitybatch/core/model.hpp>
 
+#include <cstddef>
+#include <set>
 #include <vector>
 
 namespace infinitybatch {
@@ -59,7 +62,10 @@ class BufferRule final : public Check {
 
   void commit() override;
   void roll_back() override;
-  void let_go() override { entries_.clear(); }
+  void let_go() override {
+    entries_.clear();
+    disagreements_.clear();
+  }
 
  private:
   struct Entry {
@@ -70,7 +76,6 @@ class BufferRule final : public Check {
     bool written = false;
     bool rebound = false;       // another tensor was put into the slot
     at::Tensor left;            // what the first micro-batch left; undefined before
-    at::Tensor disagree;        // 0-dimensional bool on the buffer's device
     at::Tensor settled;         // by an op of the whole batch
     at::Tensor sum;             // of what micro-batches left, each times its weight
     int64_t weight = 0;         // of all of them
@@ -80,11 +85,13 @@ class BufferRule final : public Check {
   };
   void add_means();
   void settle_means();
-  static bool silently_written(const Entry& entry);
-  static void restore(Entry& entry);
+  std::set<size_t> silently_written() const;
+  static bool is_same(const Entry& entry, const at::Tensor& now);
+  static void restore(const std::vector<Entry*>& entries);
   static void restore_unseen(Entry& entry);
 
   std::vector<Entry> entries_;
+  BitDifferences disagreements_;  // by place among the entries
   bool exact_;
   bool first_ = true;
   bool second_pass_ = false;

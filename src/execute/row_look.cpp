@@ -362,7 +362,7 @@ RowLook::Seen RowLook::find_on_accelerator() const {
   Seen seen;
   int64_t last = 0, rise_of_last = 0;
   for (int64_t fewer = std::max<int64_t>(1, more / 2);; fewer = std::min(rows, more / 2)) {
-    const int64_t live = memory::stats(device).live;
+    const int64_t live = memory::live(device);
     const memory::HighWater watch(device);
     const Seen here = compare_at(*this, places, fewer, /*some=*/false);
     if (here.differs) return here;
@@ -372,7 +372,7 @@ RowLook::Seen RowLook::find_on_accelerator() const {
     const int64_t rise = std::max<int64_t>(1, watch.peak() - live);
     const int64_t since = last == 0 ? rise : std::max<int64_t>(1, rise - rise_of_last);
     // What is allocated is rounded, and a kernel's workspace may appear: not to the last byte.
-    const int64_t room = *peak - memory::stats(device).live - rise - rise / 8;
+    const int64_t room = *peak - memory::live(device) - rise - rise / 8;
     const double fit = share * static_cast<double>(std::max<int64_t>(0, room)) *
                        static_cast<double>(more - last) / static_cast<double>(since);
     const int64_t next = more + static_cast<int64_t>(std::min(fit, double(batch_size - more)));

@@ -34,6 +34,11 @@ Statistics stats(c10::Device device) {
   return result;
 }
 
+int64_t live(c10::Device device) {
+  if (device.is_cpu()) return CpuAccounting::counters().live.load(std::memory_order_relaxed);
+  return Accelerator(device).usage().live;
+}
+
 void reset_peak(c10::Device device) {
   if (!device.is_cpu()) return DevicePeaks::reset(device);
   CpuAccounting::Counters& counters = CpuAccounting::counters();

@@ -314,10 +314,11 @@ void Planner::learn_times(const Piece& piece, const Measurement& measured) {
     if (request_.packing) work.push_back(request_.packing->work(row, size));
     row += size;
   }
-  learned().timings.learn(piece.timed_cap,
-                          {piece.plan.micro_batch_size(), measured.seconds, measured.again, first,
-                           /*average=*/learned().ragged || request_.packing, kinds_.work_ratio(),
-                           request_.packing ? &work : nullptr});
+  learned().timings.learn(
+      piece.timed_cap,
+      {piece.plan.micro_batch_size(), measured.seconds, measured.again, first,
+       /*average=*/learned().ragged || request_.packing, kinds_.work_ratio(),
+       request_.packing ? &work : nullptr, request_.segments > 0 && !request_.packing});
 }
 
 void Planner::saw_whole_loss(const Plan& plan, MicroBatchProfile::Effect effect) {

@@ -11,6 +11,9 @@ namespace {
 // Sizes behind two that are this much slower than the fastest are not timed: larger ones, and in
 // rehearsals smaller ones.
 constexpr double kSlower = 1.05;
+// A rehearsed size that is as slow as this says so at once, and that smaller ones are slower yet:
+// where launching kernels is what takes time, half the size takes as long.
+constexpr double kFarSlower = 1.5;
 
 /// When a size has been timed enough: after `least` micro-batches, and either `seconds` of work or
 /// `most` micro-batches, whichever comes first. Long ones need not be more than `kFewLong`.
@@ -36,6 +39,7 @@ constexpr double kPieceSeconds = 0.010;
 // A first micro-batch of a size pays for kernels that are prepared and memory that is new. Where a
 // step has rows for one only, this many are dropped; then they count.
 constexpr int kColdSingles = 2;
+constexpr int kColdRehearsed = 1;
 
 }  // namespace
 
@@ -66,12 +70,6 @@ int Timings::pieces(int64_t cap) const {
 }
 
 bool Timings::wants(int64_t cap, bool rehearsed) const {
-  const auto enough = [rehearsed](const Timing& timing, const Enough& rule) {
-    const auto count = static_cast<int>(timing.seconds_per_sample.size());
-    if (rehearsed && count >= kFewRehearsed && timing.seconds >= kRehearsedSeconds) return true;
-    if (count >= kFewLong && timing.seconds >= kLongSeconds) return true;
-    return count >= rule.least && (timing.seconds >= rule.seconds || count >= rule.most);
-  };
   double best = INFINITY;
   int64_t best_cap = 0;
   for (const auto& [timed, timing] : by_cap_) {
@@ -81,15 +79,26 @@ bool Timings::wants(int64_t cap, bool rehearsed) const {
       best_cap = timed;
     }
   }
+  const auto far = [&](const Timing& timing) {
+    return rehearsed && timing.estimate() > best * kFarSlower;
+  };
+  const auto enough = [&](const Timing& timing, const Enough& rule) {
+    const auto count = static_cast<int>(timing.seconds_per_sample.size());
+    if (rehearsed && count >= kFewRehearsed && timing.seconds >= kRehearsedSeconds) return true;
+    if (count >= kFewLong && timing.seconds >= kLongSeconds) return true;
+    if (far(timing)) return true;
+    return count >= rule.least && (timing.seconds >= rule.seconds || count >= rule.most);
+  };
   if (const Timing* timing = of(cap)) {
     const bool close = timing->estimate() <= best * kClose;
     return !enough(*timing, close ? kEnoughClose : kEnough);
   }
   int larger = 0, smaller = 0;
   for (const auto& [timed, timing] : by_cap_) {
-    if (!enough(timing, kEnough) || timing.estimate() <= best * kSlower) continue;
+    if (timing.seconds_per_sample.empty() || !enough(timing, kEnough)) continue;
+    if (timing.estimate() <= best * kSlower) continue;
     if (timed > best_cap && timed < cap) ++larger;
-    if (timed < best_cap && timed > cap) ++smaller;
+    if (timed < best_cap && timed > cap) smaller += far(timing) ? 2 : 1;
   }
   return larger < 2 && !(rehearsed && smaller >= 2);
 }
@@ -123,7 +132,7 @@ void Timings::learn(int64_t cap, const Piece& piece) {
   if (piece.first) {
     if (piece.seconds.size() > 1) {
       counted = 1;
-    } else if (timing.cold < kColdSingles) {
+    } else if (timing.cold < (piece.rehearsed ? kColdRehearsed : kColdSingles)) {
       ++timing.cold;
       return;
     }

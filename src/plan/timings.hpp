@@ -30,13 +30,15 @@ class Timings {
     bool average = false;
     double scale = 1;
     const std::vector<double>* work = nullptr;  ///< of each, in samples, in place of `size`
+    bool rehearsed = false;                     ///< see `wants`
   };
 
   /// Null where no micro-batch of it counts yet.
   const Timing* of(int64_t cap) const;
   int pieces(int64_t cap) const;
   /// \param rehearsed each piece is one micro-batch that a step does not need: few of each size,
-  ///                  and none of sizes below two that are slower than the fastest
+  ///                  and none of sizes below two that are slower than the fastest, or one that
+  ///                  is far slower
   bool wants(int64_t cap, bool rehearsed) const;
   /// How many micro-batches of `size` samples a piece runs, with the one that is not counted.
   int64_t count(int64_t cap, int64_t size, bool first) const;

@@ -104,7 +104,7 @@ class Race {
     model_.reset();
     BenchReport report;
     report.batch_size = problem_.batch_size();
-    report.live_bytes = memory::stats(problem_.device).live;
+    report.live_bytes = memory::live(problem_.device);
     if (options_.memory_budget)
       report.memory_budget = options_.memory_budget->resolve(problem_.device);
     line_up();

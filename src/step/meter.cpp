@@ -121,10 +121,10 @@ void note_advance(const Instruction& instruction, int64_t samples, double second
 
 template <typename Call>
 MicroBatchProfile::Effect effect_of(at::Device device, Call&& call) {
-  const int64_t before = memory::stats(device).live;
+  const int64_t before = memory::live(device);
   const memory::PeakScope peak(device);
   call();
-  return {peak.peak() - before, memory::stats(device).live - before};
+  return {peak.peak() - before, memory::live(device) - before};
 }
 
 }  // namespace
@@ -160,7 +160,7 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
   if (piece.trace) tracing.emplace(sinks, piece.plan.micro_batch_size(), device);
 
   const auto sums = [sinks] { return sinks != nullptr ? sinks->bytes() : 0; };
-  const int64_t live = piece.settled ? 0 : memory::stats(device).live - sums();
+  const int64_t live = piece.settled ? 0 : memory::live(device) - sums();
   const bool timed = piece.timed_cap > 0;
   const Stopwatch watch(device);
   Moment start = timed ? watch.read() : Moment();
@@ -207,7 +207,7 @@ Measurement run(const Perform& perform, autograd::GradientSinks* sinks, const Pi
   if (tracing) measured.trace = tracing->take();
   if (peak) {
     if (measured.peak_bytes == 0) measured.peak_bytes = peak->peak();
-    measured.lasting_bytes = std::max<int64_t>(0, memory::stats(device).live - sums() - live);
+    measured.lasting_bytes = std::max<int64_t>(0, memory::live(device) - sums() - live);
   }
   return measured;
 }

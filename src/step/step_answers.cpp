@@ -229,7 +229,7 @@ bool StepAnswers::begin_recompute(Setup& setup, const std::optional<int64_t>& bu
   BoundaryShortage shortage{*facts_.memory->boundaries, facts_.planner, setup.problem.batch_size(),
                             *budget};
   if (facts_.options.micro_batch_size) {
-    shortage.most = *budget - memory::stats(setup.problem.device).live;
+    shortage.most = *budget - memory::live(setup.problem.device);
   }
   if (!keep_fewer(setup.strategy.kept, shortage)) return false;
   facts_.memory->kept = setup.strategy.kept;

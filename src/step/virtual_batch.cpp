@@ -146,7 +146,7 @@ StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchS
   std::optional<int64_t> budget;
   if (facts_.options.memory_budget)
     budget = facts_.options.memory_budget->resolve(setup.problem.device);
-  if (const int64_t live = memory::stats(setup.problem.device).live; budget && live > *budget) {
+  if (const int64_t live = memory::live(setup.problem.device); budget && live > *budget) {
     throw BudgetExceeded(
         live, *budget, std::nullopt,
         setup.problem.device.is_cpu()

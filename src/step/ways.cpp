@@ -53,7 +53,7 @@ void Ways::follow_fixed_size(Executor& executor, const Setup& setup, bool hand_o
   } else {
     facts_.plan = stream_plan(std::move(sizes), facts_.penalty);
   }
-  facts_.plan.baseline_bytes = memory::stats(setup.problem.device).live;
+  facts_.plan.baseline_bytes = memory::live(setup.problem.device);
   facts_.plan.reason = given_size(facts_.options) + " was given";
   Piece piece;
   piece.plan = facts_.plan;
@@ -86,7 +86,7 @@ void Ways::follow_cuts(Executor& executor, const Setup& setup, std::vector<int64
   learn_boundaries(executor, setup, {0, sizes.front()});
   piece.plan = plan(executor.segments());
   facts_.plan = piece.plan;
-  facts_.plan.baseline_bytes = memory::stats(setup.problem.device).live;
+  facts_.plan.baseline_bytes = memory::live(setup.problem.device);
   auto& instructions = piece.plan.instructions;
   instructions.erase(instructions.begin(), instructions.begin() + count);
   run(executor, prepare(std::move(piece), hand_out), 0, setup.problem.device);
@@ -97,7 +97,7 @@ void Ways::follow_checkpoints(Executor& executor, const Setup& setup,
                               const std::optional<int64_t>& budget, bool hand_out,
                               StepReport& report) {
   CheckpointPlanner& planner = *facts_.memory->checkpoints;
-  const int64_t baseline = memory::stats(setup.problem.device).live;
+  const int64_t baseline = memory::live(setup.problem.device);
   constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max() / 4;
   const int64_t rows = facts_.options.micro_batch_size.value_or(1);
   std::vector<int64_t> sizes =
@@ -199,7 +199,7 @@ Request Ways::request(const Setup& setup, int64_t budget) const {
       setup.problem.loss.coupled()->device().value_or(setup.problem.device) == setup.problem.device;
   request.dims = lengths_of(*setup.problem.inputs, *setup.problem.targets);
   if (setup.problem.trimming) plan_by_length(request, *setup.problem.trimming);
-  request.baseline_bytes = memory::stats(setup.problem.device).live;
+  request.baseline_bytes = memory::live(setup.problem.device);
   request.budget_bytes = budget;
   request.penalty = facts_.penalty;
   request.two_pass = setup.problem.loss.coupled() != nullptr || setup.strategy.is_cut();

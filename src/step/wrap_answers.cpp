@@ -76,7 +76,7 @@ bool ForwardCall::begin_recompute() {
   KeptBoundaries& kept = memory().kept;  // by the attempt that failed
   BoundaryShortage shortage{*memory().boundaries, planner(), rows_.size, *budget_};
   if (options_.micro_batch_size) {
-    shortage.most = *budget_ - memory::stats(setup_.problem.device).live;
+    shortage.most = *budget_ - memory::live(setup_.problem.device);
   }
   if (!keep_fewer(kept, shortage)) return false;
   setup_.strategy.kept = kept;

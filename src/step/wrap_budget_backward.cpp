@@ -19,7 +19,7 @@ class Afterwards {
   explicit Afterwards(WrappedCall& call) : call_(call) {
     first_ = !call.differentiated.exchange(true) && call.during_loss != nullptr;
     if (!first_) return;
-    const int64_t now = memory::stats(call.device).live;
+    const int64_t now = memory::live(call.device);
     int64_t of_inputs = 0;  // gradients of whole inputs, which backward makes
     for (const size_t index : call.wanted_inputs) {
       of_inputs += static_cast<int64_t>(call.inputs.leaves()[index].tensor.nbytes());
@@ -94,7 +94,7 @@ bool drop_graphs(Wrapped& wrapped) {
 std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
                                               const std::function<std::vector<at::Tensor>()>& run) {
   const int64_t budget = *call.budget;
-  const int64_t before = memory::stats(call.device).live;
+  const int64_t before = memory::live(call.device);
   Afterwards afterwards(call);
   const bool can_drop = call.report->retained > 0 && call.store == nullptr;
   if (afterwards.during_loss() > budget && !can_drop) {

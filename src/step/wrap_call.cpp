@@ -82,7 +82,7 @@ Batch ForwardCall::run() {
   } const forget(*this);
   for (;; ++restarts_) {
     rerunnable_.check();
-    const int64_t live = memory::stats(setup_.problem.device).live;
+    const int64_t live = memory::live(setup_.problem.device);
     if (budget_ && live > *budget_ && !drop_graphs(*wrapped_)) {
       throw BudgetExceeded(live, *budget_, std::nullopt,
                            "What is allocated before forward (parameters, gradients, optimizer "

@@ -190,7 +190,7 @@ void ForwardPass::learn_boundaries(Rows first, KeptBoundaries& kept) {
   const bool given = options_.micro_batch_size && options_.offload.when == Offload::When::never;
   if (!given || !recording_) return;
   const int64_t samples = batch_size(inputs_, "inputs");
-  const int64_t room = *call_->budget - memory::stats(call_->device).live;
+  const int64_t room = *call_->budget - memory::live(call_->device);
   const int64_t most = room - room / 16;  // what the loss takes nobody knows
   if (boundaries->with(kept, samples).bytes <= most) return;
   const Planner& planner = wrapped.planners[call_->planner];
@@ -390,7 +390,7 @@ Batch ForwardPass::finish() {
   finishing_ = true;
   const at::NoGradGuard no_grad;
   if (call_->budget && recording_) {
-    call_->live_before_loss = memory::stats(call_->device).live;
+    call_->live_before_loss = memory::live(call_->device);
     call_->during_loss = std::make_unique<memory::HighWater>(call_->device);
   }
   if (!cut()) outputs_ = run.take_outputs();

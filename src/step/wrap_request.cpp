@@ -26,7 +26,7 @@ Request request_of(Wrapped& wrapped, const Setup& setup, const Batch& inputs, co
   for (const Leaf& leaf : inputs.leaves()) wants(leaf.tensor);
   for (const NamedParameter& parameter : problem.parameters) wants(parameter.tensor);
   request.batch_size = problem.batch_size();
-  request.baseline_bytes = memory::stats(problem.device).live;
+  request.baseline_bytes = memory::live(problem.device);
   request.budget_bytes = budget;
   request.two_pass = with_gradients || strategy.is_cut();
   request.copies_one = true;

@@ -113,13 +113,13 @@ uint64_t mix(uint64_t hash, const Tape& tape, const Op& op) {
 
 void Program::begin_cost() {
   first_node_ = at::sequence_number::peek();
-  live_ = memory::stats(*light).live;
+  live_ = memory::live(*light);
   rise_.emplace(*light);
 }
 
 void Program::end_cost(c10::ArrayRef<c10::IValue> outputs) {
   OpCost cost;
-  cost.kept = std::max<int64_t>(0, memory::stats(*light).live - live_);
+  cost.kept = std::max<int64_t>(0, memory::live(*light) - live_);
   cost.rise = std::max<int64_t>(cost.kept, rise_->peak() - live_);
   rise_.reset();
   Costs& costs = tape_.costs;

@@ -24,6 +24,9 @@ struct Statistics {
 /// \throws InvalidArgument where torch has no memory statistics for `device`
 Statistics stats(c10::Device device);
 
+/// `stats(device).live`, which is asked for often: a device is not asked what it has.
+int64_t live(c10::Device device);
+
 /// On accelerators this is the peak that `torch.accelerator.max_memory_allocated()` shows.
 void reset_peak(c10::Device device);
 

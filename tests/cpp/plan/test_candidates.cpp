@@ -76,6 +76,7 @@ TEST(Candidates, OfCutTapesAreTimedFromTheLargestDownUntilTwoAreSlower) {
   EXPECT_EQ(next({{10, 1.0}, {8, 0.7}}), 4);
   EXPECT_EQ(next({{10, 1.0}, {8, 1.0}}), 4) << "one that is slower may be by chance";
   EXPECT_EQ(next({{10, 1.0}, {8, 1.0}, {4, 1.0}}), std::nullopt);
+  EXPECT_EQ(next({{10, 1.0}, {8, 1.3}}), std::nullopt) << "one that is far slower is not";
 }
 
 TEST(Candidates, TimeDecidesInsideTheBytes) {

@@ -1,0 +1,160 @@
+#include "core/small_tensors.hpp"
+
+#include "core/bits.hpp"
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace infinitybatch {
+namespace {
+
+using Kind = std::pair<at::ScalarType, at::Device>;
+
+struct ByKind {
+  bool operator()(const Kind& a, const Kind& b) const {
+    if (a.first != b.first) return a.first < b.first;
+    if (a.second.type() != b.second.type()) return a.second.type() < b.second.type();
+    return a.second.index() < b.second.index();
+  }
+};
+
+template <typename T>
+using Groups = std::map<Kind, std::vector<T>, ByKind>;
+
+Kind kind_of(const at::Tensor& tensor) {
+  return {tensor.scalar_type(), tensor.device()};
+}
+
+/// What is larger is copied as fast alone, and is not worth being there once more.
+bool is_small(const at::Tensor& tensor) {
+  constexpr int64_t kMost = int64_t{64} << 10;
+  return tensor.layout() == at::kStrided && !tensor.is_quantized() && tensor.numel() > 0 &&
+         tensor.numel() * tensor.element_size() <= kMost &&
+         !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
+at::Tensor side_by_side(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> flat;
+  flat.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) flat.push_back(tensor.detach().reshape({-1}));
+  return at::cat(flat);
+}
+
+}  // namespace
+
+std::vector<at::Tensor> copies_of(const std::vector<at::Tensor>& tensors) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> copies(tensors.size());
+  Groups<size_t> groups;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (is_small(tensors[i])) {
+      groups[kind_of(tensors[i])].push_back(i);
+    } else {
+      copies[i] = tensors[i].detach().clone();
+    }
+  }
+  for (const auto& [kind, members] : groups) {
+    std::vector<at::Tensor> given;
+    for (const size_t i : members) given.push_back(tensors[i]);
+    const at::Tensor row = side_by_side(given);
+    int64_t at = 0;
+    for (const size_t i : members) {
+      copies[i] = row.narrow(0, at, tensors[i].numel()).view(tensors[i].sizes());
+      at += tensors[i].numel();
+    }
+  }
+  return copies;
+}
+
+void copy_into(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& values) {
+  struct Lists {
+    std::vector<at::Tensor> to, from;
+  };
+  std::map<Kind, Lists, ByKind> lists;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!is_small(tensors[i]) || tensors[i].is_conj() || tensors[i].is_neg()) {
+      at::Tensor(tensors[i]).copy_(values[i]);
+      continue;
+    }
+    Lists& list = lists[kind_of(tensors[i])];
+    list.to.push_back(tensors[i]);
+    list.from.push_back(values[i]);
+  }
+  for (auto& [kind, list] : lists) at::_foreach_copy_(list.to, list.from);
+}
+
+void BitDifferences::note(size_t which, const at::Tensor& before, const at::Tensor& now) {
+  if (!is_small(before) || !is_small(now) || !same_form(before, now)) {
+    return note_difference(before, now, alone_[which]);
+  }
+  if (!names_.insert(which).second) {
+    flush();
+    names_.insert(which);
+  }
+  pending_.push_back({which, before, now});
+}
+
+void BitDifferences::flush() {
+  const at::NoGradGuard no_grad;
+  names_.clear();
+  Groups<Pair> groups;
+  for (Pair& pair : std::exchange(pending_, {})) groups[kind_of(pair.before)].push_back(pair);
+  for (auto& [kind, members] : groups) compare(std::move(members));
+}
+
+void BitDifferences::compare(std::vector<Pair> members) {
+  const auto tensors = [&](at::Tensor Pair::* which) {
+    std::vector<at::Tensor> list;
+    for (const Pair& member : members) list.push_back(member.*which);
+    return list;
+  };
+  const at::Tensor now = side_by_side(tensors(&Pair::now));
+  auto row = std::find_if(rows_.begin(), rows_.end(), [&](const Row& known) {
+    return std::equal(members.begin(), members.end(), known.members.begin(), known.members.end(),
+                      [](const Pair& a, const Pair& b) {
+                        return a.which == b.which && a.before.is_same(b.before);
+                      });
+  });
+  if (row == rows_.end()) {
+    const at::Tensor before = side_by_side(tensors(&Pair::before));
+    for (Pair& member : members) member.now.reset();
+    row = rows_.insert(row, Row{std::move(members), before, {}});
+  }
+  const at::Tensor differs = at::ne(now.view(at::kByte), row->before.view(at::kByte));
+  if (row->differs.defined()) {
+    row->differs.logical_or_(differs);
+  } else {
+    row->differs = differs;
+  }
+}
+
+std::set<size_t> BitDifferences::take() {
+  flush();
+  std::set<size_t> found;
+  for (const Row& row : rows_) {
+    const at::Tensor differs = row.differs.cpu();
+    const bool* byte = differs.const_data_ptr<bool>();
+    for (const Pair& member : row.members) {
+      const bool* end = byte + member.before.numel() * member.before.element_size();
+      if (std::find(byte, end, true) != end) found.insert(member.which);
+      byte = end;
+    }
+  }
+  for (const auto& [which, differs] : alone_) {
+    if (differs.item<bool>()) found.insert(which);
+  }
+  return found;
+}
+
+void BitDifferences::clear() {
+  pending_.clear();
+  names_.clear();
+  rows_.clear();
+  alone_.clear();
+}
+
+}  // namespace infinitybatch
