@@ -71,6 +71,17 @@ std::vector<c10::IValue> still_arguments(const DrawsInside& op, const tape::Seen
   return arguments;
 }
 
+/// cuDNN draws for recurrent layers by a state of its own, which no generator tells of.
+bool draws_hidden(const DrawsInside& op, c10::ArrayRef<const c10::IValue> inputs) {
+  if (op.argument != "dropout") return false;
+  bool drops = false, elsewhere = false;
+  for (const c10::IValue& input : inputs) {
+    drops = drops || (input.isDouble() && input.toDouble() > 0);
+    elsewhere = elsewhere || (input.isTensor() && !input.toTensor().device().is_cpu());
+  }
+  return drops && elsewhere;
+}
+
 /// Seeds for a kernel that draws by itself (a compiled region), for each place among the samples
 /// another number.
 bool draws_seeds(std::string_view name, c10::ArrayRef<const c10::IValue> inputs) {
@@ -128,6 +139,7 @@ struct FixedOps::Replaced : tape::OpContext {
   at::Tensor input, weight, bias;  // of a norm
   std::vector<at::Tensor> means;   // of rows given to a function of all samples
   std::vector<c10::IValue> still;  // arguments with which an op draws nothing
+  bool hidden = false;             // it may have drawn though no generator has moved
   bool inside = false;
   bool across = false;
 };
@@ -193,9 +205,14 @@ std::unique_ptr<tape::OpContext> FixedOps::meet(const tape::SeenOp& op) {
                                   [&](const DrawsInside& each) { return each.op == name; });
   // The graph of an op that kept its draws would be another than that of what replaced its result;
   // dropout keeps nothing but the mask, which is replaced too.
-  const bool draws = still != kDrawsInside.end() && op.facts() != nullptr &&
-                     (!backward_ || still == kDrawsInside.begin());
-  if (draws) replaced->still = still_arguments(*still, op);
+  const bool known = still != kDrawsInside.end() && op.facts() != nullptr;
+  replaced->hidden = known && draws_hidden(*still, inputs);
+  if (known && (!backward_ || still == kDrawsInside.begin())) {
+    replaced->still = still_arguments(*still, op);
+  } else if (replaced->hidden) {
+    strayed_ = true;
+  }
+  replaced->inside = replaced->inside || replaced->hidden;
   if (!replaced->draw && !replaced->inside && replaced->still.empty()) return nullptr;
   stood_in_ = stood_in_ || replaced->across;
   if (norm && in_training(inputs) && !watch_.is_parameter(inputs[0])) {
@@ -222,8 +239,9 @@ std::unique_ptr<tape::OpContext> FixedOps::meet(const tape::SeenOp& op) {
 
 /// Kernels of accelerators draw in one with what they compute: what they gave becomes what they
 /// give without drawing.
-void FixedOps::run_still(const tape::SeenOp& op, std::vector<c10::IValue> stack) {
-  if (strayed_ || !moved()) return;
+void FixedOps::run_still(const tape::SeenOp& op, Replaced& replaced) {
+  if (strayed_ || !(replaced.hidden || moved())) return;
+  std::vector<c10::IValue> stack = std::move(replaced.still);
   const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
   const Unwatched unseen;
   op.facts()->handle.callBoxed(stack);
@@ -242,7 +260,7 @@ void FixedOps::put_back() const {
 
 void FixedOps::replace(const tape::SeenOp& op, Replaced& replaced) {
   if (errors_.any()) return;
-  if (!replaced.still.empty()) return run_still(op, std::move(replaced.still));
+  if (!replaced.still.empty()) return run_still(op, replaced);
   if (!replaced.draw && !replaced.across && !replaced.input.defined()) return;
   const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
   const Unwatched unseen;

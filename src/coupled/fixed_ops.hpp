@@ -53,7 +53,7 @@ class FixedOps final : public tape::OpListener {
   void end(const tape::SeenOp& op, tape::OpContext* context) noexcept override;
   std::unique_ptr<tape::OpContext> meet(const tape::SeenOp& op);
   void replace(const tape::SeenOp& op, Replaced& replaced);
-  void run_still(const tape::SeenOp& op, std::vector<c10::IValue> stack);
+  void run_still(const tape::SeenOp& op, Replaced& replaced);
   void put_back() const;
   /// Whether a generator stands elsewhere.
   bool moved() const;
