@@ -7,6 +7,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 namespace infinitybatch {
@@ -37,11 +38,38 @@ bool is_small(const at::Tensor& tensor) {
          !tensor.unsafeGetTensorImpl()->is_python_dispatch();
 }
 
-at::Tensor side_by_side(const std::vector<at::Tensor>& tensors) {
+/// Integers that take as many bytes, which differ where a bit does: NaN equals NaN.
+at::ScalarType bits_of(size_t bytes) {
+  constexpr std::array kIntegers{at::kByte, at::kShort, at::kInt, at::kLong};
+  size_t which = 0;
+  while (which + 1 < kIntegers.size() && (size_t{1} << which) < bytes) ++which;
+  return kIntegers[which];
+}
+
+/// Whether each begins where the one in front of it ends, as copies do.
+bool lie_side_by_side(const std::vector<at::Tensor>& tensors) {
+  int64_t at = tensors.front().storage_offset();
+  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    const bool here = tensor.is_alias_of(tensors.front()) && tensor.storage_offset() == at &&
+                      tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+    at += tensor.numel();
+    return here;
+  });
+}
+
+at::Tensor copied_side_by_side(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> flat;
   flat.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) flat.push_back(tensor.detach().reshape({-1}));
   return at::cat(flat);
+}
+
+/// Where they lie, if that is side by side.
+at::Tensor side_by_side(const std::vector<at::Tensor>& tensors) {
+  if (!lie_side_by_side(tensors)) return copied_side_by_side(tensors);
+  int64_t count = 0;
+  for (const at::Tensor& tensor : tensors) count += tensor.numel();
+  return tensors.front().detach().as_strided({count}, {1});
 }
 
 }  // namespace
@@ -60,7 +88,7 @@ std::vector<at::Tensor> copies_of(const std::vector<at::Tensor>& tensors) {
   for (const auto& [kind, members] : groups) {
     std::vector<at::Tensor> given;
     for (const size_t i : members) given.push_back(tensors[i]);
-    const at::Tensor row = side_by_side(given);
+    const at::Tensor row = copied_side_by_side(given);
     int64_t at = 0;
     for (const size_t i : members) {
       copies[i] = row.narrow(0, at, tensors[i].numel()).view(tensors[i].sizes());
@@ -124,7 +152,8 @@ void BitDifferences::compare(std::vector<Pair> members) {
     for (Pair& member : members) member.now.reset();
     row = rows_.insert(row, Row{std::move(members), before, {}});
   }
-  const at::Tensor differs = at::ne(now.view(at::kByte), row->before.view(at::kByte));
+  const at::ScalarType bits = bits_of(now.element_size());
+  const at::Tensor differs = at::ne(now.view(bits), row->before.view(bits));
   if (row->differs.defined()) {
     row->differs.logical_or_(differs);
   } else {
@@ -133,15 +162,17 @@ void BitDifferences::compare(std::vector<Pair> members) {
 }
 
 std::set<size_t> BitDifferences::take() {
+  constexpr int64_t kLargest = 8;  // of integers; complex numbers are two
   flush();
   std::set<size_t> found;
   for (const Row& row : rows_) {
     const at::Tensor differs = row.differs.cpu();
-    const bool* byte = differs.const_data_ptr<bool>();
+    const bool* each = differs.const_data_ptr<bool>();
     for (const Pair& member : row.members) {
-      const bool* end = byte + member.before.numel() * member.before.element_size();
-      if (std::find(byte, end, true) != end) found.insert(member.which);
-      byte = end;
+      const int64_t size = member.before.element_size();
+      const bool* end = each + member.before.numel() * std::max<int64_t>(1, size / kLargest);
+      if (std::find(each, end, true) != end) found.insert(member.which);
+      each = end;
     }
   }
   for (const auto& [which, differs] : alone_) {

@@ -38,7 +38,7 @@ class BitDifferences {
   struct Row {
     std::vector<Pair> members;
     at::Tensor before;   // side by side
-    at::Tensor differs;  // for each byte
+    at::Tensor differs;  // for each number
   };
   void compare(std::vector<Pair> members);
 
