@@ -215,3 +215,12 @@ def test_outputs_of_other_ranks_are_not_called_squeezed():
     with pytest.raises(ib.BatchError) as raised:
         step(model, X[:11], X[:11], loss, micro_batch_size=4)
     assert "squeeze" not in str(raised.value)
+
+
+def test_a_forward_that_fails_on_a_squeezed_row_has_a_note():
+    model = returns(lambda y: torch.stack([y[:, 0].sum() * y[:, :1].squeeze(), y[:, 1]], 1))
+    with pytest.raises(IndexError) as raised:
+        step(model, torch.cat([X, X[:1]]), torch.zeros(13).long(), micro_batch_size=4)
+    assert not isinstance(raised.value, ib.Error)
+    assert "a micro-batch of 1 of the 13 samples" in raised.value.__notes__[0]
+    assert raised.value.__notes__[0].endswith("as in squeeze(-1)")
