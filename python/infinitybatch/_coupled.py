@@ -28,7 +28,7 @@ def make(value: Callable[..., torch.Tensor], device: torch.device | None = None)
         alone = taken == 1 or (targets is None and needed < 2)
         return value(outputs) if alone else value(outputs, targets)
 
-    return _coupled(call, device)
+    return _coupled(call, device, _name(value))
 
 
 def make_criterion(
@@ -47,11 +47,15 @@ def make_criterion(
         if targets is None and needed <= len(left):
             right = ()
         elif targets is None and needs_targets:
-            name = getattr(criterion, "__name__", type(criterion).__name__)
-            raise InvalidArgument(f"{name} needs targets, but was given none of them")
+            raise InvalidArgument(f"{_name(criterion)} needs targets, but was given none of them")
         return criterion(*left, *right)
 
-    return _coupled(value, None)
+    return _coupled(value, None, _name(criterion))
+
+
+def _name(function: Callable[..., Any]) -> str:
+    function = getattr(function, "func", function)  # of a functools.partial
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def tell(name: str, way_out: str) -> None:

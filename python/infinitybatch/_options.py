@@ -89,6 +89,13 @@ _NOT_FOR_WRAP = {
 }
 
 
+#: What to say beside the error of an argument that nobody takes.
+_INSTEAD = {
+    "device": "it runs where the model is, model.to(device)",
+    "optimizer": "your loop keeps optimizer.zero_grad() and optimizer.step()",
+}
+
+
 def checked(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a function's arguments that are options, as the library works with them."""
     return {n: check(n, arguments[n]) for n, check in CHECKS.items() if n in arguments}
@@ -102,15 +109,25 @@ def _refuses(reasons: Mapping[str, str]) -> Callable[[_Function], _Function]:
         parameters = inspect.signature(function).parameters
         names = [n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, _BY_EITHER)]
         whose = function.__qualname__.removesuffix(".__init__")
+        placed = [n for n, p in parameters.items() if p.kind is _BY_EITHER]
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > len(placed):
+                first = ", ".join(n for n in placed if n != "self")
+                value = args[len(placed)]
+                is_size = type(value) is int and value < 1 << 20
+                option = "micro_batch_size" if is_size else "memory_budget"
+                raise InvalidType(
+                    f"{whose} takes options by name: {whose}({first}, {option}={value!r})"
+                )
             for name in kwargs.keys() - names:
                 if name in reasons:
                     raise InvalidArgument(reasons[name])
                 near = [n for n in names if n.startswith(name)]
                 near = near or difflib.get_close_matches(name, names, 1)
                 hint = f"; did you mean {near[0]}=?" if near else ""
+                hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else hint
                 raise InvalidType(f"{whose} has no argument {name!r}{hint}")
             return function(*args, **kwargs)
 

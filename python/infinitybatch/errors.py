@@ -121,7 +121,7 @@ class BudgetExceeded(Error, torch.OutOfMemoryError):
     than is allowed. `needed` and `limit` are bytes, `smallest_feasible` the least budget that works,
     where it is known.
 
-    Way out: `memory_budget=error.smallest_feasible`, or `offload="always"`.
+    Way out: the `memory_budget` that the message names, or `offload="always"`.
     """
 
     #: Bytes that the request needs; a lower bound if `smallest_feasible` is None.

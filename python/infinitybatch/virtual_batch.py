@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from torch import nn
@@ -17,6 +17,13 @@ from ._options import MicroBatch
 from ._rows import explain_lists, refuse_lists_of_samples
 from ._trim import Trim
 from .errors import BatchError, Error, InvalidType, Unsupported
+
+#: What to call in place of methods that other steps have.
+_INSTEAD = {
+    "step": "call batch.backward(inputs, targets), then optimizer.step()",
+    "zero_grad": "call optimizer.zero_grad()",
+    "forward": "batch.backward(inputs, targets) runs it; keep_outputs=True gives report.outputs",
+}
 
 
 class VirtualBatchOptions(TypedDict, total=False):
@@ -221,6 +228,17 @@ class VirtualBatch:
                 "of your own, it can be copied"
             )
         return _rebuild, (self._model, self._loss, self._options)
+
+    if not TYPE_CHECKING:  # which knows what a VirtualBatch has
+
+        def __getattr__(self, name: str) -> Any:
+            of_model = not name.startswith("_") and hasattr(nn.Module, name)
+            way_out = _INSTEAD.get(name, f"it is the model's, model.{name}" if of_model else "")
+            text = f"VirtualBatch has no attribute {name!r}" + (way_out and f": {way_out}")
+            raise AttributeError(text, name=name, obj=self)
+
+        def __call__(self, *inputs: Any, **_: Any) -> Any:
+            raise InvalidType("a VirtualBatch is not called: write batch.backward(inputs, targets)")
 
     def __repr__(self) -> str:
         shown = ["memory_budget", "micro_batch_size"]

@@ -63,14 +63,16 @@ SeparableLoss separable(const py::object& sum, const py::object& denominator) {
       std::move(part));
 }
 
-CoupledLoss coupled(const py::object& value, const std::optional<at::Device>& device) {
-  return losses::coupled(
-      [held = Held(value)](const Batch& outputs, const Batch& targets) {
-        const py::gil_scoped_acquire gil;
-        tell_state(held);
-        return to_tensor(held.handle()(to_python(outputs), to_python(targets)), "a coupled loss");
-      },
-      device);
+CoupledLoss coupled(const py::object& value, const std::optional<at::Device>& device,
+                    std::string name) {
+  return {std::move(name),
+          [held = Held(value)](const Batch& outputs, const Batch& targets) {
+            const py::gil_scoped_acquire gil;
+            tell_state(held);
+            return to_tensor(held.handle()(to_python(outputs), to_python(targets)),
+                             "a coupled loss");
+          },
+          device};
 }
 
 SeparableLoss with_penalty(const SeparableLoss& loss, const py::object& penalty) {
@@ -353,7 +355,7 @@ void bind_loss(py::module_& module) {
                           "A loss that sees the outputs of the whole logical batch at once.")
       .def_property_readonly("name", &CoupledLoss::name)
       .def("__repr__", [](const CoupledLoss& self) { return "<CoupledLoss " + self.name() + ">"; });
-  losses.def("coupled", &coupled, py::arg("value"), py::arg("device"),
+  losses.def("coupled", &coupled, py::arg("value"), py::arg("device"), py::arg("name"),
              R"(infinitybatch.losses.coupled without its manners.)");
   losses.def("separable", &separable, py::arg("sum"), py::arg("denominator"),
              R"(infinitybatch.losses.separable without its manners.)");

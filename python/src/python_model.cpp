@@ -1,6 +1,7 @@
 #include "python_model.hpp"
 
 #include "core/out_of_memory.hpp"
+#include "core/squeezed.hpp"
 #include "coupled/part_of_batch.hpp"
 #include "execute/carried_state.hpp"
 #include "module_attributes.hpp"
@@ -153,7 +154,8 @@ void add_note(const py::error_already_set& error) {
       std::to_string(part.total) +
       " samples. If it fails on those alone, mark inputs that every micro-batch needs whole, "
       "ib.shared(x), and those whose samples lie along another dimension, ib.batch_dim(x, 1), or "
-      "the option batch_dim=1");
+      "the option batch_dim=1" +
+      (part.rows == 1 ? std::string(". Where it calls squeeze(): ") + kSqueezed : ""));
 }
 
 /// As torch complains of shapes that do not fit; running out of memory is no such complaint.

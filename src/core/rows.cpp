@@ -4,6 +4,7 @@
 #include "core/pinned_copies.hpp"
 #include "core/plain_leaves.hpp"
 #include "core/sample_rows.hpp"
+#include "core/squeezed.hpp"
 #include "core/transforms.hpp"
 
 #include <infinitybatch/core/batch.hpp>
@@ -186,6 +187,7 @@ int64_t follows_rows(const std::vector<Batch>& parts, const std::vector<int64_t>
   // With all parts of one size a second dimension may match by chance: the first is the convention.
   if (!dims.empty()) return dims.front();
   if (parts.size() == 1) return Leaf::kShared;
+  refuse_squeezed(parts, row_counts, name.substr(0, name.find_first_of("[.")));
   throw BatchError(name + " has shape " + shape(parts.front().leaves()[leaf].tensor) + " for " +
                    std::to_string(row_counts.front()) +
                    " rows: no dimension follows the micro-batch, so the parts cannot be joined; "

@@ -74,6 +74,19 @@ bool may_follow(at::IntArrayRef sizes, int64_t rows) {
          (sizes.size() > 1 && sizes[0] > 0 && sizes[0] % rows == 0);
 }
 
+/// For a message, where nobody has said that samples do not lie along the second dimension.
+std::string hint_at_time_first(const Batch& inputs) {
+  const auto& leaves = inputs.leaves();
+  const bool likely = std::any_of(leaves.begin(), leaves.end(), [](const Leaf& leaf) {
+    if (!leaf.tensor.defined() || leaf.marked || leaf.batch_dim != 0) return false;
+    const bool tokens = leaf.tensor.dim() == 2 && leaf.tensor.scalar_type() == at::kLong;
+    return (leaf.tensor.dim() == 3 || tokens) && leaf.tensor.size(1) > 1;
+  });
+  if (!likely) return "";
+  return "if samples lie along dimension 1 of inputs, as in [time, batch, ...], say batch_dim=1; "
+         "else ";
+}
+
 const void* node_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.requires_grad() ? tensor.grad_fn().get() : nullptr;
 }
@@ -102,7 +115,8 @@ Batch MixingExperiment::record(Rows rows, const Batch& inputs,
   }
   try {
     pending_ = Pending{
-        rows, std::move(*exchanges), without_tensors(inputs), recorder.finish(outputs), {}, {}};
+        rows, std::move(*exchanges),     without_tensors(inputs), recorder.finish(outputs), {},
+        {},   hint_at_time_first(inputs)};
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
     // The step itself needs no tape: another micro-batch is looked at.
@@ -142,7 +156,8 @@ void MixingExperiment::take(Rows rows, const Batch& inputs, const tape::Tape& ta
   if (tape.opaque || tape.result_values.empty()) return;
   std::optional<Exchanges> exchanges = exchanges_that_fit(inputs, rows.size());
   if (!exchanges) return;
-  pending_ = Pending{rows, std::move(*exchanges), without_tensors(inputs), tape, {}, {}};
+  pending_ = Pending{rows, std::move(*exchanges),     without_tensors(inputs), tape, {},
+                     {},   hint_at_time_first(inputs)};
   pending_->compared.resize(tape.result_values.size(), true);
 }
 
@@ -248,11 +263,11 @@ void MixingExperiment::run(const std::function<Batch(Rows)>& load, bool last, bo
                             " is given a number that counts the samples of a batch, " + end +
                             "scale by it in the loss, " + ways);
   }
-  throw CouplingError(mixing->op,
-                      mixing->op + " mixes the samples of a batch (outputs" +
-                          played.tape.result.structure()->leaf_name(mixing->output) +
-                          " of one sample is another where other samples stand beside it), " + end +
-                          "compute what needs all samples by across_batch, " + ways);
+  throw CouplingError(mixing->op, mixing->op + " combines samples: outputs" +
+                                      played.tape.result.structure()->leaf_name(mixing->output) +
+                                      " of one sample depend on others in the batch, " + end +
+                                      played.time_first +
+                                      "compute what needs all samples by across_batch, " + ways);
 }
 
 }  // namespace infinitybatch

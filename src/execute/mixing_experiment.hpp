@@ -73,6 +73,7 @@ class MixingExperiment {
     tape::Tape tape;
     std::vector<const void*> nodes;  // of each output's graph, as forward gave it
     std::vector<bool> compared;
+    std::string time_first;  // for a message
     bool met_others = false;
     std::optional<std::string> counting = {};  // the op whose number counts samples
   };

@@ -4,6 +4,7 @@
 #include "core/following_dims.hpp"
 #include "core/join.hpp"
 #include "core/plain_leaves.hpp"
+#include "core/squeezed.hpp"
 #include "execute/rows_seen.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -50,9 +51,11 @@ void check_once(const OutputForm& form, const OutputForm& other, size_t leaf) {
   const at::Tensor& there = other.outputs.leaves()[leaf].tensor;
   if (form.from_samples[leaf] || other.from_samples[leaf]) {
     const auto& why = form.why ? form.why : other.why;
-    refuse(form, leaf,
-           why ? "nobody knows whether it is the same for any samples (" + *why + ")"
-               : std::string("it comes from the samples, so it is not the same for all of them"));
+    refuse(
+        form, leaf,
+        why ? "nobody knows whether it is the same for any samples (" + *why + ")"
+            : std::string("it comes from the samples, so it is not the same for all of them") +
+                  (form.rows == 1 && here.dim() == 0 ? " (" + std::string(kSqueezed) + ")" : ""));
   }
   if (!same_form(here, there) || any_bit_differs(here, there).item<bool>()) {
     refuse(form, leaf,
@@ -177,6 +180,7 @@ Batch join(std::vector<Batch> parts, const std::vector<int64_t>& row_counts, con
   std::vector<std::pair<size_t, Leaf>> apart;
   for (const Batch& part : parts) {
     if (law.fits(part)) continue;
+    refuse_squeezed(parts, row_counts, "outputs");
     throw BatchError(
         "outputs of different micro-batches have different structures, so they cannot be joined; "
         "return the same ones for every batch");

@@ -23,6 +23,15 @@ std::vector<at::Device> devices_of(const Problem& problem) {
   return devices;
 }
 
+int64_t gradient_bytes(const std::vector<NamedParameter>& parameters, at::Device device) {
+  int64_t bytes = 0;
+  for (const auto& [name, tensor] : parameters) {
+    if (!tensor.requires_grad() || tensor.device() != device) continue;
+    bytes += static_cast<int64_t>(tensor.nbytes());
+  }
+  return bytes;
+}
+
 std::vector<at::Tensor> buffers_of(const Problem& problem) {
   std::vector<at::Tensor> buffers;
   for (const BufferSlot& slot : problem.buffers) {

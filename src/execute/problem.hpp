@@ -79,6 +79,9 @@ Rows other_rows(Rows rows, int64_t batch_size);
 /// The devices whose random generators a step may draw from.
 std::vector<at::Device> devices_of(const Problem& problem);
 
+/// What a step needs beside the gradients that are there, where none is sparse.
+int64_t gradient_bytes(const std::vector<NamedParameter>& parameters, at::Device device);
+
 /// Tensors, without those that are not defined.
 std::vector<at::Tensor> buffers_of(const Problem& problem);
 

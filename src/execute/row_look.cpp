@@ -121,6 +121,7 @@ class Refusal {
 std::optional<std::string> gradients_differ(const RowLook& look, const Batch& inputs, int64_t fewer,
                                             const std::vector<int64_t>& dims) {
   if (!look.gradients) return std::nullopt;
+  look.goes_back = true;
   int64_t samples = std::max<int64_t>(2, fewer);
   while (true) {
     const Refusal refusal(look);
@@ -159,6 +160,7 @@ bool turns_by_rounding(const RowLook& look, const Batch& inputs, int64_t rows,
 
 /// Forward on `more` rows, and on fewer of them at several places.
 RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, int64_t fewer) {
+  look.goes_back = false;
   const std::optional<TrialOutputs> of_whole = attempt(look, inputs, more);
   if (!of_whole) return {};
   const bool moved = look.moved != nullptr && look.moved->is_on();
@@ -424,16 +426,19 @@ RowLook::Seen RowLook::find() const {
       if (!refusal.is(std::current_exception())) throw;
       if (limit) needed = limit->refused();
       if (i + 1 < sizes.size()) continue;
-      if (given && needed > *given) throw NoRoomToLook(needed, *given, sizes[i].more);
+      if (given && needed > *given) throw NoRoomToLook(needed, *given, sizes[i].more, goes_back);
       throw;
     }
   }
   return {};
 }
 
-NoRoomToLook::NoRoomToLook(int64_t needed, int64_t limit, int64_t samples)
+NoRoomToLook::NoRoomToLook(int64_t needed, int64_t limit, int64_t samples, bool backward)
     : BudgetExceeded(needed, limit, std::nullopt,
-                     "Comparing forward on " + std::to_string(samples) +
-                         " samples with forward on fewer, which tells whether it combines them,") {}
+                     backward ? "Comparing the gradient of 2 samples with those of each alone, "
+                                "which tells whether backward combines them,"
+                              : "Comparing forward on " + std::to_string(samples) +
+                                    " samples with forward on fewer, which tells whether it "
+                                    "combines them,") {}
 
 }  // namespace infinitybatch

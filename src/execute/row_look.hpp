@@ -32,7 +32,8 @@ std::vector<int64_t> places_of_looks(int64_t batch_size, int64_t rows);
 /// combines them. A smaller plan would not help.
 class NoRoomToLook : public BudgetExceeded {
  public:
-  NoRoomToLook(int64_t needed, int64_t limit, int64_t samples);
+  /// \param backward whether it is gradients that could not be compared, of two samples
+  NoRoomToLook(int64_t needed, int64_t limit, int64_t samples, bool backward);
 };
 
 /// A look on an accelerator has taken more than it foresaw, and passed the budget. The next one
@@ -79,6 +80,8 @@ struct RowLook {
   /// \throws NoRoomToLook where a memory limit leaves room for no comparison at all
   /// \throws what the device throws where it has no room for one
   Seen find() const;
+
+  mutable bool goes_back = false;  ///< whether what runs, or has failed, is `gradients`
 
  private:
   Seen find_on_accelerator() const;

@@ -1,5 +1,7 @@
 #include "loss/arguments.hpp"
 
+#include "core/squeezed.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 
 #include <sstream>
@@ -80,10 +82,13 @@ void check_broadcast(const std::string& name, const at::Tensor& input, const at:
   if (input.sizes() == other.sizes()) return;
   const int64_t dim = target.batch_dim;
   if (input.dim() == other.dim() && dim < input.dim() && input.size(dim) == other.size(dim)) return;
+  const bool one_row = dim >= 0 && dim < other.dim() && other.size(dim) == 1;
   throw InvalidArgument(name + ": the shapes " + shape_of(input) + " and " + shape_of(other) +
                         " differ in rank or in the number of samples, so that broadcasting would "
-                        "pair each sample with others; give both the same shape, with squeeze or "
-                        "unsqueeze");
+                        "pair each sample with others; " +
+                        (one_row && input.dim() < other.dim() ? kSqueezed
+                                                              : "give both the same shape, with "
+                                                                "squeeze(-1) or unsqueeze(-1)"));
 }
 
 void check_samples(const std::string& name, const std::vector<at::Tensor>& tensors,

@@ -19,7 +19,8 @@ at::Tensor one_number(const at::Tensor& value, const std::string& what) {
   if (value.numel() != 1) {
     std::ostringstream message;
     message << what << " returned a tensor of shape " << value.sizes()
-            << "; it must return a scalar tensor: end it with .sum()";
+            << "; it must return a scalar tensor: reduce it with .mean() or .sum(), or leave out "
+               "reduction=\"none\"";
     throw InvalidArgument(message.str());
   }
   return value.dim() == 0 ? value : value.reshape({});

@@ -27,12 +27,13 @@ std::string smallest_plan(const Request& request) {
 }  // namespace
 
 void refuse(const Request& request, int64_t needed, const std::string& what) {
-  throw BudgetExceeded(std::max(needed, request.budget_bytes + 1), request.budget_bytes,
-                       std::nullopt, what);
+  const int64_t budget = request.budget_bytes + request.reserved_bytes;
+  throw BudgetExceeded(std::max(needed, budget + 1), budget, std::nullopt, what,
+                       request.baseline_bytes + request.gradient_bytes);
 }
 
 void refuse_smallest(const Request& request, const Learned& learned, int64_t needed) {
-  const int64_t budget = request.budget_bytes;
+  const int64_t budget = request.budget_bytes + request.reserved_bytes;
   if (!learned.profile) refuse(request, needed, smallest_plan(request));
   const Prediction prediction(request, learned);
   int64_t smallest = INT64_MAX;

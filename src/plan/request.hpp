@@ -30,6 +30,8 @@ struct Request {
   int64_t batch_size = 0;
   int64_t baseline_bytes = 0;  ///< live on the device when the first instruction starts
   int64_t budget_bytes = 0;
+  int64_t reserved_bytes = 0;  ///< of the user's budget, for a loss nobody has seen; not in these
+  int64_t gradient_bytes = 0;  ///< of all parameters; for messages
   bool penalty = false;
   bool two_pass = false;         ///< measured in a rehearsal: a coupled loss, or tapes that are cut
   int64_t segments = 0;          ///< where above 0: of cut tapes

@@ -50,6 +50,22 @@ void check_tensor(const char* kind, const std::string& name, const at::Tensor& t
   refuse_tangent(what, tensor);
 }
 
+/// Which other dimension of inputs has as many samples as targets have.
+std::string hint_at_batch_dim(const BatchSource& inputs, int64_t samples) {
+  if (inputs.size < 1 || !inputs.uniform) return "";
+  const Batch row = inputs.rows(0, 1);
+  for (const Leaf& leaf : row.leaves()) {
+    if (!leaf.tensor.defined() || leaf.batch_dim < 0) continue;
+    for (const int64_t dim : {0, 1}) {
+      if (dim == leaf.batch_dim || dim >= leaf.tensor.dim()) continue;
+      if (leaf.tensor.size(dim) != samples) continue;
+      return ". If samples lie along dimension " + std::to_string(dim) + " of inputs, " +
+             (dim == 0 ? "leave out batch_dim" : "as in [time, batch, ...], say batch_dim=1");
+    }
+  }
+  return "";
+}
+
 at::Device device_of(const Problem& problem) {
   for (const NamedParameter& parameter : problem.parameters) return parameter.tensor.device();
   for (const BufferSlot& buffer : problem.buffers) return buffer.get().device();
@@ -67,7 +83,7 @@ void admit(Problem& problem) {
                               problem.targets->size % problem.inputs->size == 0
                           ? ". If targets are [time, batch] flattened, say batch_dim=1, or "
                             "batch_dim={\"targets\": 1} beside other arguments"
-                          : ""));
+                          : hint_at_batch_dim(*problem.inputs, problem.targets->size)));
   }
   if (problem.batch_size() < 1) throw BatchError("the batch is empty: it has 0 samples");
   admit_model(problem);

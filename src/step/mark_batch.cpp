@@ -95,8 +95,9 @@ class Marking {
     if (!most) return;
     std::ostringstream text;
     text << "batch_dim is " << dim << ", but no tensor in " << name_ << " has a dimension " << dim
-         << ": " << name_ << path << " has shape " << most->tensor.sizes() << ", dimensions 0"
-         << (most->tensor.dim() > 1 ? " to " + std::to_string(most->tensor.dim() - 1) : "")
+         << ": " << name_ << path << " has shape " << most->tensor.sizes()
+         << (most->tensor.dim() > 1 ? ", dimensions 0 to " + std::to_string(most->tensor.dim() - 1)
+                                    : std::string(", dimension 0 alone"))
          << "; give the dimension along which its samples lie, or mark it with ib.batch_dim(x, 0)";
     throw BatchError(text.str());
   }

@@ -52,6 +52,9 @@ bool StepAnswers::respond(Setup& setup, const std::optional<int64_t>& budget,
   }
   if (failure == Failure::other) raise_explained(setup, budget);
   needed_ = limit != nullptr ? limit->refused() : 0;
+  const Problem& problem = setup.problem;
+  with_gradients_ =
+      memory::live(problem.device) + gradient_bytes(problem.parameters, problem.device);
   if (failure == Failure::out_of_memory && setup.strategy.checkpoints()) {
     failure = facts_.attempt.failed_in_loss ? Failure::loss_out_of_memory
                                             : Failure::segment_out_of_memory;
@@ -159,11 +162,11 @@ bool StepAnswers::plan_smaller(int64_t budget) {
 void StepAnswers::refuse_smaller(int64_t budget) {
   const int64_t needed = needed_;
   if (facts_.options.micro_batch_size) {
-    throw BudgetExceeded(needed, budget, std::nullopt, given_size(facts_.options));
+    throw BudgetExceeded(needed, budget, std::nullopt, given_size(facts_.options), with_gradients_);
   }
   if (!facts_.attempt.planning) {
     throw BudgetExceeded(std::max(needed, budget + 1), budget, std::nullopt,
-                         "The step, before its first micro-batch,");
+                         "The step, before its first micro-batch,", with_gradients_);
   }
   try {
     facts_.planner.ran_out_of_memory(needed, facts_.attempt.failed_in_loss);
@@ -207,7 +210,7 @@ void StepAnswers::give_up_checkpoints(int64_t needed, int64_t budget, const std:
     smallest = error.smallest_feasible();
     if (smallest) needed = error.needed();
   }
-  throw BudgetExceeded(needed, budget, smallest, what);
+  throw BudgetExceeded(needed, budget, smallest, what, with_gradients_);
 }
 
 bool StepAnswers::begin_again(const Setup& setup, CheckpointPlanner& planner) const {

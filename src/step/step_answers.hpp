@@ -61,6 +61,7 @@ class StepAnswers {
   StepFacts& facts_;
   Failed failed_;                // the attempt that is answered
   int64_t needed_ = 0;           // bytes, by it, where memory ran out
+  int64_t with_gradients_ = 0;   // what is live behind it, and gradients of all parameters
   int segments_changed_ = 0;     // how often, in the step at work
   std::exception_ptr streamed_;  // why one sample does not fit as a whole
 };

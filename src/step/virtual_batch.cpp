@@ -152,7 +152,8 @@ StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchS
         setup.problem.device.is_cpu()
             ? "What is allocated before the step (parameters, gradients, optimizer state, inputs)"
             : "What is allocated before the step (parameters, gradients, optimizer state, inputs, "
-              "workspaces of the device's libraries)");
+              "workspaces of the device's libraries)",
+        live + gradient_bytes(setup.problem.parameters, setup.problem.device));
   }
 
   Findings findings = facts_.knowledge->findings;  // kept where the step succeeds

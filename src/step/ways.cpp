@@ -201,6 +201,7 @@ Request Ways::request(const Setup& setup, int64_t budget) const {
   if (setup.problem.trimming) plan_by_length(request, *setup.problem.trimming);
   request.baseline_bytes = memory::live(setup.problem.device);
   request.budget_bytes = budget;
+  request.gradient_bytes = gradient_bytes(setup.problem.parameters, setup.problem.device);
   request.penalty = facts_.penalty;
   request.two_pass = setup.problem.loss.coupled() != nullptr || setup.strategy.is_cut();
   request.measured = !setup.problem.device.is_cpu();

@@ -159,14 +159,16 @@ void ForwardCall::refuse_smaller() {
   if (finishing_) {
     throw BudgetExceeded(needed_, *budget_, std::nullopt,
                          "the outputs of all " + std::to_string(setup_.problem.batch_size()) +
-                             " samples while they are joined");
+                             " samples while they are joined",
+                         live_with_gradients());
   }
   if (options_.micro_batch_size) {
-    throw BudgetExceeded(needed_, *budget_, std::nullopt, given_size(options_));
+    throw BudgetExceeded(needed_, *budget_, std::nullopt, given_size(options_),
+                         live_with_gradients());
   }
   if (!planned_) {
-    throw BudgetExceeded(needed_, *budget_, std::nullopt,
-                         "The call, before its first micro-batch,");
+    throw BudgetExceeded(needed_, *budget_, std::nullopt, "The call, before its first micro-batch,",
+                         live_with_gradients());
   }
   try {
     planner().ran_out_of_memory(needed_);

@@ -95,6 +95,7 @@ std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
                                               const std::function<std::vector<at::Tensor>()>& run) {
   const int64_t budget = *call.budget;
   const int64_t before = memory::live(call.device);
+  const int64_t with_gradients = before + gradient_bytes(call.leaves, call.device);
   Afterwards afterwards(call);
   const bool can_drop = call.report->retained > 0 && call.store == nullptr;
   if (afterwards.during_loss() > budget && !can_drop) {
@@ -103,7 +104,8 @@ std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
     call.run->keep_fewer_boundaries(afterwards.during_loss() - budget);
     throw BudgetExceeded(afterwards.during_loss(), budget, std::nullopt,
                          "What comes between forward and backward (the outputs of all samples, the "
-                         "loss on them, its gradient)");
+                         "loss on them, its gradient)",
+                         with_gradients);
   }
   for (int64_t restarts = 0;; ++restarts) {
     const memory::Limit limit(budget, call.device);
@@ -128,7 +130,8 @@ std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
       offload_next_time(call);
       throw BudgetExceeded(std::max(refused, budget + 1), budget, std::nullopt,
                            "backward, beside the " + format_bytes(before) +
-                               " that were live when it began (outputs, what the loss holds),");
+                               " that were live when it began (outputs, what the loss holds),",
+                           with_gradients);
     }
   }
 }

@@ -67,6 +67,12 @@ ForwardCall::ForwardCall(const std::shared_ptr<Wrapped>& wrapped, Setup setup, c
   planner_ = std::min(planner_, Wrapped::kCalls - 1);
 }
 
+int64_t ForwardCall::live_with_gradients() const {
+  const Problem& problem = setup_.problem;
+  const int64_t live = memory::live(problem.device);
+  return live + (with_gradients_ ? gradient_bytes(problem.parameters, problem.device) : 0);
+}
+
 Request ForwardCall::request() const {
   return request_of(*wrapped_, setup_, inputs_, kind_, *budget_, with_gradients_);
 }
@@ -86,7 +92,8 @@ Batch ForwardCall::run() {
     if (budget_ && live > *budget_ && !drop_graphs(*wrapped_)) {
       throw BudgetExceeded(live, *budget_, std::nullopt,
                            "What is allocated before forward (parameters, gradients, optimizer "
-                           "state, inputs, what other calls keep for their backward)");
+                           "state, inputs, what other calls keep for their backward)",
+                           live_with_gradients());
     }
     std::optional<memory::Limit> limit;
     if (budget_) limit.emplace(*budget_, setup_.problem.device);

@@ -33,6 +33,8 @@ class ForwardCall {
     return wrapped_->known.memory_of(kind_);
   }
   Request request() const;
+  /// What is live, and what gradients of all parameters will take.
+  int64_t live_with_gradients() const;
   Batch attempt();
   void choose_store();
   /// Fewer boundary activations of the whole batch are kept from now on; false where that does not

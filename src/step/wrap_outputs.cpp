@@ -5,6 +5,7 @@
 #include "core/join.hpp"
 #include "core/plain_leaves.hpp"
 #include "core/sample_rows.hpp"
+#include "core/squeezed.hpp"
 #include "execute/output_law.hpp"
 #include "execute/rows_seen.hpp"
 
@@ -96,7 +97,9 @@ std::vector<at::Tensor> shares_of(const Joining& joining,
         " which cannot be joined; say "
         "reduce=\"sum\" or \"mean\" if it is a sum or a mean over samples, or return one value for "
         "each sample. (A cross entropy's own mean or sum need not be said where forward returns it "
-        "as it is)");
+        "as it is)" +
+        (joining.row_counts.front() == 1 ? std::string(". Where it is squeezed: ") + kSqueezed
+                                         : ""));
   }
   if (reduce == Reduce::mean && !first.is_floating_point() && !first.is_complex()) {
     throw BatchError(name +
@@ -129,7 +132,8 @@ std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& opt
     throw BatchError(name + " has shape " + shape(first) + " for " +
                      std::to_string(row_counts.front()) +
                      " rows: no dimension follows the micro-batch, so the parts cannot be joined; "
-                     "return one value for each sample; where time and batch are flattened, return "
+                     "return one value for each sample; where samples lie along dimension 1 of "
+                     "inputs, say batch_dim=1; where time and batch are flattened, return "
                      "[time, batch, ...] and flatten that behind the model");
   }
   if (dims.size() > 1 && joining.several_sizes()) refuse_compared(parts.front(), leaf);
@@ -178,6 +182,7 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
           "return the same ones for every batch");
     }
   }
+  refuse_squeezed(parts, row_counts, "outputs");
   check_plain_leaves(parts, row_counts, /*other_sizes=*/false);
   const std::optional<int64_t>& given = options.output_batch_dim;
   if (given && *given >= most_dims(parts.front())) {

@@ -12,6 +12,7 @@
 #include <ATen/Functions.h>
 
 #include <algorithm>
+#include <cmath>
 #include <exception>
 #include <string>
 #include <utility>
@@ -28,6 +29,11 @@ struct Trials {
   Trial whole, first, second;
   bool finite = true;
 };
+
+/// C++ writes the sign of NaN, which means nothing.
+std::string number_text(double number) {
+  return std::isnan(number) ? "NaN (not a number)" : std::to_string(number);
+}
 
 }  // namespace
 
@@ -93,12 +99,13 @@ void ForwardPass::check_reduce(const JoinedOutputs& joined) {
       if (relative_distance(wanted, found) <= rounding_of(wanted)) continue;
       const bool sum = own_.reduce == Reduce::sum || losses.front().kind == OwnLoss::Kind::sum;
       const std::string name = sum ? "sum" : "mean";
-      throw BatchError(
-          "outputs" + joined.whole.structure()->leaf_name(i) + " is no " + name + " over samples" +
-          (own_.reduce == Reduce::none ? "" : ", as reduce=\"" + name + "\" says") + ": of " +
-          std::to_string(all) + " samples it is " + std::to_string(wanted.item<double>()) +
-          ", and its two halves give " + std::to_string(found.item<double>()) +
-          "; return one value for each sample, and let the loss reduce them");
+      throw BatchError("outputs" + joined.whole.structure()->leaf_name(i) + " is not a " + name +
+                       " over samples" +
+                       (own_.reduce == Reduce::none ? "" : ", as reduce=\"" + name + "\" says") +
+                       ": of " + std::to_string(all) + " samples it is " +
+                       number_text(wanted.item<double>()) + ", and its two halves give " +
+                       number_text(found.item<double>()) +
+                       "; return one value for each sample, and let the loss reduce them");
     }
   }
   call_->findings.reduce_checked = true;

@@ -28,6 +28,7 @@ Request request_of(Wrapped& wrapped, const Setup& setup, const Batch& inputs, co
   request.batch_size = problem.batch_size();
   request.baseline_bytes = memory::live(problem.device);
   request.budget_bytes = budget;
+  if (with_gradients) request.gradient_bytes = gradient_bytes(problem.parameters, problem.device);
   request.two_pass = with_gradients || strategy.is_cut();
   request.copies_one = true;
   request.measured = !problem.device.is_cpu();
@@ -58,6 +59,7 @@ Piece plan_beside_loss(Planner& planner, const Request& request) {
   const int64_t room = request.budget_bytes - request.baseline_bytes;
   for (int64_t left = room / 2; left > room / 64; left /= 2) {
     wanted.budget_bytes = request.budget_bytes - left;
+    wanted.reserved_bytes = left;
     try {
       planner.begin(wanted);
       return planner.two_pass();

@@ -102,7 +102,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "samples of one dimension": (
         lambda: wrapped(1, labels(N)),
         ib.BatchError,
-        r"has shape \[7\], dimensions 0; ",
+        r"has shape \[7\], dimension 0 alone; ",
     ),
     "a dimension that no row of a source has": (
         lambda: stepped(3, ib.BatchSource(N, lambda begin, end: x(T, end - begin)), labels(N)),
@@ -172,6 +172,16 @@ MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ib.BatchError,
         "whose order nobody can tell",
     ),
+    "samples are first": (
+        lambda: stepped(1, torch.randn(N, 4), labels(N)),
+        ib.BatchError,
+        "inputs have 4 samples, targets 7.*along dimension 0 of inputs, leave out batch_dim",
+    ),
+    "time first, and nobody says so": (
+        lambda: stepped(None, x(T, N), labels(N)),
+        ib.BatchError,
+        "inputs have 5 samples, targets 7.*along dimension 1 of inputs.* say batch_dim=1",
+    ),
     "rows of time in a source": (
         lambda: stepped(
             1, ib.BatchSource(N, lambda begin, end: x(end - begin, N + 1)), labels(T * N)
@@ -202,3 +212,43 @@ def test_a_refused_batch_leaves_everything_as_it_was() -> None:
             batch.backward(*given)
         assert all(p.grad is None for p in model.parameters())
         assert torch.equal(torch.get_rng_state(), state)
+
+
+LAYERS = {
+    "aten::lstm": lambda: nn.LSTM(4, 8),
+    "aten::gru": lambda: nn.GRU(4, 8),
+    "aten::rnn_tanh": lambda: nn.RNN(4, 8),
+    "aten::bmm": lambda: nn.MultiheadAttention(4, 2),
+}
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("op", LAYERS)
+def test_layers_over_time_ask_where_samples_lie(op: str, wraps: bool) -> None:
+    layer = LAYERS[op]()
+    attends = isinstance(layer, nn.MultiheadAttention)
+    model = Calls(lambda self, x: (layer(x, x, x) if attends else layer(x))[0], layer=layer)
+    inputs = x(2 * T, N)
+
+    def run(given: int | None) -> None:
+        options: dict[str, Any] = {"batch_dim": given, "micro_batch_size": 3}
+        if wraps:
+            ib.wrap(model, **options)(inputs).sum().backward()
+        else:
+            loss = ib.losses.coupled(lambda outputs: outputs.sum())
+            ib.VirtualBatch(model, loss, **options).backward(inputs)
+
+    with pytest.raises(ib.CouplingError) as raised:
+        run(None)
+    said = str(raised.value)
+    assert said.startswith(f"{op} combines samples: outputs of one sample depend on others")
+    assert "if samples lie along dimension 1 of inputs, as in [time, batch, ...], say " in said
+    assert "say batch_dim=1; else compute what needs all samples by across_batch" in said
+    run(1)
+
+
+def test_rows_of_features_are_not_called_time() -> None:
+    model = Calls(lambda self, x: self.net(x - x.mean(0)), net=NET)
+    with pytest.raises(ib.CouplingError) as raised:
+        ib.wrap(model, micro_batch_size=3)(torch.randn(N, 4))
+    assert "batch_dim" not in str(raised.value)

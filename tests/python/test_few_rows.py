@@ -117,7 +117,7 @@ def test_one_that_no_size_that_fits_escapes_is_typed(by: str) -> None:
     assert str(caught.value.__cause__) == "90 samples, please"
     message = str(caught.value)
     assert "of the 100 samples (ValueError: 90 samples, please)" in message
-    assert "a larger one needs" in message and "Raise memory_budget" in message
+    assert "a larger one needs" in message and "Raise it, for example to memory_budget=" in message
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -29,6 +29,26 @@ MISUSES = {
         ib.InvalidType,
         "wrap has no argument 'verbosity'$",
     ),
+    "an option by position": (
+        lambda: ib.wrap(mlp(), "32MiB"),
+        ib.InvalidType,
+        r"wrap takes options by name: wrap\(model, memory_budget='32MiB'\)",
+    ),
+    "a size by position": (
+        lambda: ib.VirtualBatch(mlp(), CRITERION, 4),
+        ib.InvalidType,
+        r"VirtualBatch takes options by name: VirtualBatch\(model, loss, micro_batch_size=4\)",
+    ),
+    "a device": (
+        lambda: step(device="cuda"),
+        ib.InvalidType,
+        r"no argument 'device'; it runs where the model is, model\.to\(device\)",
+    ),
+    "a VirtualBatch called": (
+        lambda: ib.VirtualBatch(mlp(), CRITERION, micro_batch_size=4)(X, Y),
+        ib.InvalidType,
+        r"write batch\.backward\(inputs, targets\)",
+    ),
     "verify without targets": (
         lambda: ib.verify(mlp(), CRITERION, X, micro_batch_size=4),
         ib.InvalidArgument,
@@ -90,3 +110,20 @@ def test_misuse(name):
 def test_what_tells_nothing_of_its_arguments_is_believed():
     assert ib.BatchSource(12, X.narrow) is not None
     assert ib.losses.with_penalty(nn.MSELoss(), torch.nn.Bilinear(1, 1, 1).bias.sum) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("step", "call batch.backward(inputs, targets), then optimizer.step()"),
+        ("zero_grad", "call optimizer.zero_grad()"),
+        ("forward", "batch.backward(inputs, targets) runs it"),
+        ("parameters", "it is the model's, model.parameters"),
+    ],
+)
+def test_methods_of_other_steps_say_what_to_call(name, way_out):
+    batch = ib.VirtualBatch(mlp(), CRITERION, micro_batch_size=4)
+    with pytest.raises(AttributeError) as raised:
+        getattr(batch, name)
+    assert f"VirtualBatch has no attribute '{name}': {way_out}" in str(raised.value)
+    assert not hasattr(batch, name) and not hasattr(batch, "_nothing")

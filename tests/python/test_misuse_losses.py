@@ -1,8 +1,12 @@
 """Losses and outputs that are none: each mistake with its error and what the message says. Those that
 are refused when they are made stand in test_own_losses.py."""
 
+import functools
+
 import infinitybatch as ib
 import pytest
+import torch
+import torch.nn.functional as F
 from misuse_support import X, check, step
 from support import Calls, mlp
 from torch import nn
@@ -27,6 +31,10 @@ def own_loss(value):
     return ib.losses.separable(lambda o, t: value(o), lambda t, samples: samples)
 
 
+def elementwise(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
 def own_denominator(value):
     return ib.losses.separable(lambda o, t: o.sum(), lambda t, samples: value)
 
@@ -47,6 +55,21 @@ MISUSES = {
         lambda: step(loss=lambda o, t: 1.0),
         ib.InvalidType,
         r"must return a scalar tensor, not float; remove \.item\(\)",
+    ),
+    "a loss for each element": (
+        lambda: step(loss=lambda o, t: F.cross_entropy(o, t, reduction="none")),
+        ib.InvalidArgument,
+        r"the loss '<lambda>' returned .* \[12\]; .* \.mean\(\).*leave out reduction=\"none\"",
+    ),
+    "a loss for each element, by name": (
+        lambda: step(loss=ib.losses.coupled(elementwise)),
+        ib.InvalidArgument,
+        "the loss 'elementwise' returned",
+    ),
+    "a loss for each element, with options": (
+        lambda: step(loss=ib.losses.coupled(functools.partial(F.cross_entropy, reduction="none"))),
+        ib.InvalidArgument,
+        "the loss 'cross_entropy' returned",
     ),
     "a complex loss": (
         lambda: step(loss=lambda o, t: o.sum() * 1j),
@@ -166,3 +189,38 @@ MISUSES = {
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse(name):
     check(*MISUSES[name])
+
+
+SQUEEZED = r"has one row, and squeeze\(\) drops its dimension too.*squeeze\(-1\)"
+
+
+@pytest.mark.parametrize("size", [4, 1])
+@pytest.mark.parametrize("way", ["streamed", "coupled", "wrap"])
+def test_a_part_of_one_row_that_is_squeezed(way, size):
+    model = returns(lambda y: y[:, :1].squeeze())
+    x, targets = torch.cat([X, X[:1]]), torch.zeros(13, dtype=X.dtype)
+    losses = {"streamed": nn.MSELoss(), "coupled": ib.losses.coupled(F.mse_loss)}
+
+    def run():
+        if way == "wrap":
+            return ib.wrap(model, micro_batch_size=size)(x)
+        return step(model, x, targets, losses[way], micro_batch_size=size)
+
+    check(run, ib.InvalidArgument, SQUEEZED)
+
+
+def test_outputs_of_other_ranks_are_not_called_squeezed():
+    model = returns(lambda y: y if len(y) == 4 else y[None])
+    loss = ib.losses.coupled(lambda o, t: o.sum())
+    with pytest.raises(ib.BatchError) as raised:
+        step(model, X[:11], X[:11], loss, micro_batch_size=4)
+    assert "squeeze" not in str(raised.value)
+
+
+def test_a_forward_that_fails_on_a_squeezed_row_has_a_note():
+    model = returns(lambda y: torch.stack([y[:, 0].sum() * y[:, :1].squeeze(), y[:, 1]], 1))
+    with pytest.raises(IndexError) as raised:
+        step(model, torch.cat([X, X[:1]]), torch.zeros(13).long(), micro_batch_size=4)
+    assert not isinstance(raised.value, ib.Error)
+    assert "a micro-batch of 1 of the 13 samples" in raised.value.__notes__[0]
+    assert raised.value.__notes__[0].endswith("as in squeeze(-1)")

@@ -147,7 +147,7 @@ def test_a_wrong_claim_of_a_reduction_is_refused(claim: str, size: int) -> None:
     x = torch.randn(N, 3).double()
     wrapped = ib.wrap(model, micro_batch_size=size, reduce=said)
     for _ in range(2):
-        with pytest.raises(ib.BatchError, match=rf"is no {said} over samples"):
+        with pytest.raises(ib.BatchError, match=rf"is not a {said} over samples"):
             wrapped(x)
 
 

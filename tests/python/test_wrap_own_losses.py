@@ -151,5 +151,21 @@ def test_a_wrong_claim_is_found_where_losses_are_alike(fresh: bool, later: bool,
     x, y, _ = data(ragged=False)
     y[8:10] = 0
     y[10 if later else 1, :3] = -100
-    with pytest.raises(ib.BatchError, match="is no mean over samples, as reduce="):
+    with pytest.raises(ib.BatchError, match="is not a mean over samples, as reduce="):
         ib.wrap(model, micro_batch_size=2, reduce="mean")(x, y)
+
+
+@pytest.mark.parametrize("ratio", [lambda h: h.std(0).mean(), lambda h: h.sum() / (len(h) - 1)])
+def test_halves_that_are_no_numbers_are_told_as_such(ratio: Any) -> None:
+    class Measured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ratio(self.net(x))
+
+    torch.manual_seed(0)
+    with pytest.raises(ib.BatchError, match="two halves give") as raised:
+        ib.wrap(Measured(), micro_batch_size=2, reduce="mean")(torch.randn(12, 8))
+    assert "two halves give NaN (not a number);" in str(raised.value)

@@ -64,8 +64,10 @@ class BudgetExceeded : public Error {
   /// empty
   /// \param limit             bytes that the user allows
   /// \param smallest_feasible the smallest budget in bytes that would work, where it is known
+  /// \param with_gradients    bytes that are live before the step, and those of the gradients of
+  /// all parameters: most steps need as many at least; 0 where nobody knows
   BudgetExceeded(int64_t needed, int64_t limit, std::optional<int64_t> smallest_feasible,
-                 const std::string& what_needs_it);
+                 const std::string& what_needs_it, int64_t with_gradients = 0);
   int64_t needed() const noexcept { return needed_; }
   int64_t limit() const noexcept { return limit_; }
   std::optional<int64_t> smallest_feasible() const noexcept { return smallest_feasible_; }

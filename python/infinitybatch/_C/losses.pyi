@@ -23,7 +23,9 @@ class CoupledLoss:
     @property
     def name(self) -> str: ...
 
-def coupled(value: Callable[[Any, Any], Tensor], device: torch.device | None) -> CoupledLoss: ...
+def coupled(
+    value: Callable[[Any, Any], Tensor], device: torch.device | None, name: str
+) -> CoupledLoss: ...
 def separable(
     sum: Callable[[Any, Any], Tensor],
     denominator: Callable[[Any, int], float | Tensor | None] | None,

@@ -165,7 +165,8 @@ TEST(Recovery, TellsFailuresApart) {
   EXPECT_EQ(thrown([] { throw SegmentsChanged(4); }).segments, 4);
   EXPECT_EQ(thrown([] { throw NothingToCut(); }).failure, Failure::nothing_to_cut);
   EXPECT_EQ(thrown([] { throw CouplingError("aten::op", "couples"); }).failure, Failure::coupling);
-  EXPECT_EQ(thrown([] { throw NoRoomToLook(3, 2, 1); }).failure, Failure::no_room_to_look);
+  EXPECT_EQ(thrown([] { throw NoRoomToLook(3, 2, 1, /*backward=*/false); }).failure,
+            Failure::no_room_to_look);
   EXPECT_EQ(thrown([] { throw LookedTooFar(); }).failure, Failure::looked_too_far);
   const Failed plan = thrown([] { throw BudgetExceeded(3, 2, std::nullopt, "It"); });
   EXPECT_EQ(plan.failure, Failure::no_plan);

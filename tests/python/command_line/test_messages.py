@@ -72,7 +72,8 @@ REFUSED = {
     "too small a budget": (
         ("plan", "--data", "{folder}/pair", "--memory-budget", "4KiB"),
         OUT_OF_MEMORY,
-        ".*needs at least [0-9.]+ KiB; --memory-budget is 4 KiB. Raise --memory-budget, or",
+        ".*needs at least [0-9.]+ KiB; --memory-budget is 4 KiB. Raise it, for "
+        'example to --memory-budget="[0-9.]+[KM]iB", or',
     ),
 }
 
@@ -168,7 +169,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a loss of several numbers": (
         lambda: step(ib.losses.coupled(lambda o, t: o.sum(1))).backward(X, Y),
-        r"returned a tensor of shape \[8\]; it must return a scalar tensor: end it with \.sum\(\)",
+        r"returned a tensor of shape \[8\]; it must return a scalar tensor: reduce it with \.mean\(\)",
     ),
     "a list of targets": (
         lambda: step().backward(X, list(Y)),
