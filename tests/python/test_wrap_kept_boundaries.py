@@ -58,7 +58,7 @@ def peak_of(inner: nn.Module, run: Callable[[nn.Module], Any]) -> int:
 #: Of native's peak. The first keeps all in the networks with nine layers and more.
 SHARES = (66, 56, 50, 44, 38, 33)
 FEW = (52, 42)
-WIDE = (80, 74, 60, 54)
+WIDE = (80, 74, 60, 54, 50)
 
 
 def chosen(
