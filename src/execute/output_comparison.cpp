@@ -44,12 +44,19 @@ void OutputComparison::check(bool replayed) const {
   if (replayed) {
     throw tape::Mismatch("a replayed forward gave other outputs than its recording");
   }
-  throw Unsupported(
+  throw forward_differs("the loss");
+}
+
+Unsupported forward_differs(const std::string& whose) {
+  return Unsupported(
       "forward gave other outputs when it ran again on the same rows under the same random state, "
-      "so its gradient would not belong to the loss. It depends on a kernel that is not "
-      "deterministic, on code that torch.compile compiled again in between (torch.compile(model, "
-      "dynamic=True)), or on state other than parameters, buffers and torch's, NumPy's or Python's "
-      "random numbers");
+      "so its gradient would not belong to " +
+      whose +
+      ". It depends on a kernel that is not deterministic, on code that torch.compile compiled "
+      "again in between (torch.compile(model, dynamic=True)), or on state other than parameters, "
+      "buffers and torch's, NumPy's or Python's random numbers: train() or eval() called before "
+      "backward, say, or what cuDNN draws for nn.LSTM or nn.GRU with dropout "
+      "(torch.backends.cudnn.flags(enabled=False) around forward leaves that to torch)");
 }
 
 }  // namespace infinitybatch

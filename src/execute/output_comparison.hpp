@@ -4,15 +4,20 @@
 #include "execute/setup.hpp"
 
 #include <infinitybatch/core/batch.hpp>
+#include <infinitybatch/core/errors.hpp>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <map>
+#include <string>
 
 namespace infinitybatch {
 
 class WholeOutputs;
+
+/// What a second forward with other outputs is told by. \param whose the gradient would not be
+Unsupported forward_differs(const std::string& whose);
 
 /// Whether second forwards give, bit for bit, the outputs that the loss belongs to. Compared on the
 /// device without waiting for it: the result of all is asked for once.

@@ -350,9 +350,10 @@ CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size, const R
 }
 
 RowLook::Seen RowLook::find_on_accelerator() const {
-  // Nothing refuses what passes a limit there. Two samples or a micro-batch's half fit where the
-  // step did; what that took, and then what more rows took, says how many more fit.
-  int64_t more = rows > 3 ? rows : std::min<int64_t>(2, batch_size);
+  // Nothing refuses what passes a limit there. Two samples, or one more than a micro-batch has, fit
+  // where the step did, which kept a graph; what they took, and then what more rows took, says how
+  // many more fit.
+  int64_t more = std::min(batch_size, rows > 3 ? rows + 1 : int64_t{2});
   LookedAt places = neighbours(*this, more);
   LookedAt others;  // are looked at where there is no room for more rows
   if (more == 2 && batch_size > 2) places = pairs_of_samples(*this);

@@ -4,6 +4,7 @@
 #include "core/join.hpp"
 #include "core/out_of_memory.hpp"
 #include "coupled/coupling_watch.hpp"
+#include "execute/output_comparison.hpp"
 #include "execute/schedule.hpp"
 #include "step/admission.hpp"
 #include "step/kept_boundaries.hpp"
@@ -246,13 +247,7 @@ std::vector<at::Tensor> WrapRun::run_backward_or_forward_again(
     follow_tapes();
     if (auto sums = run_backward(gradients, keep)) return *std::move(sums);
   }
-  throw Unsupported(
-      "forward gave other outputs when it ran again on the same rows under the same random "
-      "state, so its gradient would not belong to the outputs. It depends on a kernel that is "
-      "not deterministic, on code that torch.compile compiled again in between "
-      "(torch.compile(model, dynamic=True)), or on state other than parameters, buffers and "
-      "torch's, NumPy's or Python's random numbers (train() or eval() called before backward, "
-      "say)");
+  throw forward_differs("the outputs");
 }
 
 std::optional<std::vector<at::Tensor>> WrapRun::run_backward(

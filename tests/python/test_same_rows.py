@@ -145,6 +145,16 @@ def test_beside_random_numbers_too(name: str, draw: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_beside_a_workspace_that_takes_as_much_for_few_rows(way: str) -> None:
+    def steps(h: torch.Tensor) -> torch.Tensor:
+        torch.empty(1 << 25, dtype=torch.uint8)
+        return COUPLED["steps"](h)
+
+    with pytest.raises(ib.CouplingError):
+        step(way, coupled_model(steps), micro_batch_size=4)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["steps", "norm on the host", "a branch on how many"])
 def test_beside_layers_that_see_the_whole_batch_too(name: str, way: str) -> None:
     torch.manual_seed(0)
