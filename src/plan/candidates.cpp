@@ -114,7 +114,7 @@ const Timings::Timing* Candidates::timing_of(int64_t cap) const {
 
 bool Candidates::timed() const {
   return caps_.size() == 1 || std::none_of(caps_.begin(), caps_.end(), [&](int64_t cap) {
-           return is_timed(cap) && learned_.timings.wants(cap, rehearsed());
+           return is_timed(cap) && learned_.timings.wants(cap, request_.rehearses_sizes());
          });
 }
 
@@ -125,22 +125,24 @@ std::optional<int64_t> Candidates::to_time(const Progress& progress) const {
   // Where one micro-batch is the whole step the next step is the only way to time a warm one.
   if (progress.row == 0 && last > 0 && remaining == request_.batch_size &&
       request_.size_under(last) == request_.whole() && prediction_.fits(request_.whole()) &&
-      timings.wants(last, rehearsed())) {
+      timings.wants(last, request_.rehearses_sizes())) {
     return last;
   }
   // One size after the other, from the largest on: the first piece of each is not counted.
-  if (rehearsed() && last > 0 && std::find(caps_.begin(), caps_.end(), last) != caps_.end() &&
-      timings.wants(last, true) && request_.size_under(last) <= remaining) {
+  if (request_.rehearses_sizes() && last > 0 &&
+      std::find(caps_.begin(), caps_.end(), last) != caps_.end() && timings.wants(last, true) &&
+      request_.size_under(last) <= remaining) {
     return last;
   }
   std::optional<int64_t> found;
   int fewest = INT_MAX;
   std::vector<int64_t> caps = caps_;
-  if (rehearsed()) std::reverse(caps.begin(), caps.end());
+  if (request_.rehearses_sizes()) std::reverse(caps.begin(), caps.end());
   for (const int64_t cap : caps) {
     const int64_t size = request_.size_under(cap);
     const int pieces = timings.pieces(cap);
-    if (pieces >= fewest || !is_timed(cap) || !timings.wants(cap, rehearsed())) continue;
+    if (pieces >= fewest || !is_timed(cap) || !timings.wants(cap, request_.rehearses_sizes()))
+      continue;
     if (request_.packing ? full(cap, progress).empty() : size > remaining) continue;
     if (!fits_at(progress.row, size)) continue;
     found = cap;

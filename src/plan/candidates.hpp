@@ -49,7 +49,6 @@ class Candidates {
 
  private:
   void find();
-  bool rehearsed() const noexcept { return request_.segments > 0 && !request_.packing; }
   /// The largest size that fits is another one for each batch of other lengths: it is taken to be
   /// as fast as the next smaller one, a power of two.
   bool is_timed(int64_t cap) const;

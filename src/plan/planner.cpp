@@ -314,11 +314,10 @@ void Planner::learn_times(const Piece& piece, const Measurement& measured) {
     if (request_.packing) work.push_back(request_.packing->work(row, size));
     row += size;
   }
-  learned().timings.learn(
-      piece.timed_cap,
-      {piece.plan.micro_batch_size(), measured.seconds, measured.again, first,
-       /*average=*/learned().ragged || request_.packing, kinds_.work_ratio(),
-       request_.packing ? &work : nullptr, request_.segments > 0 && !request_.packing});
+  learned().timings.learn(piece.timed_cap,
+                          {piece.plan.micro_batch_size(), measured.seconds, measured.again, first,
+                           /*average=*/learned().ragged || request_.packing, kinds_.work_ratio(),
+                           request_.packing ? &work : nullptr, request_.rehearses_sizes()});
 }
 
 void Planner::saw_whole_loss(const Plan& plan, MicroBatchProfile::Effect effect) {
@@ -391,7 +390,7 @@ bool Planner::probe_shorter(const Attempt& failed) {
 
 bool Planner::raise_prediction(const Attempt& failed, int64_t needed_bytes) {
   constexpr int kMostRaises = 6;
-  const bool cut = request_.segments > 0 && !request_.packing && learned().raises < kMostRaises &&
+  const bool cut = request_.rehearses_sizes() && learned().raises < kMostRaises &&
                    !plan::probe_size(request_, learned());
   if (!(cut || request_.packing) || failed.size < plan::kSmallProbe * request_.unit()) return false;
   // More than what was refused may have been needed: twice as much more each time.

@@ -64,6 +64,8 @@ struct Request {
   int64_t whole() const;
   /// Sizes of a sample as long as those that were traced.
   int64_t unit() const;
+  /// Whether each size is timed in pieces of one micro-batch that a step does not need.
+  bool rehearses_sizes() const noexcept { return segments > 0 && !packing; }
   /// Of these micro-batches, the first of which begins at `row`, what their longest rows have.
   std::vector<int64_t> lengths_of(const std::vector<int64_t>& sizes, int64_t row = 0) const;
 };
