@@ -9,6 +9,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 namespace infinitybatch::coupled {
@@ -57,6 +58,19 @@ void lay_out_gradient(const at::Tensor& input, const at::Tensor& output) {
   });
 }
 
+/// Statistics, and sums of gradients, of so many micro-batches are added up together: few kernels
+/// for each, and little that waits.
+constexpr size_t kTogether = 8;
+
+/// The same values without a kernel, and a leaf that is given a micro-batch's own gradient of them.
+std::pair<at::Tensor, at::Tensor> tapped(const at::Tensor& values) {
+  at::Tensor through = values.alias();
+  at::Tensor leaf = values.detach();
+  through.register_hook(
+      [leaf](const at::Tensor& gradient) { leaf.mutable_grad() = gradient; });
+  return {std::move(through), std::move(leaf)};
+}
+
 }  // namespace
 
 void BatchNorm::collect(Rows rows, const Arguments& arguments) {
@@ -99,7 +113,6 @@ void BatchNorm::collect(Rows rows, const Arguments& arguments) {
 }
 
 void BatchNorm::merge(int64_t count, const at::Tensor& mean, const at::Tensor& variance) {
-  constexpr size_t kTogether = 8;  // few kernels for each micro-batch, and little that waits
   if (count != waiting_count_ || waiting_means_.size() == kTogether) merge_waiting();
   waiting_count_ = count;
   waiting_means_.push_back(mean);
@@ -164,10 +177,17 @@ at::Tensor BatchNorm::apply(Rows /*rows*/, const Arguments& arguments,
   if (differentiable) {
     // Their gradients are the two sums of this micro-batch: those of γ and β themselves may be
     // shared with other layers, or not be wanted.
-    const auto zero = [&] { return zeros_.detach().requires_grad_(); };
-    leaves = {zero(), zero()};
-    weight = weight.defined() ? weight + leaves[0] : leaves[0] + 1;
-    bias = bias.defined() ? bias + leaves[1] : leaves[1] + 0;
+    leaves.resize(2);
+    const auto give = [&](at::Tensor& values, at::Tensor& leaf, double none) {
+      if (values.defined() && values.requires_grad()) {
+        std::tie(values, leaf) = tapped(values);
+        return;
+      }
+      leaf = zeros_.detach().requires_grad_();
+      values = values.defined() ? values + leaf : leaf + none;
+    };
+    give(weight, leaves[0], 1);
+    give(bias, leaves[1], 0);
   }
   at::Tensor output =
       at::batch_norm(input, weight, bias, given_mean_, given_var_, /*training=*/false,
@@ -177,31 +197,36 @@ at::Tensor BatchNorm::apply(Rows /*rows*/, const Arguments& arguments,
 }
 
 void BatchNorm::begin_backward(bool /*keep*/) {
-  for (at::Tensor* gradient : {&sum_, &product_, &scale_, &shift_}) gradient->reset();
+  for (at::Tensor* gradient : {&sums_, &scale_, &shift_}) gradient->reset();
+  waiting_gradients_.clear();
 }
 
 void BatchNorm::collect_gradient(Rows /*rows*/, const std::vector<at::Tensor>& leaves) {
   if (leaves.empty() || !leaves[0].grad().defined()) return;
+  for (const at::Tensor& leaf : leaves) waiting_gradients_.push_back(leaf.grad());
+  if (waiting_gradients_.size() == 2 * kTogether) add_waiting_gradients();
+}
+
+void BatchNorm::add_waiting_gradients() {
+  if (waiting_gradients_.empty()) return;
   const at::NoGradGuard no_grad;
-  const at::ScalarType type = sum_type(mean_.device());
-  const auto add = [&](at::Tensor& sum, const at::Tensor& gradient) {
-    sum = sum.defined() ? sum.add_(gradient)
-                        : gradient.to(type, /*non_blocking=*/false,
-                                      /*copy=*/true);
-  };
-  add(product_, leaves[0].grad());
-  add(sum_, leaves[1].grad());
+  const auto micro_batches = static_cast<int64_t>(waiting_gradients_.size()) / 2;
+  const at::Tensor all = at::stack(std::exchange(waiting_gradients_, {}));
+  at::Tensor sums = all.view({micro_batches, 2, channels_})
+                        .sum(at::IntArrayRef({0}), /*keepdim=*/false, sum_type(all.device()));
+  sums_ = sums_.defined() ? sums_.add_(sums) : sums;
 }
 
 void BatchNorm::combine_gradients(autograd::GradientSinks& /*sinks*/) {
-  if (!sum_.defined()) return;
+  add_waiting_gradients();
+  if (!sums_.defined()) return;
   const at::NoGradGuard no_grad;
   const double count = static_cast<double>(count_);
   const at::Tensor inverse = squares_.div(count).add(eps_).rsqrt();  // 1/σ
   const at::Tensor gain = weight_.defined() ? weight_.to(inverse.scalar_type()) * inverse : inverse;
   // dx = dy γ/σ + scale (x − μ) + shift
-  scale_ = (gain * inverse * product_).div_(-count).to(type_);
-  shift_ = (gain * sum_).div_(-count).to(type_);
+  scale_ = (gain * inverse * sums_[0]).div_(-count).to(type_);
+  shift_ = (gain * sums_[1]).div_(-count).to(type_);
 }
 
 void BatchNorm::correct(Rows /*rows*/, size_t /*which*/, const at::Tensor& input,

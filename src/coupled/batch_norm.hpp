@@ -36,6 +36,7 @@ class BatchNorm final : public WholeBatchOp {
   bool named_;
   void merge(int64_t count, const at::Tensor& mean, const at::Tensor& variance);
   void merge_waiting();
+  void add_waiting_gradients();
   void update_running(SettledBuffers& buffers, const at::Tensor& buffer, const at::Tensor& value);
 
   at::ScalarType type_ = at::kFloat;  // of statistics that kernels take
@@ -54,12 +55,12 @@ class BatchNorm final : public WholeBatchOp {
   at::Tensor squares_;     // sums of squared differences from the mean
   at::Tensor given_mean_;  // in the type that kernels take
   at::Tensor given_var_;   // biased
-  at::Tensor zeros_;       // in front of γ and β, with gradients of their own
+  at::Tensor zeros_;       // with a gradient of its own, where γ or β has none
 
-  at::Tensor weight_;   // γ, detached; undefined where there is none
-  at::Tensor sum_;      // Σ dy
-  at::Tensor product_;  // Σ dy x̂
-  at::Tensor scale_;    // of (x − μ), and a shift: what is still missing in the gradient
+  std::vector<at::Tensor> waiting_gradients_;  // of γ and β, of one micro-batch after the other
+  at::Tensor weight_;                          // γ, detached; undefined where there is none
+  at::Tensor sums_;                            // (2, channels): Σ dy x̂ and Σ dy
+  at::Tensor scale_;  // of (x − μ), and a shift: what is still missing in the gradient
   at::Tensor shift_;
 };
 

@@ -167,7 +167,11 @@ CoupledRecorder::Recording CoupledRecorder::record(Rows rows, const Batch& input
   const PlainNumbers* const known = PlainNumbers::at_work();
   bool numbers = known != nullptr && known->moves();
   const bool counts = is_static && (reads_buffers(recorded->tape) || rebinds_buffers());
-  tape::trim(recorded->tape);
+  // What this step's recordings left in buffers (a counter) the rule of buffers has seen.
+  const auto left_already = [&tape = recorded->tape](const tape::Op& op) {
+    return !coupled::is_whole_batch_op(tape, op);
+  };
+  tape::trim(recorded->tape, is_static ? std::function<bool(const tape::Op&)>() : left_already);
   cut(*recorded);
   found_.share(recorded->tape, ops_.first() != nullptr ? &ops_.first()->tape : nullptr);
   learn_draws(rows, inputs, recorded->tape, watch, forward);

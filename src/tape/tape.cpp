@@ -4,9 +4,52 @@
 #include "tape/arguments.hpp"
 
 #include <algorithm>
+#include <unordered_set>
 
 namespace infinitybatch::tape {
-void trim(Tape& tape) {
+namespace {
+
+/// Which memory somebody will read, from the last op on.
+class Wanted {
+ public:
+  explicit Wanted(const Tape& tape) : tape_(tape) {
+    for (const External& external : tape.externals) {
+      if (external.is_buffer) buffers_.insert(tape.memories[external.value]);
+    }
+    for (const ValueId value : tape.result_values) {
+      if (value != kNoValue) read(value);
+    }
+  }
+
+  void read(ValueId value) { read_.insert(tape_.memories[value]); }
+
+  /// Whether all that the op leaves is in buffers that nothing behind it reads.
+  bool only_leaves(const Op& op) const {
+    bool only = !op.facts->draws && op.witness == kNoWitness;
+    for_each_argument(tape_, op, [&](ValueId value, const Slot& slot) {
+      if (op.facts->written[slot.argument]) only = only && is_left(value);
+    });
+    for (uint32_t o = op.outputs.begin; o < op.outputs.end; ++o) {
+      const ValueId value = tape_.outputs[o];
+      only = only && (value == kNoValue || is_left(value));
+    }
+    return only;
+  }
+
+ private:
+  bool is_left(ValueId value) const {
+    const uint32_t memory = tape_.memories[value];
+    return memory != kNoMemory && buffers_.contains(memory) && !read_.contains(memory);
+  }
+
+  const Tape& tape_;
+  std::unordered_set<uint32_t> buffers_;
+  std::unordered_set<uint32_t> read_;
+};
+
+}  // namespace
+
+void trim(Tape& tape, const std::function<bool(const Op&)>& may_go) {
   Arena<(size_t{1} << 12)> arena;
   std::pmr::vector<bool> needed(tape.value_count, false, arena.resource());
   for (const ValueId value : tape.result_values) {
@@ -17,12 +60,15 @@ void trim(Tape& tape) {
   size_t restore = tape.restores.size();
   std::pmr::vector<ValueId> restored(tape.restores.empty() ? 0 : tape.ops.size(), kNoValue,
                                      arena.resource());
+  std::optional<Wanted> wanted;
+  if (may_go) wanted.emplace(tape);
   for (size_t i = tape.ops.size(); i-- > 0;) {
     const Op& op = tape.ops[i];
     if (op.facts == nullptr) {
       restored[i] = tape.restores[--restore].first;
       keep[i] = true;
       needed[restored[i]] = true;
+      if (wanted) wanted->read(restored[i]);
       ++kept;
       continue;
     }
@@ -31,9 +77,13 @@ void trim(Tape& tape) {
     for (uint32_t o = op.outputs.begin; o < op.outputs.end && !keep[i]; ++o) {
       keep[i] = tape.outputs[o] != kNoValue && needed[tape.outputs[o]];
     }
+    if (keep[i] && wanted && wanted->only_leaves(op) && may_go(op)) keep[i] = false;
     if (!keep[i]) continue;
     ++kept;
-    for_each_argument(tape, op, [&](ValueId value, const Slot&) { needed[value] = true; });
+    for_each_argument(tape, op, [&](ValueId value, const Slot&) {
+      needed[value] = true;
+      if (wanted) wanted->read(value);
+    });
   }
 
   std::pmr::vector<bool> released(tape.value_count, false, arena.resource());

@@ -10,6 +10,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -137,7 +138,9 @@ struct Tape {
 };
 
 /// Drops ops that nothing needs and notes where each value is used for the last time.
-void trim(Tape& tape);
+/// \param may_go asked of ops that leave something in buffers alone which nothing else on the tape
+///               reads: whether replays need not leave it there. Null: they do
+void trim(Tape& tape, const std::function<bool(const Op&)>& may_go = nullptr);
 
 /// Runs the tape again, in the modes of the recording, and returns what the model returned then.
 /// The random state of the default generators is as before afterwards.
