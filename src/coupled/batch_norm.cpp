@@ -66,8 +66,7 @@ constexpr size_t kTogether = 8;
 std::pair<at::Tensor, at::Tensor> tapped(const at::Tensor& values) {
   at::Tensor through = values.alias();
   at::Tensor leaf = values.detach();
-  through.register_hook(
-      [leaf](const at::Tensor& gradient) { leaf.mutable_grad() = gradient; });
+  through.register_hook([leaf](const at::Tensor& gradient) { leaf.mutable_grad() = gradient; });
   return {std::move(through), std::move(leaf)};
 }
 

@@ -76,7 +76,7 @@ double Prediction::streamed_above(int64_t size) const {
 
 /// Without a profile. Activations grow no faster than the samples, so the largest peak per sample
 /// is a bound.
-double Prediction::bound_above(int64_t size) const {
+double Prediction::bound_alone(int64_t size) const {
   if (learned_.peaks.empty()) return 0;
   const auto exact = learned_.peaks.find(size);
   const bool known = exact != learned_.peaks.end();
@@ -88,13 +88,22 @@ double Prediction::bound_above(int64_t size) const {
     more *= lengths.longest;
     more /= work != lengths.works.end() ? work->second : lengths.longest;
   }
-  double bound = static_cast<double>(peak) * std::max(1.0, more);
+  return static_cast<double>(peak) * std::max(1.0, more);
+}
+
+double Prediction::bound_above(int64_t size) const {
+  double bound = bound_alone(size);
   if (request_.segments > 0) {  // a piece knows of its own rows alone
     const double others =
         1.0 - static_cast<double>(size) / static_cast<double>(request_.batch_size);
     bound += static_cast<double>(request_.waiting_bytes) * std::max(0.0, others);
   }
   return learned_.irregular ? bound * (1.0 + kIrregularMargin) : bound;
+}
+
+bool Prediction::fits_alone(int64_t size) const {
+  const auto above = static_cast<int64_t>(std::ceil(bound_alone(size)));
+  return request_.baseline_bytes + above <= request_.budget_bytes;
 }
 
 bool Prediction::fits_later(int64_t size, int64_t row) const {

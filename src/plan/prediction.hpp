@@ -25,6 +25,9 @@ class Prediction {
   bool fits(int64_t size) const {
     return learned_.shortages.allows(size) && peak(size) <= request_.budget_bytes;
   }
+  /// The same of a probe before there is a profile: of a piece of cut tapes, beside which nothing
+  /// of the others waits.
+  bool fits_alone(int64_t size) const;
   /// Whether one micro-batch fits in the middle of a step, from `row` on. In a whole step the
   /// first, the largest of all, still finds no gradient buffers; here every one does.
   bool fits_later(int64_t size, int64_t row) const;
@@ -62,6 +65,7 @@ class Prediction {
   int64_t two_pass_above(int64_t size, int64_t retained, bool overlap) const;
   int64_t corrected_above(int64_t above) const;
   double bound_above(int64_t size) const;
+  double bound_alone(int64_t size) const;
   Effect whole_loss_of(const Plan& plan) const;
 
   const Request& request_;

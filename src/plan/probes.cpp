@@ -57,7 +57,8 @@ bool is_first(const Request& request, const Learned& learned) {
 int64_t small_probe(const Request& request, const Prediction& prediction) {
   int64_t size = kSmallProbe;
   if (!request.measured) return size;
-  while (4 * size <= kMostProbed && 16 * size <= request.batch_size && prediction.fits(4 * size)) {
+  while (4 * size <= kMostProbed && 16 * size <= request.batch_size &&
+         prediction.fits_alone(4 * size)) {
     size *= 2;
   }
   return size;
@@ -92,7 +93,7 @@ std::optional<int64_t> probe_size(const Request& request, const Learned& learned
   const bool none = learned.traces.empty();
   const int64_t small = none ? small_probe(request, prediction) : learned.traces.front().size;
   const int64_t large = small * (kLargeProbe / kSmallProbe);
-  if (request.measured && !prediction.fits(none ? small : large)) return std::nullopt;
+  if (request.measured && !prediction.fits_alone(none ? small : large)) return std::nullopt;
   if (none) return small;
   if (largest < large) return std::nullopt;
   // A third trace replaces the first, in which some kernels ran for the first time.
