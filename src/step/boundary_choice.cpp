@@ -52,7 +52,7 @@ std::optional<double> BoundaryChoice::rehearse_fewer(Strategy& strategy) {
         planner.begin(request(strategy));
         if (planner.settled() || round + 1 == kRounds) return planner.plan().predicted_seconds;
       }
-    } catch (const BudgetExceeded& e) {
+    } catch (const BudgetExceeded&) {
     } catch (...) {
       if (!is_out_of_memory(std::current_exception())) throw;
     }
