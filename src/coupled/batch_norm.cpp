@@ -101,13 +101,11 @@ void BatchNorm::collect(Rows rows, const Arguments& arguments) {
                         "micro-batches of two samples or more");
   }
   // fp32 dummies make the kernel give fp32 statistics of a half precision input.
-  at::Tensor dummy_mean;
-  at::Tensor dummy_var;
-  if (input.scalar_type() != type_) {
-    dummy_mean = at::zeros({channels}, input.options().dtype(type_));
-    dummy_var = at::ones({channels}, input.options().dtype(type_));
+  if (input.scalar_type() != type_ && !dummy_.defined()) {
+    dummy_ = at::zeros({channels}, input.options().dtype(type_));
   }
-  const auto [mean, variance] = at::batch_norm_update_stats(input, dummy_mean, dummy_var, 0.0);
+  const auto [mean, variance] =
+      at::batch_norm_update_stats(input, dummy_, dummy_, /*momentum=*/0.0);
   merge(input.numel() / channels, mean, variance);
 }
 
@@ -233,12 +231,12 @@ void BatchNorm::correct(Rows /*rows*/, size_t /*which*/, const at::Tensor& input
   const at::NoGradGuard no_grad;
   const at::Tensor scale = along_channels(scale_, input);
   const at::Tensor shift = along_channels(shift_, input);
-  at::Tensor centred = input.detach().sub(along_channels(given_mean_, input));
+  at::Tensor missing = input.detach().sub(along_channels(given_mean_, input));
   if (gradient.defined() && gradient.scalar_type() == type_) {
-    gradient.addcmul_(centred, scale).add_(shift);
+    gradient.addcmul_(missing, scale).add_(shift);
     return;
   }
-  const at::Tensor missing = centred.mul_(scale).add_(shift);
+  at::addcmul_out(missing, shift, missing, scale);
   if (gradient.defined()) {
     gradient.add_(missing);
   } else {

@@ -47,6 +47,7 @@ class BatchNorm final : public WholeBatchOp {
   double momentum_ = 0;
   double eps_ = 0;
 
+  at::Tensor dummy_;           // running statistics that nobody reads
   int64_t waiting_count_ = 0;  // elements of each micro-batch that waits to be merged
   std::vector<at::Tensor> waiting_means_;
   std::vector<at::Tensor> waiting_variances_;

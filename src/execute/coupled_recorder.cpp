@@ -120,6 +120,7 @@ tape::Tape CoupledRecorder::record_tape(const Batch& inputs, coupled::CouplingWa
   tape::Recorder recorder(inputs, model_.buffers, model_.devices);
   if (disturbed) recorder.disturb(coupled::is_provisional);
   if (is_static) recorder.witness();
+  recorder.borrow([this](const at::Tensor& buffer) { return found_.in(buffer); });
   const bool lightly = records_lightly(model_.strategy);
   if (lightly) recorder.lighten(model_.problem.device);
   const Batch given = lightly ? run_lightly(recorder, forward) : recorder.run(forward);

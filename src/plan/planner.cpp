@@ -74,6 +74,11 @@ void Planner::begin(const Request& request) {
     kinds_.stop_borrowing(request_);
     pack();
   }
+  // Whatever the size, and there is no device that would say so by itself.
+  const int64_t waits = request_.baseline_bytes + request_.waiting_bytes;
+  if (request.measured && learned().irregular && waits > request_.budget_bytes) {
+    find_smallest(waits);
+  }
   if (request.fails_on == 0 && !learned().profile) return;
   // A bound on longer rows is no reason to refuse them.
   if (plan::length_to_learn(request_, learned(), /*row=*/0) || !candidates().empty()) return;

@@ -74,13 +74,13 @@ double Prediction::streamed_above(int64_t size) const {
   return static_cast<double>(longer + (longer - shorter) * (count - kShort));
 }
 
-/// Without a profile. Activations grow no faster than the samples, so the largest peak per sample
-/// is a bound.
+/// Without a profile. Activations grow with the samples, and no faster: what more of them took is a
+/// bound, or what the most took for each.
 double Prediction::bound_alone(int64_t size) const {
   if (learned_.peaks.empty()) return 0;
-  const auto exact = learned_.peaks.find(size);
-  const bool known = exact != learned_.peaks.end();
-  const auto& [measured, peak] = known ? *exact : *learned_.peaks.rbegin();
+  const auto larger = learned_.peaks.lower_bound(size);
+  const auto& [measured, peak] =
+      larger != learned_.peaks.end() ? *larger : *learned_.peaks.rbegin();
   double more = static_cast<double>(size) / static_cast<double>(measured);
   if (learned_.ragged) {
     const Lengths& lengths = learned_.lengths;
@@ -88,17 +88,15 @@ double Prediction::bound_alone(int64_t size) const {
     more *= lengths.longest;
     more /= work != lengths.works.end() ? work->second : lengths.longest;
   }
-  return static_cast<double>(peak) * std::max(1.0, more);
+  const double bound = static_cast<double>(peak) * std::max(1.0, more);
+  return learned_.irregular ? bound * (1.0 + kIrregularMargin) : bound;
 }
 
 double Prediction::bound_above(int64_t size) const {
-  double bound = bound_alone(size);
-  if (request_.segments > 0) {  // a piece knows of its own rows alone
-    const double others =
-        1.0 - static_cast<double>(size) / static_cast<double>(request_.batch_size);
-    bound += static_cast<double>(request_.waiting_bytes) * std::max(0.0, others);
-  }
-  return learned_.irregular ? bound * (1.0 + kIrregularMargin) : bound;
+  if (request_.segments == 0) return bound_alone(size);
+  // A piece knows of its own rows alone; what waits of the others is told by its tape.
+  const double others = 1.0 - static_cast<double>(size) / static_cast<double>(request_.batch_size);
+  return bound_alone(size) + static_cast<double>(request_.waiting_bytes) * std::max(0.0, others);
 }
 
 bool Prediction::fits_alone(int64_t size) const {

@@ -42,7 +42,8 @@ class Program final : public OpListener {
   Program* inner = nullptr;
   /// See Recorder::disturb.
   std::function<bool(const Tape&, const Op&)> disturb;
-  bool witnesses = false;  ///< See Recorder::witness.
+  std::function<at::Tensor(const at::Tensor&)> lent;  ///< See Recorder::borrow.
+  bool witnesses = false;                             ///< See Recorder::witness.
   /// See Recorder::lighten and Recorder::keep.
   std::optional<at::Device> light;
   FrontierGuide guide;

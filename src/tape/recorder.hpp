@@ -58,6 +58,10 @@ class Recorder {
   /// \throws what went wrong while recording (out of memory): ops may be missing from the tape
   void rethrow();
 
+  /// Where somebody has a copy of what `found` gives for a buffer, the tape shares it; undefined
+  /// where nobody has. Call it before `run`.
+  void borrow(std::function<at::Tensor(const at::Tensor& buffer)> found);
+
   /// Changes the results of ops that `which` picks, as soon as they are there: what forward does
   /// next must not depend on their values. Call it before `run`.
   void disturb(std::function<bool(const Tape&, const Op&)> which);

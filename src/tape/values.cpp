@@ -146,7 +146,8 @@ void Program::before_write(const at::Tensor& tensor, ValueId value) {
     External& external = tape_.externals[static_cast<size_t>(known.external)];
     if (external.before.defined()) continue;
     if (original.requires_grad()) return give_up("forward writes into an input that requires grad");
-    external.before = copy_of(original);
+    if (external.is_buffer && lent) external.before = lent(original);
+    if (!external.before.defined()) external.before = copy_of(original);
   }
 }
 

@@ -15,6 +15,7 @@ SIM_EXPORT void sim_set(const char* name, int64_t value) {
   if (which == "rounding") settings.rounding = value != 0;
   if (which == "fail_after") settings.fail_after = value;
   if (which == "blas_workspace") settings.blas_workspace = value != 0;
+  if (which == "conv_workspaces") settings.conv_workspaces = value != 0;
   if (which == "atomics") settings.atomics = value != 0;
 }
 

@@ -12,7 +12,10 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <bit>
 #include <cstring>
+#include <vector>
 
 namespace sim {
 namespace {
@@ -188,11 +191,26 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
 
 // Convolutions, for which torch has no CPU kernel under the name that other devices get -----------
 
+/// What a convolution on CUDA takes while it runs. Which algorithm that is, and so how many blocks
+/// there are, depends on the batch.
+std::vector<c10::DataPtr> conv_workspaces(const at::Tensor& input) {
+  constexpr int64_t kBytes = 512;
+  std::vector<c10::DataPtr> blocks;
+  if (!settings().conv_workspaces) return blocks;
+  const int64_t rows = std::max<int64_t>(1, input.size(0));
+  const int count = 1 + std::countr_zero(static_cast<uint64_t>(rows)) % 3;
+  for (int i = 0; i < count; ++i) {
+    blocks.push_back(allocator().allocate(static_cast<size_t>(kBytes * rows)));
+  }
+  return blocks;
+}
+
 at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
                        const std::optional<at::Tensor>& bias, c10::IntArrayRef stride,
                        c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
                        c10::IntArrayRef output_padding, int64_t groups) {
   const Kernel kernel(input.device().index(), "convolution");
+  const std::vector<c10::DataPtr> workspaces = conv_workspaces(input);
   const bool biased = bias && bias->defined();
   kernel.reads(input);
   kernel.reads(weight);
@@ -211,6 +229,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     c10::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> wanted) {
   const int device = input.device().index();
   const Kernel kernel(device, "convolution_backward");
+  const std::vector<c10::DataPtr> workspaces = conv_workspaces(input);
   kernel.reads(gradient);
   kernel.reads(input);
   kernel.reads(weight);

@@ -18,6 +18,7 @@ struct Settings {
   bool rounding = true;                 ///< blocks of 512 bytes, segments of 2 and 20 MiB, as CUDA
   int64_t fail_after = -1;              ///< this many allocations work, the next fails; -1: none
   bool blas_workspace = false;          ///< 8 MiB for each thread and stream, at the first product
+  bool conv_workspaces = false;         ///< of convolutions, another number for other batch sizes
   bool atomics = false;                 ///< kernels with atomics differ from run to run
 };
 Settings& settings();

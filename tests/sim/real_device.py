@@ -24,6 +24,10 @@ def reset() -> None:
 
 
 def settings(**changes: int) -> contextlib.AbstractContextManager[None]:
-    if not changes.keys() <= {"atomics", "blas_workspace"}:  # those it has by itself
+    if not changes.keys() <= {
+        "atomics",
+        "blas_workspace",
+        "conv_workspaces",
+    }:  # those it has by itself
         pytest.skip(f"a real device has no setting {', '.join(changes)}")
     return contextlib.nullcontext()

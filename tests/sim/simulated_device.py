@@ -29,6 +29,7 @@ DEFAULTS = {
     "rounding": 1,
     "fail_after": -1,
     "blas_workspace": 0,
+    "conv_workspaces": 0,
     "atomics": 0,
 }
 
