@@ -74,10 +74,9 @@ void Planner::begin(const Request& request) {
     kinds_.stop_borrowing(request_);
     pack();
   }
-  // Whatever the size, and there is no device that would say so by itself.
-  const int64_t waits = request_.baseline_bytes + request_.waiting_bytes;
-  if (request.measured && learned().irregular && waits > request_.budget_bytes) {
-    find_smallest(waits);
+  // A device that refuses nothing would not say so by itself: a bound is all there is.
+  if (request.measured && request.segments > 0 && learned().irregular && candidates().empty()) {
+    find_smallest(prediction().peak(request_.size_under(plan::kSmallProbe)));
   }
   if (request.fails_on == 0 && !learned().profile) return;
   // A bound on longer rows is no reason to refuse them.

@@ -30,6 +30,11 @@ struct BoundaryChoice {
  private:
   /// Seconds of a step that keeps what fits; nothing where nothing does.
   std::optional<double> rehearse_fewer(Strategy& strategy);
+  /// Keeps fewer still, and computes in larger micro-batches, as long as that takes less time.
+  double rehearse_larger(Strategy& strategy, double seconds);
+  /// Seconds of a step that keeps what the strategy says; nothing where it is not known to fit, or
+  /// nobody could time it.
+  std::optional<double> rehearsed(const Strategy& strategy);
 };
 
 }  // namespace infinitybatch

@@ -16,11 +16,14 @@ bool keep_fewer(KeptBoundaries& kept, const BoundaryShortage& shortage) {
     return choice.has_value();
   };
   if (shortage.most) return keep(*shortage.most);
+  const auto keep_beside = [&](int64_t size) {
+    const auto peak = shortage.planner.peak_at(size);
+    return peak && keep(shortage.budget - (*peak - now));
+  };
+  if (shortage.size) return keep_beside(*shortage.size);
   const int64_t fair = std::min(samples, std::max(int64_t{32}, samples / 8));
   for (int64_t size = fair; size > 0; size /= 2) {
-    const auto peak = shortage.planner.peak_at(size);
-    if (!peak) break;
-    if (keep(shortage.budget - (*peak - now))) return true;
+    if (keep_beside(size)) return true;
   }
   // What is estimated here its own rehearsal knows, and says what would be enough.
   const plan::Boundaries::Choice least = boundaries.least(samples);

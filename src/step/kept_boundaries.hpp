@@ -20,6 +20,8 @@ struct BoundaryShortage {
   int64_t budget = 0;      ///< bytes
   /// Bytes that boundary activations may take, where the size is given and nothing was planned.
   std::optional<int64_t> most = std::nullopt;
+  /// Micro-batches of so many samples shall fit beside them; of a fair size, if left out.
+  std::optional<int64_t> size = std::nullopt;
 };
 
 /// Keeps fewer of them, the others are computed again; false where that does not help.

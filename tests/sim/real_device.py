@@ -10,6 +10,9 @@ two_devices = pytest.mark.skipif(
 )
 
 
+HAS_BY_ITSELF = {"atomics", "blas_workspace", "conv_workspaces"}
+
+
 def races() -> list[str]:
     """A real device does not tell."""
     return []
@@ -24,10 +27,6 @@ def reset() -> None:
 
 
 def settings(**changes: int) -> contextlib.AbstractContextManager[None]:
-    if not changes.keys() <= {
-        "atomics",
-        "blas_workspace",
-        "conv_workspaces",
-    }:  # those it has by itself
+    if not changes.keys() <= HAS_BY_ITSELF:
         pytest.skip(f"a real device has no setting {', '.join(changes)}")
     return contextlib.nullcontext()

@@ -4,6 +4,7 @@ import copy
 
 import infinitybatch as ib
 import pytest
+import simulated_device as sim
 import torch
 from support import live_bytes
 from test_training import assert_same, gradients
@@ -17,6 +18,13 @@ def network():
     for _ in range(2):
         layers += [nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64)]
     return nn.Sequential(*layers, nn.Linear(64, 3)).double()
+
+
+def convolutions():
+    layers = [nn.Conv2d(3, 8, 3, padding=1)]
+    for _ in range(8):
+        layers += [nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
 
 
 @pytest.mark.parametrize("coupled", [False, True])
@@ -65,6 +73,32 @@ def test_what_may_not_leave_is_computed_again():
         assert_same(gradients(model), wanted, 1e-11)
     assert report.restarts == 0 and report.peak_bytes <= budget
     assert report.strategy_reason.startswith("boundary activations are kept at")
+
+
+@pytest.mark.parametrize("share", [0.45, 0.35])
+def test_kernels_whose_memory_depends_on_the_batch(share):
+    """As cuDNN's convolutions: plans have bounds alone, and compare what they bound all the same."""
+    model = convolutions()
+    inputs, targets = torch.randn(64, 3, 24, 24), torch.randn(64, 3)
+    rows = []
+    model[0].register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    with sim.settings(conv_workspaces=1):
+        torch.accelerator.reset_peak_memory_stats()
+        live = live_bytes()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        peak = torch.accelerator.max_memory_allocated() - live
+        model.zero_grad()
+        budget = live_bytes() + int(share * peak)
+        batch = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=budget)
+        rows.clear()
+        for _ in range(3):
+            model.zero_grad()
+            report = batch.backward(inputs, targets)
+            # Nobody tries single samples where what waits of all may not fit beside them.
+            assert rows.count(1) <= 1, rows
+            rows.clear()
+    assert report.restarts == 0 and report.peak_bytes <= budget
+    assert "rehearsals of a step took" in report.strategy_reason, report.strategy_reason
 
 
 @pytest.mark.parametrize("offload", ["auto", "never"])

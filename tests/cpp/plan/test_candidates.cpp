@@ -1,5 +1,6 @@
 // The sizes that fit, and the choice among them, from what was learned alone.
 #include "plan/candidates.hpp"
+#include "plan/probes.hpp"
 
 #include <gtest/gtest.h>
 
@@ -61,6 +62,34 @@ TEST(Candidates, LeaveRoomForWhatWaitsOfTheWholeBatch) {
   EXPECT_EQ(Candidates(request, learned()).caps(), (Caps{2, 4}));
   request.waiting_bytes = 20 * kPerSample;
   EXPECT_TRUE(Candidates(request, learned()).empty());
+}
+
+/// Where memory depends on values what was measured is a bound, with a margin; what waits is told.
+TEST(Candidates, HaveAMarginForWhatWasMeasuredAlone) {
+  Request request = request_for(64);
+  request.two_pass = true;
+  request.segments = 3;
+  Learned irregular = learned();
+  irregular.irregular = true;
+  EXPECT_EQ(Candidates(request, irregular).caps(), (Caps{2, 4, 8}));
+  request.waiting_bytes = 5 * kPerSample;
+  EXPECT_EQ(Candidates(request, irregular).caps(), (Caps{2, 4}));
+  // A size is bounded by the next larger one that was measured, not by the largest.
+  irregular.peaks[8] = 20 * kPerSample;
+  EXPECT_EQ(Candidates(request, irregular).caps(), (Caps{2, 4}));
+}
+
+/// Of cut tapes a probe runs by itself.
+TEST(Candidates, LeaveProbesTheRoomInWhichOthersWillWait) {
+  Request request = request_for(64);
+  request.measured = request.two_pass = true;
+  request.segments = 3;
+  request.waiting_bytes = 9 * kPerSample;
+  Learned first;
+  first.peaks[2] = 2 * kPerSample;
+  EXPECT_FALSE(Prediction(request, first).fits(4));
+  EXPECT_TRUE(Prediction(request, first).fits_alone(4));
+  EXPECT_EQ(probe_size(request, first), 4);
 }
 
 TEST(Candidates, OfCutTapesAreTimedFromTheLargestDownUntilTwoAreSlower) {

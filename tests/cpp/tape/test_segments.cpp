@@ -208,6 +208,30 @@ TEST_P(Segments, CutAnywhereGivesTheSameGradient) {
 
 INSTANTIATE_TEST_SUITE_P(Tapes, Segments, testing::Range(0, 5));
 
+/// A counter in a buffer is left there by the recording; a scale that forward reads is not.
+TEST(Trim, LeavesOutWhatBuffersAreLeftWith) {
+  const at::Tensor counter = at::zeros({}), scale = at::ones({});
+  const Batch inputs(at::randn({3, 4}));
+  Recorder recorder(inputs, {counter, scale}, {at::kCPU});
+  const at::Tensor output = recorder.run([&] {
+    counter.add_(1);
+    scale.mul_(2);
+    const at::Tensor result = inputs.tensors().front() * scale;
+    scale.mul_(2);
+    return result;
+  });
+  const Tape tape = recorder.finish(Batch(output), /*trimmed=*/false);
+  const auto trimmed = [&](const std::function<bool(const Op&)>& may_go) {
+    Tape copy = tape;
+    trim(copy, may_go);
+    EXPECT_TRUE(at::equal(replay(copy, inputs).tensors().front(), output));
+    return copy.ops.size();
+  };
+  EXPECT_EQ(trimmed(nullptr), 4);
+  EXPECT_EQ(trimmed([](const Op&) { return false; }), 4);
+  EXPECT_EQ(trimmed([](const Op&) { return true; }), 2);
+}
+
 TEST(Segments, AnAliasOfWhatIsChangedLaterIsNoPlaceToCut) {
   const at::Tensor weight = parameter({4, 4});
   const Batch inputs(at::randn({3, 4}, at::kDouble));
