@@ -113,16 +113,17 @@ def contrast(embeddings: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 
 
 def cases(toy: bool) -> Iterator[Case]:
-    words, length, width, layers = (50, 8, 16, 1) if toy else (32_000, 1024, 768, 12)
+    model, words, length = language_model(toy)
     n = 16 if toy else 32
     tokens = torch.randint(words, (n, length))
     yield Case(
         "language model, 12 layers",
-        Transformer(words, length, width, layers, words),
+        model,
         tokens, tokens.roll(-1, 1), F.cross_entropy, n // 8,
         autocast=None if toy else torch.bfloat16,
     )  # fmt: skip
     n, length = (32, 4) if toy else (2048, 64)
+    width, layers = (16, 1) if toy else (768, 12)
     tokens = torch.randint(words, (n, length))
     yield Case(
         "encoder, contrastive",
@@ -297,31 +298,46 @@ def measure(case: Case, rounds: int, seconds: float) -> list[dict]:
     return list(rows.values())
 
 
+def language_model(toy: bool) -> tuple[nn.Module, int, int]:
+    """And how many words it knows, and the length of a row."""
+    words, length, width, layers = (50, 8, 16, 1) if toy else (32_000, 1024, 768, 12)
+    return Transformer(words, length, width, layers, words), words, length
+
+
 def reach(device: str, toy: bool) -> Iterator[dict]:
     """The largest batch: native until the device's memory ends, ours in a fixed budget."""
-    model = (resnet(4, (1, 1)) if toy else resnet(64, (3, 4, 6, 3))).to(device)
-    n, size, budget = (8, 32, None) if toy else (256, 224, 6 * GiB)
+    model, words, length = language_model(toy)
+    model = model.to(device)
+    name = "language model, batches of every size"
+    budget = (torch.accelerator.max_memory_allocated() + (1 << 20)) if toy else 8 * GiB
+    batch = ib.VirtualBatch(model, F.cross_entropy, memory_budget=budget)
     native_lives = True
-    for _ in range(2 if toy else 4):
-        images = torch.randn(n, 3, size, size, device="cpu").pin_memory()
-        labels = torch.randint(1000, (n,), device=device)
-        case = Case("ResNet-50", model, images, labels, F.cross_entropy, 8, autocast=torch.bfloat16)
-        row = {"model": "ResNet-50, batches of every size", "rows": n}
+    n = 16
+    for _ in range(3 if toy else 6):
+        tokens = torch.randint(words, (n, length), device=device)
+        case = Case(name, model, tokens, tokens.roll(-1, 1), F.cross_entropy, n, autocast=None)
+        case.autocast = None if toy else torch.bfloat16
+
+        def ours(case: Case = case) -> int:
+            with precision(case):
+                return batch.backward(case.inputs, case.targets).peak_bytes
+
+        row = {"model": name, "rows": n}
+        first = once(case, ours)["seconds"]
+        told = {"way": f"memory_budget={budget / GiB:g} GiB", "seconds_of_first_step": first}
+        if n == 16:
+            once(case, ours)  # plans settle
+        yield row | told | once(case, ours)
         if native_lives:
             try:
-                case.inputs = images.to(device)
+                once(case, lambda case=case: native(case))
                 yield row | {"way": "native", **once(case, lambda case=case: native(case))}
             except torch.OutOfMemoryError:
                 yield row | {"way": "native", "error": "out of memory"}
                 native_lives = False
-        case.inputs = images  # micro-batches are brought to the device
+        model.zero_grad(set_to_none=True)
         gc.collect()
         torch.accelerator.empty_cache()
-        if budget is not None:
-            step = ours(case, memory_budget=budget)
-            first = once(case, step)["seconds"]
-            told = {"way": f"memory_budget={budget // GiB}GiB", "seconds_of_first_steps": first}
-            yield row | told | once(case, step)
         n *= 2
 
 
