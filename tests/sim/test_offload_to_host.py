@@ -98,7 +98,9 @@ def test_kernels_whose_memory_depends_on_the_batch(share):
             assert rows.count(1) <= 1, rows
             rows.clear()
     assert report.restarts == 0 and report.peak_bytes <= budget
-    assert "rehearsals of a step took" in report.strategy_reason, report.strategy_reason
+    # At the larger share a device may have room for all.
+    compared = "rehearsals of a step took" in report.strategy_reason
+    assert compared or share > 0.4, report.strategy_reason
 
 
 @pytest.mark.parametrize("offload", ["auto", "never"])
