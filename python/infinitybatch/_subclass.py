@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling, is_exporting
+from torch.compiler import is_compiling
 
-from ._programs import no_program
+from ._programs import is_exporting, no_program
 
 
 def known(kind: type, mixin: type, key: Any) -> type | None:

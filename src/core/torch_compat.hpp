@@ -9,9 +9,13 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/headeronly/version.h>
 
 #include <memory>
 #include <utility>
+
+/// Torch 2.11 lets a storage refuse to be read, and has no way to take that back.
+#define INFINITYBATCH_TORCH_HIDES_ABSENCE (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12)
 
 namespace infinitybatch::compat {
 
@@ -41,6 +45,17 @@ struct Ownership<c10::intrusive_ptr<T>> {
     return c10::weak_intrusive_ptr<T>(node);
   }
 };
+
+#if INFINITYBATCH_TORCH_HIDES_ABSENCE
+/// The flag of a storage by which it refuses to be read. It is private, but arguments of an
+/// explicit instantiation may name it.
+bool& refuses_reads(c10::StorageImpl& storage);
+template <bool c10::StorageImpl::* Flag>
+struct Unhide {
+  friend bool& refuses_reads(c10::StorageImpl& storage) { return storage.*Flag; }
+};
+template struct Unhide<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+#endif
 }  // namespace detail
 
 /// How much a storage holds; 0 where its size is a symbol (torch.compile is tracing).
@@ -93,21 +108,18 @@ inline void accumulate(const at::Tensor& variable, at::Tensor& buffer, const at:
 }
 
 /// From now on whoever reads the memory of `storage`, which has none for a while, is told
-/// `message`. Torch 2.11 cannot take that back: there tensors say by themselves that their data is
-/// not allocated.
-template <typename Storage>
-void announce_absence(Storage& storage, const char* message) {
-  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
-    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
-  }
+/// `message`.
+inline void announce_absence(c10::StorageImpl& storage, const char* message) {
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }
 
 /// Takes `announce_absence` back.
-template <typename Storage>
-void end_absence(Storage& storage) {
-  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
-    storage.clear_data_ptr_access_error_msg_();
-  }
+inline void end_absence(c10::StorageImpl& storage) {
+#if INFINITYBATCH_TORCH_HIDES_ABSENCE
+  detail::refuses_reads(storage) = false;
+#else
+  storage.clear_data_ptr_access_error_msg_();
+#endif
 }
 
 /// How many references Python holds to the object by which it knows a tensor or a storage.

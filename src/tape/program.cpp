@@ -17,10 +17,15 @@ namespace {
 constexpr const char* kHooks =
     "saved-tensor hooks are set inside of forward (as torch.utils.checkpoint does)";
 
+/// Up to torch 2.11 a checkpoint that is not re-entrant calls this function first, in front of
+/// setting its hooks where gradients are wanted, and does nothing of its own where none are.
+bool begins_checkpoint(const std::string& function) {
+  return function == "_NoopSaveInputs";
+}
+
 /// Why a function that is no operator ends the recording.
 std::string reason_of(const std::string& function) {
-  // Up to torch 2.11 a checkpoint that is not re-entrant calls this in front of setting its hooks.
-  if (function == "_NoopSaveInputs") return kHooks;
+  if (begins_checkpoint(function)) return kHooks;
   return function + " is no ATen operator (an autograd function)";
 }
 
@@ -158,6 +163,7 @@ void Program::meet(const SeenOp& op) {
       tape_.opaque = "forward calls compiled code";
       return;
     }
+    if (begins_checkpoint(name) && !at::GradMode::is_enabled()) return;
     return give_up(reason_of(name));
   }
   ++depth_;

@@ -114,7 +114,18 @@ def value_and_gradients(name, wrap):
     return float(value.detach()), gradients(loss), model
 
 
-@pytest.mark.parametrize("name", LOSSES)
+#: CosineSimilarityLoss makes fp32 of its labels beside fp64 outputs.
+COSINE = pytest.mark.xfail(
+    torch.__version__.startswith("2.11."),
+    reason="torch 2.11 has no backward of an mse_loss of two dtypes, natively too",
+    raises=RuntimeError,
+    strict=True,
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=COSINE if n == "cosine" else ()) for n in LOSSES]
+)
 def test_a_loss_on_a_wrapped_model(name):
     wanted, native, _ = value_and_gradients(name, lambda model: model)
     found, ours, model = value_and_gradients(name, lambda m: ib.wrap(m, micro_batch_size=5))
