@@ -46,7 +46,7 @@ def test_an_exception_at_any_op_of_a_cut_step(way, with_grads):
     step_bits(model, loss, counting, inputs)
     count = counting.failing.seen
     assert batch.strategy == ("checkpoint" if "segments" in way else "cut")
-    assert count > 3000
+    assert count > 2500
     # Existing gradients are added to in place, which fails nowhere but in a test: left out.
     owners = len([*model.parameters(), *loss.parameters()])
     raised = 0
