@@ -112,18 +112,22 @@ def contrast(embeddings: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(one @ other.T / 0.05, torch.arange(len(one), device=one.device))
 
 
+def sizes(toy: bool) -> tuple[int, int, int, int]:
+    """Of the transformers: words, length of a row, width, layers."""
+    return (50, 8, 16, 1) if toy else (32_000, 1024, 768, 12)
+
+
 def cases(toy: bool) -> Iterator[Case]:
-    model, words, length = language_model(toy)
+    words, length, width, layers = sizes(toy)
     n = 16 if toy else 32
     tokens = torch.randint(words, (n, length))
     yield Case(
         "language model, 12 layers",
-        model,
+        Transformer(words, length, width, layers, words),
         tokens, tokens.roll(-1, 1), F.cross_entropy, n // 8,
         autocast=None if toy else torch.bfloat16,
     )  # fmt: skip
     n, length = (32, 4) if toy else (2048, 64)
-    width, layers = (16, 1) if toy else (768, 12)
     tokens = torch.randint(words, (n, length))
     yield Case(
         "encoder, contrastive",
@@ -298,12 +302,6 @@ def measure(case: Case, rounds: int, seconds: float) -> list[dict]:
     return list(rows.values())
 
 
-def language_model(toy: bool) -> tuple[nn.Module, int, int]:
-    """And how many words it knows, and the length of a row."""
-    words, length, width, layers = (50, 8, 16, 1) if toy else (32_000, 1024, 768, 12)
-    return Transformer(words, length, width, layers, words), words, length
-
-
 def best(case: Case, step: Step) -> dict[str, float]:
     """Of some steps, in most of which nobody looks at rows, and plans are settled."""
     return min((once(case, step) for _ in range(6)), key=lambda found: found["seconds"])
@@ -311,8 +309,9 @@ def best(case: Case, step: Step) -> dict[str, float]:
 
 def reach(device: str, toy: bool) -> Iterator[dict]:
     """The largest batch: native until the device's memory ends, ours in a fixed budget."""
-    model, words, length = language_model(toy)
-    model = model.to(device)
+    words, length, width, layers = sizes(toy)
+    model = Transformer(words, length, width, layers, words).to(device)
+    half = None if toy else torch.bfloat16
     name = "language model, batches of every size"
     budget = (torch.accelerator.max_memory_allocated() + (1 << 20)) if toy else 8 * GiB
     batch = ib.VirtualBatch(model, F.cross_entropy, memory_budget=budget)
@@ -320,8 +319,7 @@ def reach(device: str, toy: bool) -> Iterator[dict]:
     n = 16
     for _ in range(3 if toy else 6):
         tokens = torch.randint(words, (n, length), device=device)
-        case = Case(name, model, tokens, tokens.roll(-1, 1), F.cross_entropy, n, autocast=None)
-        case.autocast = None if toy else torch.bfloat16
+        case = Case(name, model, tokens, tokens.roll(-1, 1), F.cross_entropy, n, autocast=half)
 
         def ours(case: Case = case) -> int:
             with precision(case):

@@ -74,15 +74,14 @@ void Planner::begin(const Request& request) {
     kinds_.stop_borrowing(request_);
     pack();
   }
-  // A device that refuses nothing would not say so by itself: a bound is all there is.
-  if (request.measured && request.segments > 0 && learned().irregular && candidates().empty()) {
-    find_smallest(prediction().peak(request_.size_under(plan::kSmallProbe)));
-  }
-  if (request.fails_on == 0 && !learned().profile) return;
+  // A device that refuses nothing would not say so by itself: there a bound is enough to refuse.
+  const bool bounded = request.measured && request.segments > 0 && learned().irregular;
+  if (request.fails_on == 0 && !learned().profile && !bounded) return;
   // A bound on longer rows is no reason to refuse them.
   if (plan::length_to_learn(request_, learned(), /*row=*/0) || !candidates().empty()) return;
   if (request.fails_on > 0) plan::refuse_larger(request_, /*needed=*/0);
-  find_smallest(/*needed_bytes=*/0);
+  const int64_t smallest = request_.size_under(plan::kSmallProbe);
+  find_smallest(learned().profile ? 0 : prediction().peak(smallest));
 }
 
 void Planner::choose_lengths() {
