@@ -206,6 +206,7 @@ class Planned(Contestant):
 
     def __init__(self, *args: Any, loss: Any, room: float, **options: Any) -> None:
         super().__init__(*args)
+        self.given = args  # counts as live: it has to stay
         budget = ib.memory.stats().live + int(0.99 * room)
         self.batch = ib.VirtualBatch(self.model, loss, memory_budget=budget, **options)
 
@@ -269,7 +270,7 @@ def contrastive(scale: Scale, texts: Texts) -> dict[str, Contestant]:
     choices = [
         {"micro_batch_tokens": tokens, "trim": TRIM, "retained_micro_batches": kept}
         for tokens in scale.tokens
-        for kept in (0, 4)
+        for kept in (0, 2, 4, 6)
     ]
     loss = ib.losses.coupled(lambda outputs, _: info_nce(outputs))
     wrapped = tuned([lambda c=c: Wrapped(*batch, loss=info_nce, **c) for c in choices], room)

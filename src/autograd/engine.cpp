@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace infinitybatch::autograd {
@@ -57,6 +58,14 @@ void execute(const edge_list& roots, const variable_list& gradients, bool keep =
       roots, gradients, /*keep_graph=*/keep, /*create_graph=*/false, /*accumulate_grad=*/true);
 }
 
+void drain() {
+  const Unwatched unwatched;
+  execute({Edge(compat::make_node<DrainNode>(), 0)}, {no_gradient()});
+}
+
+/// Whether a node of ours has failed in a backward pass of this thread that somebody else runs.
+thread_local bool pass_failed = false;
+
 template <typename Run>
 auto run_or_drain(const Run& run) {
   const AutocastOff autocast_off;
@@ -64,8 +73,7 @@ auto run_or_drain(const Run& run) {
     return run();
   } catch (...) {
     keep_foreign_exception(std::current_exception());
-    const Unwatched unwatched;
-    execute({Edge(compat::make_node<DrainNode>(), 0)}, {no_gradient()});
+    drain();
     throw;
   }
 }
@@ -128,6 +136,14 @@ std::vector<at::Tensor> gradients_at(const at::Tensor& root, const edge_list& ed
         {torch::autograd::impl::gradient_edge(root)}, {at::ones_like(root.detach())},
         /*keep_graph=*/keep, /*create_graph=*/false, /*accumulate_grad=*/false, edges);
   });
+}
+
+void note_failed_pass() noexcept {
+  pass_failed = true;
+}
+
+void forget_failed_pass() {
+  if (std::exchange(pass_failed, false)) drain();
 }
 
 void walk_graph(const std::vector<at::Tensor>& roots, const std::function<void(Node&)>& visit) {

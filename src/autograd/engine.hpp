@@ -26,6 +26,12 @@ void run_backward_of_part(const std::vector<at::Tensor>& roots,
 std::vector<at::Tensor> gradients_at(const at::Tensor& root,
                                      const torch::autograd::edge_list& edges, bool keep = true);
 
+/// A node is about to throw, in a backward pass that somebody else runs: what else was ready to run
+/// stays in the engine's queue of this thread, with all that it holds, until the next pass, or
+/// this.
+void note_failed_pass() noexcept;
+void forget_failed_pass();
+
 /// Visits each node of the graph behind `roots` once, nearer ones first. `visit` may replace edges.
 void walk_graph(const std::vector<at::Tensor>& roots,
                 const std::function<void(torch::autograd::Node&)>& visit);

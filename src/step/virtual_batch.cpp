@@ -1,5 +1,6 @@
 #include <infinitybatch/step/virtual_batch.hpp>
 
+#include "autograd/engine.hpp"
 #include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
 #include "core/pinned_copies.hpp"
@@ -132,6 +133,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
 StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchSource& targets,
                                          bool hand_out) {
   const Clock::time_point start = Clock::now();
+  autograd::forget_failed_pass();
   const PinnedCopies copies;
   const PlainNumbers::Scope remembering(&numbers_);
   Setup setup;

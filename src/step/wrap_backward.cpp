@@ -96,6 +96,7 @@ class WrapNode : public Node {
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
       keep_foreign_exception(error);
+      autograd::note_failed_pass();
       if (own.on_backward_error) own.on_backward_error(error);
       throw;
     }

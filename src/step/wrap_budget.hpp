@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 namespace infinitybatch {
@@ -25,8 +26,23 @@ class Planning {
   const bool mine_;
 };
 
-/// Calls whose graph still lives, without those that are gone.
-std::vector<std::shared_ptr<WrappedCall>> calls_of(Wrapped& wrapped);
+/// Calls under a budget whose graph still lives, of whichever model: those of a step share a
+/// device.
+class WaitingCalls {
+ public:
+  static void add(const std::shared_ptr<WrappedCall>& call);
+  static std::vector<std::shared_ptr<WrappedCall>> all();
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<WrappedCall>> calls_;
+
+  static WaitingCalls& instance();
+};
+
+/// Tells the plans of calls that wait for their backward what another one needs beside them.
+/// \param planning whose planners the caller may ask; may be null
+void ask_for_room(const BudgetExceeded& refusal, at::Device device, const Wrapped* planning);
 /// Lets go of every graph that any call keeps on the device. False where there was none.
 bool drop_graphs(Wrapped& wrapped);
 

@@ -8,10 +8,19 @@
 #include <infinitybatch/memory/statistics.hpp>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 namespace infinitybatch {
 namespace {
+
+/// Whom to tell what a call has taken: null where its size was given, or the planner has been asked
+/// something else meanwhile. With `Planning`.
+Planner* planner_of(WrappedCall& call) {
+  if (call.piece.plan.micro_batch_sizes.empty()) return nullptr;
+  Wrapped& wrapped = *call.wrapped;
+  return wrapped.begun[call.planner] == call.begun ? &wrapped.planners[call.planner] : nullptr;
+}
 
 /// What a backward pass tells the planner of its call.
 class Afterwards {
@@ -42,14 +51,11 @@ class Afterwards {
   }
 
  private:
-  /// Unless the planner has been asked something else meanwhile.
   template <typename Tell>
   void tell(Tell&& tell) {
-    if (call_.piece.plan.micro_batch_sizes.empty()) return;  // the size was given
-    Wrapped& wrapped = *call_.wrapped;
-    const Planning planning(wrapped);
-    if (!planning.allowed() || wrapped.begun[call_.planner] != call_.begun) return;
-    tell(wrapped.planners[call_.planner]);
+    const Planning planning(*call_.wrapped);
+    if (!planning.allowed()) return;
+    if (Planner* const planner = planner_of(call_)) tell(*planner);
   }
 
   WrappedCall& call_;
@@ -71,28 +77,8 @@ void offload_next_time(const WrappedCall& call) {
   if (call.run->cut() && call.wrapped->options.micro_batch_size) call.run->offload_next_time();
 }
 
-}  // namespace
-
-std::vector<std::shared_ptr<WrappedCall>> calls_of(Wrapped& wrapped) {
-  std::vector<std::shared_ptr<WrappedCall>> calls;
-  const std::lock_guard<std::mutex> lock(wrapped.mutex);
-  std::erase_if(wrapped.calls, [&](const std::weak_ptr<WrappedCall>& weak) {
-    if (auto call = weak.lock()) calls.push_back(std::move(call));
-    return weak.expired();
-  });
-  return calls;
-}
-
-bool drop_graphs(Wrapped& wrapped) {
-  bool any = false;
-  for (const auto& call : calls_of(wrapped)) {
-    if (call->store == nullptr) any = call->run->drop_graphs() || any;
-  }
-  return any;
-}
-
-std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
-                                              const std::function<std::vector<at::Tensor>()>& run) {
+std::vector<at::Tensor> run_within_budget(WrappedCall& call,
+                                          const std::function<std::vector<at::Tensor>()>& run) {
   const int64_t budget = *call.budget;
   const int64_t before = memory::live(call.device);
   const int64_t with_gradients = before + gradient_bytes(call.leaves, call.device);
@@ -133,6 +119,61 @@ std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
                                " that were live when it began (outputs, what the loss holds),",
                            with_gradients);
     }
+  }
+}
+
+}  // namespace
+
+WaitingCalls& WaitingCalls::instance() {
+  static auto& calls = *new WaitingCalls;  // outlives static holders
+  return calls;
+}
+
+void WaitingCalls::add(const std::shared_ptr<WrappedCall>& call) {
+  WaitingCalls& waiting = instance();
+  const std::lock_guard<std::mutex> lock(waiting.mutex_);
+  std::erase_if(waiting.calls_, [](const auto& each) { return each.expired(); });
+  waiting.calls_.push_back(call);
+}
+
+std::vector<std::shared_ptr<WrappedCall>> WaitingCalls::all() {
+  std::vector<std::shared_ptr<WrappedCall>> calls;
+  WaitingCalls& waiting = instance();
+  const std::lock_guard<std::mutex> lock(waiting.mutex_);
+  for (const auto& weak : waiting.calls_) {
+    if (auto call = weak.lock()) calls.push_back(std::move(call));
+  }
+  return calls;
+}
+
+void ask_for_room(const BudgetExceeded& refusal, at::Device device, const Wrapped* planning) {
+  const int64_t needed = refusal.smallest_feasible().value_or(refusal.needed());
+  for (const auto& call : WaitingCalls::all()) {
+    if (call->differentiated || call->device != device) continue;
+    std::optional<Planning> mine;
+    if (call->wrapped.get() != planning) mine.emplace(*call->wrapped);
+    Planner* const planner = !mine || mine->allowed() ? planner_of(*call) : nullptr;
+    if (planner == nullptr) continue;
+    planner->saw_whole_loss(call->piece.plan, {needed - call->live_before_loss, /*net=*/0});
+  }
+}
+
+bool drop_graphs(Wrapped& wrapped) {
+  bool any = false;
+  for (const auto& call : WaitingCalls::all()) {
+    if (call->wrapped.get() == &wrapped && call->store == nullptr)
+      any = call->run->drop_graphs() || any;
+  }
+  return any;
+}
+
+std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
+                                              const std::function<std::vector<at::Tensor>()>& run) {
+  try {
+    return run_within_budget(call, run);
+  } catch (const BudgetExceeded& refusal) {
+    ask_for_room(refusal, call.device, nullptr);
+    throw;
   }
 }
 

@@ -1,5 +1,6 @@
 #include "step/wrap_call.hpp"
 
+#include "autograd/engine.hpp"
 #include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
 #include "execute/external_loss.hpp"
@@ -61,8 +62,8 @@ ForwardCall::ForwardCall(const std::shared_ptr<Wrapped>& wrapped, Setup setup, c
     setup_.strategy.cuts = Strategy::Cuts::whole_batch_ops;
   }
   if (!budget_) return;
-  for (const auto& call : calls_of(*wrapped_)) {
-    if (!call->differentiated) ++planner_;
+  for (const auto& call : WaitingCalls::all()) {
+    if (call->wrapped == wrapped_ && !call->differentiated) ++planner_;
   }
   planner_ = std::min(planner_, Wrapped::kCalls - 1);
 }
@@ -78,6 +79,15 @@ Request ForwardCall::request() const {
 }
 
 Batch ForwardCall::run() {
+  try {
+    return attempts();
+  } catch (const BudgetExceeded& refusal) {
+    if (with_gradients_) ask_for_room(refusal, setup_.problem.device, wrapped_.get());
+    throw;
+  }
+}
+
+Batch ForwardCall::attempts() {
   struct Forget {  // it may hold tensors, and whoever called this
     explicit Forget(ForwardCall& call) : call(call) { forget(); }
     ~Forget() { forget(); }
@@ -273,8 +283,7 @@ Batch ForwardCall::attempt() {
       call->piece = piece_;
       call->planner = planner_;
       call->begun = ++wrapped_->begun[planner_];
-      const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-      wrapped_->calls.push_back(call);
+      WaitingCalls::add(call);
     }
     return outputs;
   } catch (...) {
@@ -313,6 +322,7 @@ Batch ForwardCall::without_gradients(ForwardPass& pass) {
 }
 
 Batch forward(const std::shared_ptr<Wrapped>& wrapped, Setup setup, const Batch& inputs) {
+  autograd::forget_failed_pass();
   return ForwardCall(wrapped, std::move(setup), inputs).run();
 }
 

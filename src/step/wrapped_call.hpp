@@ -75,8 +75,7 @@ struct Wrapped {
   Planner without_gradients;
   int64_t segments = 1;  ///< of the cut tapes that were recorded last
 
-  std::mutex mutex;  ///< over what follows
-  std::vector<std::weak_ptr<struct WrappedCall>> calls;
+  std::mutex mutex;                    ///< over what follows
   std::shared_ptr<WrapReport> report;  ///< of the last call
   KnowledgeBase known;
   std::map<std::string, StaticForward> static_forwards;
