@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -255,3 +256,25 @@ def test_what_is_faster_stays(bandwidth: float) -> None:
     assert report.peak_bytes <= budget
     assert (report.offloaded_bytes == 0) == recomputes
     assert report.strategy_reason.startswith(KEPT) == recomputes
+
+
+@until_quiet
+@pytest.mark.real_times
+def test_larger_micro_batches_beside_fewer_boundaries_where_size_pays() -> None:
+    """Each micro-batch waits so long that fewer of them win what keeping less costs. What fits first
+    is made for 32 samples at a time."""
+    model, inputs, targets = made(lambda: Residual(8), rows=256)
+    criterion = nn.CrossEntropyLoss()
+    expected = native(model, criterion, inputs, targets)
+    model.stem.register_forward_hook(lambda *_: time.sleep(0.02))
+    budget = ib.memory.stats().live + whole_peak(model, criterion, inputs, targets) * 45 // 100
+    offload = ib.Offload("auto", host_budget="256MiB", host_bandwidth=1e8)
+    batch = ib.VirtualBatch(model, criterion, memory_budget=budget, offload=offload)
+    for _ in range(20):
+        plan = batch.plan(inputs, targets)
+        if "boundary activations are" in plan.reason:
+            break
+    report = batch.backward(inputs, targets)
+    assert max(report.micro_batch_sizes) > 32, report
+    assert worst(gradients(model), expected.gradients) <= TOLERANCE
+    assert report.peak_bytes <= budget and report.strategy_reason.startswith(KEPT)
