@@ -26,10 +26,10 @@ void run_backward_of_part(const std::vector<at::Tensor>& roots,
 std::vector<at::Tensor> gradients_at(const at::Tensor& root,
                                      const torch::autograd::edge_list& edges, bool keep = true);
 
-/// A node is about to throw, in a backward pass that somebody else runs: what else was ready to run
-/// stays in the engine's queue of this thread, with all that it holds, until the next pass, or
-/// this.
+/// A node is about to throw, in a backward pass of this thread that somebody else runs.
 void note_failed_pass() noexcept;
+/// What was ready to run when such a pass failed stays in the engine's queue of this thread, with
+/// all that it holds, until the next pass. Lets go of it, where there was one.
 void forget_failed_pass();
 
 /// Visits each node of the graph behind `roots` once, nearer ones first. `visit` may replace edges.

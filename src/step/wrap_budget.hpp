@@ -4,7 +4,6 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 namespace infinitybatch {
@@ -25,26 +24,6 @@ class Planning {
   Wrapped& wrapped_;
   const bool mine_;
 };
-
-/// Calls under a budget whose graph still lives, of whichever model: those of a step share a
-/// device.
-class WaitingCalls {
- public:
-  static void add(const std::shared_ptr<WrappedCall>& call);
-  static std::vector<std::shared_ptr<WrappedCall>> all();
-
- private:
-  std::mutex mutex_;
-  std::vector<std::weak_ptr<WrappedCall>> calls_;
-
-  static WaitingCalls& instance();
-};
-
-/// Tells the plans of calls that wait for their backward what another one needs beside them.
-/// \param planning whose planners the caller may ask; may be null
-void ask_for_room(const BudgetExceeded& refusal, at::Device device, const Wrapped* planning);
-/// Lets go of every graph that any call keeps on the device. False where there was none.
-bool drop_graphs(Wrapped& wrapped);
 
 /// Forward of a wrapped model: attempts, until one succeeds.
 Batch forward(const std::shared_ptr<Wrapped>& wrapped, Setup setup, const Batch& inputs);

@@ -1,4 +1,5 @@
 #include "core/out_of_memory.hpp"
+#include "step/waiting_calls.hpp"
 #include "step/wrap_budget.hpp"
 #include "step/wrap_run.hpp"
 
@@ -8,19 +9,10 @@
 #include <infinitybatch/memory/statistics.hpp>
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 
 namespace infinitybatch {
 namespace {
-
-/// Whom to tell what a call has taken: null where its size was given, or the planner has been asked
-/// something else meanwhile. With `Planning`.
-Planner* planner_of(WrappedCall& call) {
-  if (call.piece.plan.micro_batch_sizes.empty()) return nullptr;
-  Wrapped& wrapped = *call.wrapped;
-  return wrapped.begun[call.planner] == call.begun ? &wrapped.planners[call.planner] : nullptr;
-}
 
 /// What a backward pass tells the planner of its call.
 class Afterwards {
@@ -51,11 +43,14 @@ class Afterwards {
   }
 
  private:
+  /// Unless the planner has been asked something else meanwhile.
   template <typename Tell>
   void tell(Tell&& tell) {
-    const Planning planning(*call_.wrapped);
-    if (!planning.allowed()) return;
-    if (Planner* const planner = planner_of(call_)) tell(*planner);
+    if (!call_.is_planned()) return;
+    Wrapped& wrapped = *call_.wrapped;
+    const Planning planning(wrapped);
+    if (!planning.allowed() || wrapped.begun[call_.planner] != call_.begun) return;
+    tell(wrapped.planners[call_.planner]);
   }
 
   WrappedCall& call_;
@@ -124,55 +119,12 @@ std::vector<at::Tensor> run_within_budget(WrappedCall& call,
 
 }  // namespace
 
-WaitingCalls& WaitingCalls::instance() {
-  static auto& calls = *new WaitingCalls;  // outlives static holders
-  return calls;
-}
-
-void WaitingCalls::add(const std::shared_ptr<WrappedCall>& call) {
-  WaitingCalls& waiting = instance();
-  const std::lock_guard<std::mutex> lock(waiting.mutex_);
-  std::erase_if(waiting.calls_, [](const auto& each) { return each.expired(); });
-  waiting.calls_.push_back(call);
-}
-
-std::vector<std::shared_ptr<WrappedCall>> WaitingCalls::all() {
-  std::vector<std::shared_ptr<WrappedCall>> calls;
-  WaitingCalls& waiting = instance();
-  const std::lock_guard<std::mutex> lock(waiting.mutex_);
-  for (const auto& weak : waiting.calls_) {
-    if (auto call = weak.lock()) calls.push_back(std::move(call));
-  }
-  return calls;
-}
-
-void ask_for_room(const BudgetExceeded& refusal, at::Device device, const Wrapped* planning) {
-  const int64_t needed = refusal.smallest_feasible().value_or(refusal.needed());
-  for (const auto& call : WaitingCalls::all()) {
-    if (call->differentiated || call->device != device) continue;
-    std::optional<Planning> mine;
-    if (call->wrapped.get() != planning) mine.emplace(*call->wrapped);
-    Planner* const planner = !mine || mine->allowed() ? planner_of(*call) : nullptr;
-    if (planner == nullptr) continue;
-    planner->saw_whole_loss(call->piece.plan, {needed - call->live_before_loss, /*net=*/0});
-  }
-}
-
-bool drop_graphs(Wrapped& wrapped) {
-  bool any = false;
-  for (const auto& call : WaitingCalls::all()) {
-    if (call->wrapped.get() == &wrapped && call->store == nullptr)
-      any = call->run->drop_graphs() || any;
-  }
-  return any;
-}
-
 std::vector<at::Tensor> backward_under_budget(WrappedCall& call,
                                               const std::function<std::vector<at::Tensor>()>& run) {
   try {
     return run_within_budget(call, run);
   } catch (const BudgetExceeded& refusal) {
-    ask_for_room(refusal, call.device, nullptr);
+    ask_for_room(refusal, call.device);
     throw;
   }
 }

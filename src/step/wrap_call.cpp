@@ -9,6 +9,7 @@
 #include "step/kept_boundaries.hpp"
 #include "step/meter.hpp"
 #include "step/sorted_batch.hpp"
+#include "step/waiting_calls.hpp"
 #include "step/wrap_rehearsal.hpp"
 #include "step/wrap_report.hpp"
 #include "step/wrap_request.hpp"
@@ -80,14 +81,15 @@ Request ForwardCall::request() const {
 
 Batch ForwardCall::run() {
   try {
-    return attempts();
+    if (budget_ && with_gradients_) hear_of_room(*wrapped_, planner_);
+    return run_attempts();
   } catch (const BudgetExceeded& refusal) {
-    if (with_gradients_) ask_for_room(refusal, setup_.problem.device, wrapped_.get());
+    if (with_gradients_) ask_for_room(refusal, setup_.problem.device);
     throw;
   }
 }
 
-Batch ForwardCall::attempts() {
+Batch ForwardCall::run_attempts() {
   struct Forget {  // it may hold tensors, and whoever called this
     explicit Forget(ForwardCall& call) : call(call) { forget(); }
     ~Forget() { forget(); }

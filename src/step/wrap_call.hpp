@@ -35,7 +35,8 @@ class ForwardCall {
   Request request() const;
   /// What is live, and what gradients of all parameters will take.
   int64_t live_with_gradients() const;
-  Batch attempts();
+  /// Attempts until one succeeds.
+  Batch run_attempts();
   Batch attempt();
   void choose_store();
   /// Fewer boundary activations of the whole batch are kept from now on; false where that does not

@@ -44,6 +44,13 @@ struct StaticForward {
   std::vector<LeftOutputs::Entry> left;
 };
 
+/// What others need between forward and backward of a call that waits.
+struct RoomAskedFor {
+  Plan plan;           ///< of that call
+  uint64_t begun = 0;  ///< its number, `Wrapped::begun`
+  int64_t bytes = 0;   ///< above what was live when its forward ended
+};
+
 /// What calls of one Wrap share with their graph nodes, which may outlive it.
 struct Wrapped {
   Model model;
@@ -75,8 +82,9 @@ struct Wrapped {
   Planner without_gradients;
   int64_t segments = 1;  ///< of the cut tapes that were recorded last
 
-  std::mutex mutex;                    ///< over what follows
-  std::shared_ptr<WrapReport> report;  ///< of the last call
+  std::mutex mutex;                                                ///< over what follows
+  std::array<std::optional<RoomAskedFor>, kCalls> asked_for_room;  ///< of calls that wait
+  std::shared_ptr<WrapReport> report;                              ///< of the last call
   KnowledgeBase known;
   std::map<std::string, StaticForward> static_forwards;
   Programs programs;
@@ -181,8 +189,9 @@ struct WrappedCall {
   GraphBytes graph_bytes;
 
   // With a memory budget:
-  std::optional<int64_t> budget;  ///< in bytes
-  Piece piece;                    ///< what was planned
+  std::optional<int64_t> budget;                                             ///< in bytes
+  Piece piece;                                                               ///< what was planned
+  bool is_planned() const { return !piece.plan.micro_batch_sizes.empty(); }  ///< no size was given
   size_t planner = 0;
   uint64_t begun = 0;
   std::shared_ptr<WrapReport> report;

@@ -1,0 +1,65 @@
+#include "step/waiting_calls.hpp"
+
+#include "step/wrap_run.hpp"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+namespace infinitybatch {
+
+WaitingCalls& WaitingCalls::instance() {
+  static auto& calls = *new WaitingCalls;  // outlives static holders
+  return calls;
+}
+
+void WaitingCalls::add(const std::shared_ptr<WrappedCall>& call) {
+  WaitingCalls& waiting = instance();
+  const std::lock_guard<std::mutex> lock(waiting.mutex_);
+  std::erase_if(waiting.calls_, [](const auto& each) { return each.expired(); });
+  waiting.calls_.push_back(call);
+}
+
+std::vector<std::shared_ptr<WrappedCall>> WaitingCalls::all() {
+  std::vector<std::shared_ptr<WrappedCall>> calls;
+  WaitingCalls& waiting = instance();
+  const std::lock_guard<std::mutex> lock(waiting.mutex_);
+  for (const auto& weak : waiting.calls_) {
+    if (auto call = weak.lock()) calls.push_back(std::move(call));
+  }
+  return calls;
+}
+
+// Another thread may be planning with another model: it is left a message, and not disturbed.
+void ask_for_room(const BudgetExceeded& refusal, at::Device device) {
+  const int64_t needed = refusal.smallest_feasible().value_or(refusal.needed());
+  for (const auto& call : WaitingCalls::all()) {
+    if (call->differentiated || call->device != device || !call->is_planned()) continue;
+    const std::lock_guard<std::mutex> lock(call->wrapped->mutex);
+    const int64_t bytes = needed - call->live_before_loss;
+    std::optional<RoomAskedFor>& asked = call->wrapped->asked_for_room[call->planner];
+    if (asked && asked->begun == call->begun && asked->bytes >= bytes) continue;
+    asked = RoomAskedFor{call->piece.plan, call->begun, bytes};
+  }
+}
+
+void hear_of_room(Wrapped& wrapped, size_t planner) {
+  std::optional<RoomAskedFor> asked;
+  {
+    const std::lock_guard<std::mutex> lock(wrapped.mutex);
+    asked = std::exchange(wrapped.asked_for_room[planner], std::nullopt);
+  }
+  if (!asked || wrapped.begun[planner] != asked->begun) return;
+  wrapped.planners[planner].saw_whole_loss(asked->plan, {asked->bytes, /*net=*/0});
+}
+
+bool drop_graphs(Wrapped& wrapped) {
+  bool any = false;
+  for (const auto& call : WaitingCalls::all()) {
+    if (call->wrapped.get() != &wrapped || call->store != nullptr) continue;
+    any = call->run->drop_graphs() || any;
+  }
+  return any;
+}
+
+}  // namespace infinitybatch

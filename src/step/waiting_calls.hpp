@@ -1,0 +1,36 @@
+#pragma once
+
+#include "step/wrapped_call.hpp"
+
+#include <infinitybatch/core/errors.hpp>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace infinitybatch {
+
+/// Calls under a budget whose graph still lives, of whichever model: those of a step share a
+/// device.
+class WaitingCalls {
+ public:
+  static void add(const std::shared_ptr<WrappedCall>& call);
+  static std::vector<std::shared_ptr<WrappedCall>> all();
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<WrappedCall>> calls_;
+
+  static WaitingCalls& instance();
+};
+
+/// What was refused on `device` needs more room than calls that wait for their backward have left:
+/// their plans leave as much from the next step on, see `hear_of_room`.
+void ask_for_room(const BudgetExceeded& refusal, at::Device device);
+/// In front of a plan: what others have asked of the last call of this planner. With `Planning`.
+void hear_of_room(Wrapped& wrapped, size_t planner);
+
+/// Lets go of every graph that any call keeps on the device. False where there was none.
+bool drop_graphs(Wrapped& wrapped);
+
+}  // namespace infinitybatch
