@@ -81,7 +81,7 @@ WITH_PEERS = dict.fromkeys(("loop", "coupled", "losses", "lengths"), "peers") | 
 }
 #: Processes for each setting, whose spread is shown: luck in where memory lies lasts for a process,
 #: so many short processes tell more than few long ones.
-PROCESSES = {"trainer": 5, "coupled": 5, "losses": 5}
+PROCESSES = {"trainer": 5, "coupled": 5, "losses": 5, "heads": 5}
 TOY_ROUNDS = 4
 THREADS = [1, 2]
 LOOK = 2.0  # seconds between looks at what a running suite has found
