@@ -48,6 +48,7 @@ enum class Answer : uint8_t {
   recompute,              ///< of what waits at whole-batch ops some is computed again
   offload,                ///< what waits leaves the device
   checkpoint,             ///< one sample is cut for memory
+  drop_boundaries,        ///< that other calls keep: they run forward again
   smaller_segments,
   forward_again,     ///< what waits for a coupled loss is made again after it
   forget_frontiers,  ///< and so is what waits at cuts

@@ -4,9 +4,30 @@
 
 #include <algorithm>
 #include <optional>
+#include <thread>
 #include <utility>
 
 namespace infinitybatch {
+
+namespace {
+
+/// Another thread's models are left alone: it may be at work with them.
+bool is_of_this_thread(Wrapped& wrapped) {
+  const std::lock_guard<std::mutex> lock(wrapped.mutex);
+  return wrapped.calls_at_work == 0 && wrapped.worker == std::this_thread::get_id();
+}
+
+/// Whose memory `wrapped` may ask for.
+std::vector<std::shared_ptr<WrappedCall>> calls_beside(const Wrapped& wrapped) {
+  std::vector<std::shared_ptr<WrappedCall>> calls = WaitingCalls::all();
+  std::erase_if(calls, [&](const std::shared_ptr<WrappedCall>& call) {
+    if (call->store != nullptr) return true;
+    return call->wrapped.get() != &wrapped && !is_of_this_thread(*call->wrapped);
+  });
+  return calls;
+}
+
+}  // namespace
 
 WaitingCalls& WaitingCalls::instance() {
   static auto& calls = *new WaitingCalls;  // outlives static holders
@@ -53,12 +74,15 @@ void hear_of_room(Wrapped& wrapped, size_t planner) {
   wrapped.planners[planner].saw_whole_loss(asked->plan, {asked->bytes, /*net=*/0});
 }
 
-bool drop_graphs(Wrapped& wrapped) {
+bool drop_graphs(const Wrapped& wrapped) {
   bool any = false;
-  for (const auto& call : WaitingCalls::all()) {
-    if (call->wrapped.get() != &wrapped || call->store != nullptr) continue;
-    any = call->run->drop_graphs() || any;
-  }
+  for (const auto& call : calls_beside(wrapped)) any = call->run->drop_graphs() || any;
+  return any;
+}
+
+bool drop_boundaries(const Wrapped& wrapped) {
+  bool any = false;
+  for (const auto& call : calls_beside(wrapped)) any = call->run->drop_boundaries() || any;
   return any;
 }
 

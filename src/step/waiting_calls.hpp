@@ -30,7 +30,11 @@ void ask_for_room(const BudgetExceeded& refusal, at::Device device);
 /// In front of a plan: what others have asked of the last call of this planner. With `Planning`.
 void hear_of_room(Wrapped& wrapped, size_t planner);
 
-/// Lets go of every graph that any call keeps on the device. False where there was none.
-bool drop_graphs(Wrapped& wrapped);
+/// Lets go of every graph that a call of this model keeps on its device, or one of another model
+/// that this thread has called. False where there was none.
+bool drop_graphs(const Wrapped& wrapped);
+/// The same of boundary activations of the whole batch, which such a call computes again in its
+/// backward.
+bool drop_boundaries(const Wrapped& wrapped);
 
 }  // namespace infinitybatch

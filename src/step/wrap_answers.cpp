@@ -57,6 +57,7 @@ Answers ForwardCall::answers() {
       {Answer::second_forwards, [this] { return give_up_graphs(); }},
       {Answer::recompute, [this] { return begin_recompute(); }},
       {Answer::offload, [this] { return begin_offload(); }},
+      {Answer::drop_boundaries, [this] { return budget_ && drop_boundaries(*wrapped_); }},
   };
 }
 

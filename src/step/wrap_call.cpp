@@ -101,7 +101,7 @@ Batch ForwardCall::run_attempts() {
   for (;; ++restarts_) {
     rerunnable_.check();
     const int64_t live = memory::live(setup_.problem.device);
-    if (budget_ && live > *budget_ && !drop_graphs(*wrapped_)) {
+    if (budget_ && live > *budget_ && !drop_graphs(*wrapped_) && !drop_boundaries(*wrapped_)) {
       throw BudgetExceeded(live, *budget_, std::nullopt,
                            "What is allocated before forward (parameters, gradients, optimizer "
                            "state, inputs, what other calls keep for their backward)",

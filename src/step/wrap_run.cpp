@@ -140,16 +140,34 @@ bool WrapRun::keep_fewer_boundaries(int64_t bytes) {
     const Planner& planner = call_.wrapped->planners[call_.planner];
     if (keep_fewer(kept, {*memory.boundaries, planner, samples, *call_.budget, most})) {
       memory.kept = kept;
-      begin(cut_plan(plan_.micro_batch_sizes, plan_.segments, /*retained=*/0, /*coupled=*/true,
-                     /*penalty=*/false, kept));
-      call_.report->strategy_reason = plan_.explain_kept();
-      again_ = true;
+      keep_others(kept);
       used_up_ = false;
       return true;
     }
   }
   if (used_up_) executor_.reset();  // what waits is of no use any more
   return false;
+}
+
+/// With the wrapped model's lock held.
+void WrapRun::keep_others(const KeptBoundaries& kept) {
+  begin(cut_plan(plan_.micro_batch_sizes, plan_.segments, /*retained=*/0, /*coupled=*/true,
+                 /*penalty=*/false, kept));
+  call_.report->strategy_reason = plan_.explain_kept();
+  again_ = true;
+}
+
+bool WrapRun::drop_boundaries() {
+  const std::unique_lock<std::recursive_mutex> alone(at_work_, std::try_to_lock);
+  const bool possible = alone && executor_ && setup_.strategy.is_cut() && !store_ && !again_ &&
+                        !used_up_ && !setup_.strategy.reuses_tapes;
+  if (!possible) return false;
+  const std::lock_guard<std::mutex> lock(call_.wrapped->mutex);
+  const KnownMemory& memory = call_.wrapped->known.memory_of(call_.kind);
+  if (!memory.boundaries) return false;
+  keep_others(memory.boundaries->least(setup_.problem.batch_size()).kept);
+  executor_->begin_again();
+  return true;
 }
 
 void WrapRun::go_forward_again() {

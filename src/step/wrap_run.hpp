@@ -47,6 +47,11 @@ class WrapRun final : public ExternalLoss {
   /// Returns whether there were any; false while backward is at work in another thread.
   bool drop_graphs();
 
+  /// Lets go of boundary activations of the whole batch, but for what `backward` begins with when
+  /// it runs forward again: the least that a plan could keep. False where there are none to let go
+  /// of, or backward is at work.
+  bool drop_boundaries();
+
   /// Forward of one micro-batch.
   /// \param keep its graph, too
   void record(Rows rows, bool keep);
@@ -113,6 +118,8 @@ class WrapRun final : public ExternalLoss {
   void follow_tapes();
   /// Whether `keep_fewer_boundaries` may be an answer.
   bool may_keep_fewer() const;
+  /// From the next `backward` on, which begins at the inputs.
+  void keep_others(const KeptBoundaries& kept);
   /// From the inputs to the last op of the whole batch, where the plan keeps other boundary
   /// activations than there are.
   void go_forward_again();
