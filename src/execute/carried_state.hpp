@@ -60,6 +60,8 @@ class CarriedState final : public Check {
   static void let_be() noexcept;
   /// Whether a state was found.
   bool found() const noexcept { return found_ || runs_->found(); }
+  /// Whether the first forward left attributes as it found them.
+  bool found_no_change() const noexcept { return runs_->begun() && runs_->quiet(); }
   /// From now on `take_left` is asked after each forward.
   void collect_left() noexcept { collects_ = true; }
   /// Tensors with a graph that the last forward left in attributes.

@@ -48,7 +48,7 @@ HighWater::HighWater(c10::Device device) : mark_(std::make_shared<Mark>(device))
   }
   require_cpu_allocator();
   Mark::look();
-  mark_->peak = stats(device).live;
+  mark_->peak = live(device);
   Mark::of_thread().push_back(mark_);
   CpuAccounting::begin_high_water(true);
 }

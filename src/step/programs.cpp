@@ -8,6 +8,7 @@ std::string Programs::identity(const Model& model, const std::string& arguments)
 }
 
 int64_t Programs::number(const std::string& identity) {
+  asked_ = identity;
   // Another program may have been tried since, and failed.
   if (identity == left_) return last_ = left_by_;
   const auto [known, anew] = numbers_.try_emplace(identity, next_);

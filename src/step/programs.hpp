@@ -26,6 +26,8 @@ class Programs {
     left_by_ = last_;
   }
 
+  void left_as_it_was() { left(asked_); }
+
   /// So many are known that more seem to come in every step (a schedule): time to forget them, and
   /// what was learned of them.
   bool full() const noexcept { return numbers_.size() >= kMost; }
@@ -34,6 +36,7 @@ class Programs {
  private:
   static constexpr size_t kMost = 64;
   std::map<std::string, int64_t> numbers_;
+  std::string asked_;  // last
   std::string left_;
   int64_t last_ = 0;  // numbers are never given twice
   int64_t left_by_ = 0;

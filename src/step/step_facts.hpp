@@ -20,6 +20,7 @@ struct AttemptFacts {
   bool inputs_written = false;       ///< by forward
   bool failed_in_loss = false;       ///< in the loss of all outputs
   bool coupled_beyond_cuts = false;  ///< no cut helps
+  bool state_as_before = false;      ///< what lies in plain attributes of the model
   int64_t failed_rows = 0;           ///< see `Executor::failed_rows`
 };
 

@@ -181,7 +181,11 @@ StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchS
       facts_.attempt = {};
       if (budget) ways_.choose_boundaries(setup, *budget);
       StepReport report = attempt(setup, budget, hand_out);
-      programs_.left(program_of(setup.problem));
+      if (facts_.attempt.state_as_before) {
+        programs_.left_as_it_was();
+      } else {
+        programs_.left(program_of(setup.problem));
+      }
       facts_.knowledge->findings = std::move(findings);
       report.peak_bytes = peak.peak();
       // Of the plan alone, which says nothing of a rehearsal, a look at rows or an attempt that
@@ -246,6 +250,7 @@ StepReport VirtualBatch::State::attempt(const Setup& setup, const std::optional<
       random.restore();
       facts_.check_inputs();
     }
+    facts_.attempt.state_as_before = executor->forwards().state().found_no_change();
     const std::optional<int64_t> without_look = executor->checks().peak_without_look();
     if (without_look) facts_.beside_plan = true;
     own_peak_ = without_look.value_or(own.peak());
