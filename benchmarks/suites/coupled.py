@@ -1,5 +1,6 @@
 """What an exact coupled loss costs: two passes over the micro-batches, with and without graphs kept."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -199,6 +200,7 @@ def ours_at_peaks(contestants: dict[str, Contestant], size: int) -> dict[str, Ou
     ours = {name: Ours(*batch, micro_batch_size=size) for name in peaks}
     for contestant in (*contestants.values(), *ours.values()):
         contestant()  # so that all gradients are there, as between rounds
+    gc.collect()  # models of sizes that were tried would count as live, and be room later
     for name, contestant in ours.copy().items():
         contestant.model.zero_grad(set_to_none=True)
         try:
