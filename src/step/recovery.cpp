@@ -19,10 +19,10 @@ const std::vector<Recovery>& recovery_table() {
       {Failure::other_segments, {follow_segments}},
       {Failure::nothing_to_cut, {stop_cutting}},
       {Failure::coupling, {cut, stop_cutting, whole_batch}},
-      {Failure::no_room_to_look, {drop_graphs}},
+      {Failure::no_room_to_look, {drop_graphs, drop_boundaries}},
       {Failure::looked_too_far, {record_anew}},
-      {Failure::no_plan, {drop_graphs, second_forwards, recompute, offload, checkpoint,
-        drop_boundaries}},
+      {Failure::no_plan,
+       {drop_graphs, second_forwards, recompute, offload, checkpoint, drop_boundaries}},
       {Failure::no_room_to_offload, {second_forwards}},
       {Failure::out_of_memory,
        {drop_graphs, copy_in_turn, smaller_micro_batches, second_forwards, recompute, offload,
@@ -49,8 +49,9 @@ Failed::Failed(std::exception_ptr what) : error(std::move(what)) {
     failure = Failure::nothing_to_cut;
   } catch (const CouplingError&) {
     failure = Failure::coupling;
-  } catch (const NoRoomToLook&) {
+  } catch (const NoRoomToLook& exceeded) {
     failure = Failure::no_room_to_look;
+    refusal = exceeded;
   } catch (const LookedTooFar&) {
     failure = Failure::looked_too_far;
   } catch (const BudgetExceeded& exceeded) {

@@ -55,7 +55,13 @@ std::vector<std::shared_ptr<WrappedCall>> WaitingCalls::all() {
 void ask_for_room(const BudgetExceeded& refusal, at::Device device) {
   const int64_t needed = refusal.smallest_feasible().value_or(refusal.needed());
   for (const auto& call : WaitingCalls::all()) {
-    if (call->differentiated || call->device != device || !call->is_planned()) continue;
+    if (call->differentiated || call->device != device) continue;
+    if (!call->is_planned()) {
+      if (is_of_this_thread(*call->wrapped)) {
+        call->run->leave_room_next_time(refusal.needed() - refusal.limit());
+      }
+      continue;
+    }
     const std::lock_guard<std::mutex> lock(call->wrapped->mutex);
     const int64_t bytes = needed - call->live_before_loss;
     std::optional<RoomAskedFor>& asked = call->wrapped->asked_for_room[call->planner];
@@ -80,9 +86,11 @@ bool drop_graphs(const Wrapped& wrapped) {
   return any;
 }
 
-bool drop_boundaries(const Wrapped& wrapped) {
+bool drop_boundaries(const Wrapped& wrapped, const WrappedCall* asking) {
   bool any = false;
-  for (const auto& call : calls_beside(wrapped)) any = call->run->drop_boundaries() || any;
+  for (const auto& call : calls_beside(wrapped)) {
+    if (call.get() != asking) any = call->run->drop_boundaries() || any;
+  }
   return any;
 }
 

@@ -35,6 +35,7 @@ void hear_of_room(Wrapped& wrapped, size_t planner);
 bool drop_graphs(const Wrapped& wrapped);
 /// The same of boundary activations of the whole batch, which such a call computes again in its
 /// backward.
-bool drop_boundaries(const Wrapped& wrapped);
+/// \param asking the call whose backward needs the room, if any: it keeps its own
+bool drop_boundaries(const Wrapped& wrapped, const WrappedCall* asking = nullptr);
 
 }  // namespace infinitybatch

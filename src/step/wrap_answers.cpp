@@ -57,7 +57,7 @@ Answers ForwardCall::answers() {
       {Answer::second_forwards, [this] { return give_up_graphs(); }},
       {Answer::recompute, [this] { return begin_recompute(); }},
       {Answer::offload, [this] { return begin_offload(); }},
-      {Answer::drop_boundaries, [this] { return budget_ && drop_boundaries(*wrapped_); }},
+      {Answer::drop_boundaries, [this] { return make_others_go_forward_again(); }},
   };
 }
 
@@ -103,6 +103,13 @@ bool ForwardCall::begin_offload() {
 /// Second forwards instead, where a plan found no room for graphs, on the device or beyond it.
 bool ForwardCall::give_up_graphs() {
   return !options_.micro_batch_size && wrapped_->graph_choices[planner_].give_up(kind_.shapes());
+}
+
+/// Their next plans leave the room.
+bool ForwardCall::make_others_go_forward_again() {
+  if (!budget_ || !failed_.refusal) return false;
+  ask_for_room(*failed_.refusal, setup_.problem.device);
+  return drop_boundaries(*wrapped_);
 }
 
 bool ForwardCall::begin_cuts() {

@@ -106,13 +106,20 @@ std::vector<at::Tensor> run_within_budget(WrappedCall& call,
       if (!call.run->cut() && (drop_graphs(*call.wrapped) || dropped || kept)) continue;
       const int64_t refused = limit.refused();
       if (refused == 0) throw;  // by the system
+      const BudgetExceeded refusal(std::max(refused, budget + 1), budget, std::nullopt,
+                                   "backward, beside the " + format_bytes(before) +
+                                       " that were live when it began (outputs, what the loss "
+                                       "holds),",
+                                   with_gradients);
       if (call.run->keep_fewer_boundaries(refused - budget)) continue;
+      if (drop_boundaries(*call.wrapped, &call) && call.run->begin_anew()) {
+        ask_for_room(refusal, call.device);
+        continue;
+      }
+      call.run->give_up();
       afterwards.peak(refused);
       offload_next_time(call);
-      throw BudgetExceeded(std::max(refused, budget + 1), budget, std::nullopt,
-                           "backward, beside the " + format_bytes(before) +
-                               " that were live when it began (outputs, what the loss holds),",
-                           with_gradients);
+      throw refusal;
     }
   }
 }

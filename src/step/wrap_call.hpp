@@ -58,6 +58,7 @@ class ForwardCall {
   bool answer(const memory::Limit* limit);
   Answers answers();
   bool follow_segments();
+  bool make_others_go_forward_again();
   bool begin_cuts();
   bool end_cuts();
   bool begin_whole_batch();

@@ -126,7 +126,7 @@ void WrapRun::offload_next_time() const {
 bool WrapRun::may_keep_fewer() const {
   const Options& options = call_.wrapped->options;
   return executor_ && setup_.strategy.is_cut() && !store_ && options.memory_budget &&
-         options.micro_batch_size && options.offload.when == Offload::When::never;
+         options.offload.when == Offload::When::never;
 }
 
 bool WrapRun::keep_fewer_boundaries(int64_t bytes) {
@@ -145,8 +145,29 @@ bool WrapRun::keep_fewer_boundaries(int64_t bytes) {
       return true;
     }
   }
-  if (used_up_) executor_.reset();  // what waits is of no use any more
   return false;
+}
+
+void WrapRun::leave_room_next_time(int64_t bytes) const {
+  if (!may_keep_fewer()) return;
+  const std::lock_guard<std::mutex> lock(call_.wrapped->mutex);
+  KnownMemory& memory = call_.wrapped->known.memory_of(call_.kind);
+  if (!memory.boundaries) return;
+  const int64_t samples = setup_.problem.batch_size();
+  const int64_t now = memory.boundaries->with(memory.kept, samples).bytes;
+  const auto fewer = memory.boundaries->within(now - std::max<int64_t>(bytes, 1), samples);
+  memory.kept = fewer.value_or(memory.boundaries->least(samples)).kept;
+}
+
+bool WrapRun::begin_anew() {
+  if (!may_keep_fewer()) return false;
+  again_ = again_ || used_up_;
+  used_up_ = false;
+  return true;
+}
+
+void WrapRun::give_up() {
+  if (used_up_) executor_.reset();  // what waits is of no use any more
 }
 
 /// With the wrapped model's lock held.
@@ -163,9 +184,11 @@ bool WrapRun::drop_boundaries() {
                         !used_up_ && !setup_.strategy.reuses_tapes;
   if (!possible) return false;
   const std::lock_guard<std::mutex> lock(call_.wrapped->mutex);
-  const KnownMemory& memory = call_.wrapped->known.memory_of(call_.kind);
+  KnownMemory& memory = call_.wrapped->known.memory_of(call_.kind);
   if (!memory.boundaries) return false;
-  keep_others(memory.boundaries->least(setup_.problem.batch_size()).kept);
+  const KeptBoundaries least = memory.boundaries->least(setup_.problem.batch_size()).kept;
+  if (call_.wrapped->options.micro_batch_size) memory.kept = least;  // no plan learns of it
+  keep_others(least);
   executor_->begin_again();
   return true;
 }

@@ -68,6 +68,13 @@ class WrapRun final : public ExternalLoss {
   /// the whole batch are kept next time, and in another `backward` of this call, which begins at
   /// the inputs; false where that does not help.
   bool keep_fewer_boundaries(int64_t bytes);
+  /// The same for another call that needs so many bytes beside this one: next time, with a given
+  /// size.
+  void leave_room_next_time(int64_t bytes) const;
+  /// Another `backward` begins at the inputs, if this one has used up what waited.
+  bool begin_anew();
+  /// There will be no other one.
+  void give_up();
 
   /// What is run of now on, up to its loss of all outputs and, in `backward`, from there.
   void begin(Plan plan);

@@ -152,19 +152,19 @@ def test_calls_that_wait_beside_each_other(times: int) -> None:
 
 
 def settled(run: Callable[[], Any], put_back: Callable[[], None]) -> Any:
-    """What `run` leaves once nothing is refused, twice in a row: a call that waits learns what
-    others need beside it from their refusals."""
+    """What the last of six steps leaves. What a call that waits keeps it lets go of where another
+    finds no room; what the loss takes no plan knows in first steps."""
     done = 0
     for _ in range(6):
         try:
             found = run()
             done += 1
-        except ib.BudgetExceeded:
+        except ib.BudgetExceeded as error:
+            assert str(error).startswith("What comes between forward and backward")
             done = 0
         put_back()
-        if done == 2:
-            return found
-    raise AssertionError("refused in each step")
+    assert done >= 2
+    return found
 
 
 @pytest.mark.parametrize("share", [78, 60, 54, 46, 40])
@@ -179,11 +179,15 @@ def test_calls_that_wait_leave_room_for_each_other(share: int) -> None:
         lambda: step(wrapped, x, calls=2), lambda: model.load_state_dict(inner.state_dict())
     )
     close(found, wanted)
-    assert wrapped.last_report.peak_bytes <= budget
+    assert wrapped.last_report.peak_bytes <= budget and wrapped.last_report.restarts == 0
 
 
-@pytest.mark.parametrize("share", [77, 53, 41])
-def test_wrapped_models_leave_room_for_each_other(share: int) -> None:
+@pytest.mark.parametrize(
+    ("share", "given"),
+    [(77, {}), (53, {}), (47, {}), (41, {}), (55, {"micro_batch_size": 8}),
+     (45, {"micro_batch_size": 8}), (35, {"micro_batch_size": 8})],
+)  # fmt: skip
+def test_wrapped_models_leave_room_for_each_other(share: int, given: dict[str, int]) -> None:
     """As the two towers of CLIP, each with a budget that the other's activations count in."""
     inner, x = made(lambda: Residual(8), rows=64)
 
@@ -206,10 +210,12 @@ def test_wrapped_models_leave_room_for_each_other(share: int) -> None:
     for tower in towers:
         tower.zero_grad(set_to_none=True)
     budget = live() + native * share // 100
-    wrapped = [ib.wrap(each, memory_budget=budget, offload="never") for each in towers]
+    options: dict[str, Any] = {"memory_budget": budget, "offload": "never", **given}
+    wrapped = [ib.wrap(each, **options) for each in towers]
     found = settled(lambda: copy.deepcopy(both(wrapped)), put_back)
-    close(found, wanted)
-    assert all(each.last_report.peak_bytes <= budget for each in wrapped)
+    close(found, wanted, tolerance=4e-12)
+    reports = [each.last_report for each in wrapped]
+    assert all(each.peak_bytes <= budget and each.restarts == 0 for each in reports)
 
 
 def test_a_refused_backward_leaves_nothing_in_the_engine() -> None:

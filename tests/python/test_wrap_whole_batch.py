@@ -234,7 +234,7 @@ def test_leaves_that_are_no_parameters():
         contrastive(module(X)).backward()
         results.append([free.grad, inside.grad])
         free.grad = inside.grad = None
-    close(*results)
+    close(*results, tolerance=4e-12)  # sums that nearly cancel
     close(grads(inner), grads(native))
 
 
