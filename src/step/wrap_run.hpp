@@ -64,7 +64,7 @@ class WrapRun final : public ExternalLoss {
 
   /// What waits is offloaded next time, where that is allowed and this call's was not.
   void offload_next_time() const;
-  /// `backward` has taken so many bytes too much, with a given size. Fewer boundary activations of
+  /// `backward` has taken so many bytes too much. Fewer boundary activations of
   /// the whole batch are kept next time, and in another `backward` of this call, which begins at
   /// the inputs; false where that does not help.
   bool keep_fewer_boundaries(int64_t bytes);
