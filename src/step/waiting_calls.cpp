@@ -8,7 +8,6 @@
 #include <utility>
 
 namespace infinitybatch {
-
 namespace {
 
 /// Another thread's models are left alone: it may be at work with them.
@@ -17,11 +16,11 @@ bool is_of_this_thread(Wrapped& wrapped) {
   return wrapped.calls_at_work == 0 && wrapped.worker == std::this_thread::get_id();
 }
 
-/// Whose memory `wrapped` may ask for.
-std::vector<std::shared_ptr<WrappedCall>> calls_beside(const Wrapped& wrapped) {
+/// Whose memory on `device` a call of `wrapped` may ask for.
+std::vector<std::shared_ptr<WrappedCall>> calls_beside(const Wrapped& wrapped, at::Device device) {
   std::vector<std::shared_ptr<WrappedCall>> calls = WaitingCalls::all();
   std::erase_if(calls, [&](const std::shared_ptr<WrappedCall>& call) {
-    if (call->store != nullptr) return true;
+    if (call->store != nullptr || call->device != device) return true;
     return call->wrapped.get() != &wrapped && !is_of_this_thread(*call->wrapped);
   });
   return calls;
@@ -80,15 +79,15 @@ void hear_of_room(Wrapped& wrapped, size_t planner) {
   wrapped.planners[planner].saw_whole_loss(asked->plan, {asked->bytes, /*net=*/0});
 }
 
-bool drop_graphs(const Wrapped& wrapped) {
+bool drop_graphs(const Wrapped& wrapped, at::Device device) {
   bool any = false;
-  for (const auto& call : calls_beside(wrapped)) any = call->run->drop_graphs() || any;
+  for (const auto& call : calls_beside(wrapped, device)) any = call->run->drop_graphs() || any;
   return any;
 }
 
-bool drop_boundaries(const Wrapped& wrapped, const WrappedCall* asking) {
+bool drop_boundaries(const Wrapped& wrapped, at::Device device, const WrappedCall* asking) {
   bool any = false;
-  for (const auto& call : calls_beside(wrapped)) {
+  for (const auto& call : calls_beside(wrapped, device)) {
     if (call.get() != asking) any = call->run->drop_boundaries() || any;
   }
   return any;

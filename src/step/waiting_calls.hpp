@@ -30,12 +30,13 @@ void ask_for_room(const BudgetExceeded& refusal, at::Device device);
 /// In front of a plan: what others have asked of the last call of this planner. With `Planning`.
 void hear_of_room(Wrapped& wrapped, size_t planner);
 
-/// Lets go of every graph that a call of this model keeps on its device, or one of another model
-/// that this thread has called. False where there was none.
-bool drop_graphs(const Wrapped& wrapped);
+/// Lets go of every graph that a call of this model keeps on `device`, or one of another model that
+/// this thread has called. False where there was none.
+bool drop_graphs(const Wrapped& wrapped, at::Device device);
 /// The same of boundary activations of the whole batch, which such a call computes again in its
 /// backward.
 /// \param asking the call whose backward needs the room, if any: it keeps its own
-bool drop_boundaries(const Wrapped& wrapped, const WrappedCall* asking = nullptr);
+bool drop_boundaries(const Wrapped& wrapped, at::Device device,
+                     const WrappedCall* asking = nullptr);
 
 }  // namespace infinitybatch

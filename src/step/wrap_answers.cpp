@@ -52,7 +52,8 @@ Answers ForwardCall::answers() {
       {Answer::stop_cutting, [this] { return end_cuts(); }},
       {Answer::whole_batch, [this] { return begin_whole_batch(); }},
       {Answer::larger_micro_batches, [this] { return begin_larger(); }},
-      {Answer::drop_graphs, [this] { return budget_ && drop_graphs(*wrapped_); }},
+      {Answer::drop_graphs,
+       [this] { return budget_ && drop_graphs(*wrapped_, setup_.problem.device); }},
       {Answer::smaller_micro_batches, [this] { return plan_smaller(); }},
       {Answer::second_forwards, [this] { return give_up_graphs(); }},
       {Answer::recompute, [this] { return begin_recompute(); }},
@@ -107,9 +108,10 @@ bool ForwardCall::give_up_graphs() {
 
 /// Their next plans leave the room.
 bool ForwardCall::make_others_go_forward_again() {
-  if (!budget_ || !failed_.refusal) return false;
-  ask_for_room(*failed_.refusal, setup_.problem.device);
-  return drop_boundaries(*wrapped_);
+  const at::Device device = setup_.problem.device;
+  if (!budget_ || !failed_.refusal || !drop_boundaries(*wrapped_, device)) return false;
+  ask_for_room(*failed_.refusal, device);
+  return true;
 }
 
 bool ForwardCall::begin_cuts() {

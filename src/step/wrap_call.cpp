@@ -100,8 +100,10 @@ Batch ForwardCall::run_attempts() {
   } const forget(*this);
   for (;; ++restarts_) {
     rerunnable_.check();
-    const int64_t live = memory::live(setup_.problem.device);
-    if (budget_ && live > *budget_ && !drop_graphs(*wrapped_) && !drop_boundaries(*wrapped_)) {
+    const at::Device device = setup_.problem.device;
+    const int64_t live = memory::live(device);
+    if (budget_ && live > *budget_ && !drop_graphs(*wrapped_, device) &&
+        !drop_boundaries(*wrapped_, device)) {
       throw BudgetExceeded(live, *budget_, std::nullopt,
                            "What is allocated before forward (parameters, gradients, optimizer "
                            "state, inputs, what other calls keep for their backward)",

@@ -47,9 +47,8 @@ class WrapRun final : public ExternalLoss {
   /// Returns whether there were any; false while backward is at work in another thread.
   bool drop_graphs();
 
-  /// Lets go of boundary activations of the whole batch, but for what `backward` begins with when
-  /// it runs forward again: the least that a plan could keep. False where there are none to let go
-  /// of, or backward is at work.
+  /// Lets go of all boundary activations of the whole batch: `backward` runs forward again, and
+  /// keeps the fewest that a plan could. False where there are none, or backward is at work.
   bool drop_boundaries();
 
   /// Forward of one micro-batch.
