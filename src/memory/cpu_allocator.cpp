@@ -10,6 +10,9 @@
 #include <c10/core/alignment.h>
 #include <c10/core/impl/alloc_cpu.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
 #include <exception>
 #include <new>
 
@@ -27,16 +30,41 @@ c10::Device cpu() {
   return c10::Device(c10::DeviceType::CPU);
 }
 
-// Each block starts with its size, so that a free needs no table. A whole alignment unit is spent
-// on it, so that the data behind it is aligned as torch's own.
-constexpr size_t kHeader = c10::gAlignment;
-static_assert(kHeader >= sizeof(int64_t));
+// In front of the data of each block, so that a free needs no table.
+struct Header {
+  void* start;
+  int64_t bytes;
+};
+// The data behind it is aligned as torch's own.
+constexpr size_t kAlignment = c10::gAlignment;
+static_assert(kAlignment >= sizeof(Header) + alignof(std::max_align_t));
+
+// From here on torch may ask for huge pages, and no holes are left around a block. Smaller ones come
+// from malloc and are aligned here: glibc splits what it aligns, and the parts in front and behind
+// keep freed neighbours from joining.
+constexpr int64_t kLarge = 2 << 20;
 
 // No machine has more, and sums of it with what is live stay within int64_t.
 constexpr size_t kMost = size_t{1} << 62;
 
-void* start_of(void* data) noexcept {
-  return static_cast<char*>(data) - kHeader;
+Header& header_of(void* data) noexcept {
+  return static_cast<Header*>(data)[-1];
+}
+
+/// Memory for a header and so many bytes, aligned behind it; null where the system has none.
+void* aligned_block(int64_t bytes) {
+  const size_t size = static_cast<size_t>(bytes) + kAlignment;
+  void* start = bytes < kLarge ? std::malloc(size) : c10::alloc_cpu(size);
+  if (start == nullptr) return nullptr;
+  const auto behind = reinterpret_cast<uintptr_t>(start) + sizeof(Header);
+  auto* data = reinterpret_cast<void*>((behind + kAlignment - 1) / kAlignment * kAlignment);
+  header_of(data) = {start, bytes};
+  return data;
+}
+
+void free_block(void* data) noexcept {
+  const auto [start, bytes] = header_of(data);
+  bytes < kLarge ? std::free(start) : c10::free_cpu(start);
 }
 
 void report(void* data, int64_t bytes, int64_t live) {
@@ -45,7 +73,7 @@ void report(void* data, int64_t bytes, int64_t live) {
 
 void deallocate(void* data) {
   if (data == nullptr) return;
-  const int64_t bytes = *static_cast<int64_t*>(start_of(data));
+  const int64_t bytes = header_of(data).bytes;
   const int64_t before = process_counters.live.fetch_sub(bytes, std::memory_order_relaxed);
   if (c10::memoryProfilingEnabled()) [[unlikely]] {
     report(data, -bytes, before - bytes);
@@ -53,7 +81,7 @@ void deallocate(void* data) {
   if (process_counters.traces.load(std::memory_order_relaxed) != 0) [[unlikely]] {
     if (EventSink* trace = this_thread.trace) trace->record(data, -bytes);
   }
-  c10::free_cpu(start_of(data));
+  free_block(data);
 }
 
 [[noreturn]] void throw_refused(int64_t bytes) {
@@ -66,15 +94,15 @@ void deallocate(void* data) {
 
 /// A block for `bytes` that have been reserved, which made `live` of them.
 inline c10::DataPtr make_block(int64_t bytes, int64_t live) {
-  void* block = nullptr;
+  void* data = nullptr;
   try {
-    block = c10::alloc_cpu(static_cast<size_t>(bytes) + kHeader);
+    data = aligned_block(bytes);
   } catch (const std::exception&) {  // c10's own complaint is no OutOfMemoryError
+  }
+  if (data == nullptr) [[unlikely]] {
     CpuAccounting::release(bytes);
     throw_refused(bytes);
   }
-  *static_cast<int64_t*>(block) = bytes;
-  void* data = static_cast<char*>(block) + kHeader;
   if (live > process_counters.peak.load(std::memory_order_relaxed)) [[unlikely]] {
     CpuAccounting::raise_process_peak(live);
   }

@@ -31,7 +31,7 @@ Candidates::Candidates(const Request& request, const Learned& learned)
   }
 }
 
-/// Powers of two, and the largest that fits.
+/// Powers of two, the largest that fits, and the whole batch.
 void Candidates::find() {
   const auto fits = [&](int64_t cap) { return prediction_.fits(request_.size_under(cap)); };
   const auto consider = [&](int64_t cap) {
@@ -58,6 +58,11 @@ void Candidates::find() {
     if (fits(1)) consider(largest(1, kSmallProbe * request_.unit()));
   } else if (caps_.back() < whole) {
     consider(largest(caps_.back(), std::min(2 * caps_.back(), whole)));
+  }
+  // One micro-batch needs no second buffer for any gradient: it may fit where its halves do not.
+  // Rows of other lengths are packed, and the last of their sizes stands for the largest that fits.
+  if (!request_.packing && (caps_.empty() || request_.size_under(caps_.back()) < whole)) {
+    consider(whole);
   }
 }
 

@@ -38,6 +38,14 @@ TEST(Candidates, ArePowersOfTwoAndTheLargestThatFits) {
   EXPECT_EQ(Candidates(request_for(4), learned()).caps(), (Caps{2, 4}));
 }
 
+TEST(Candidates, AreTheWholeBatchTooWhereItsHalvesDoNotFit) {
+  Learned known = learned();
+  known.steps[{64, 64}] = 10 * kPerSample;
+  EXPECT_EQ(Candidates(request_for(64), known).caps(), (Caps{2, 4, 8, 10, 64}));
+  known.steps[{64, 64}] += 1;
+  EXPECT_EQ(Candidates(request_for(64), known).caps(), (Caps{2, 4, 8, 10}));
+}
+
 TEST(Candidates, AreOneWhereOnlyOneSplitIsExactOrPossible) {
   Request request = request_for(64);
   request.whole_batch_only = true;
