@@ -39,9 +39,9 @@ struct Header {
 constexpr size_t kAlignment = c10::gAlignment;
 static_assert(kAlignment >= sizeof(Header) + alignof(std::max_align_t));
 
-// From here on torch may ask for huge pages, and no holes are left around a block. Smaller ones come
-// from malloc and are aligned here: glibc splits what it aligns, and the parts in front and behind
-// keep freed neighbours from joining.
+// From here on torch may ask for huge pages, and no holes are left around a block. Smaller ones
+// come from malloc and are aligned here: glibc splits what it aligns, and the parts in front and
+// behind keep freed neighbours from joining.
 constexpr int64_t kLarge = 2 << 20;
 
 // No machine has more, and sums of it with what is live stay within int64_t.

@@ -14,8 +14,8 @@ namespace infinitybatch::plan {
 /// choice among them: time first, inside the bytes. A logical batch is split evenly into
 /// micro-batches of at most that size, so that batches of different sizes share what was timed.
 ///
-/// Where one split alone is exact, or possible, it is the only one. Else they are powers of two, the
-/// largest that fits between two of these, and the whole batch where it fits.
+/// Where one split alone is exact, or possible, it is the only one. Else they are powers of two,
+/// the largest that fits between two of these, and the whole batch where it fits.
 class Candidates {
  public:
   Candidates(const Request& request, const Learned& learned);
