@@ -38,6 +38,7 @@ MODULES = {
     "lengths": "lengths",
     "recompute": "kept_boundaries",
     "selective": "selective",
+    "resident": "resident",
 }
 ROUNDS = {
     "time": 15,
@@ -56,6 +57,7 @@ ROUNDS = {
     "lengths": 10,
     "recompute": 5,
     "selective": 11,
+    "resident": 1,
 }
 UNTUNED = {
     "time": 3,
@@ -74,6 +76,7 @@ UNTUNED = {
     "lengths": 0,
     "recompute": 0,
     "selective": 0,
+    "resident": 0,
 }  # rounds with malloc as it is by default
 #: The peers of a suite, by the file beside peers/environment.py that lists them.
 WITH_PEERS = dict.fromkeys(("loop", "coupled", "losses", "lengths"), "peers") | {

@@ -31,8 +31,8 @@ def one_thread_one_seed():
 
 @pytest.fixture(scope="module", autouse=True)
 def no_garbage_of_other_files():
-    """Modules, and torch and packages around it, take half a second to visit: once for each file."""
-    gc.unfreeze()
+    """Modules, and torch and packages around it, are a million objects that take a second to visit:
+    once in a process, for what is frozen stays so."""
     gc.collect()
     gc.freeze()
 

@@ -16,6 +16,8 @@ from support import Tally
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LONG = os.environ.get("INFINITYBATCH_LONG_TESTS") == "1"
+#: Of a family of cases, those that say little beside the others.
+in_long_tests = pytest.mark.skipif(not LONG, reason="one of a family, in make test-long")
 
 
 class MyError(Exception):
@@ -96,14 +98,9 @@ def after(calls, raise_this):
 
 
 @pytest.fixture(autouse=True)
-def look_at_new_objects_only(capfd):
-    """Every check collects garbage first. What stood before the test (a million objects of torch
-    and of pytest) is looked at once, not a thousand times. No callback lets an error of its own go
-    to torch, which would only log it."""
-    gc.collect()
-    gc.freeze()
+def no_error_is_only_logged(capfd):
+    """No callback lets an error of its own go to torch, which would only log it."""
     yield
-    gc.unfreeze()
     assert "Exception in RecordFunction callback" not in capfd.readouterr().err
 
 

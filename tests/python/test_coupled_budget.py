@@ -7,7 +7,7 @@ import infinitybatch as ib
 import pytest
 import torch
 from coupled_support import InfoNCE
-from fault_support import State
+from fault_support import State, in_long_tests
 from support import Calls, looks
 from torch import nn
 
@@ -88,7 +88,7 @@ def retained(plan):
     return sum(i.operation == "retain" for i in plan.instructions)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=in_long_tests)])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_predicted_peak_is_the_measured_one(name, threads):
     torch.set_num_threads(threads)

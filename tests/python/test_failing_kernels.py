@@ -7,13 +7,13 @@ import infinitybatch as ib
 import pytest
 import torch
 from failing_kernels import FailingKernel, kernels
-from fault_support import LONG, State, Watched, assert_same, look_at_new_objects_only, step_bits
+from fault_support import LONG, State, Watched, assert_same, no_error_is_only_logged, step_bits
 from support import classification
 from test_cut_transaction import WAYS, set_up
 from test_wrap_transaction import put_back
 from torch import nn
 
-__all__ = ["kernels", "look_at_new_objects_only"]  # fixtures
+__all__ = ["kernels", "no_error_is_only_logged"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

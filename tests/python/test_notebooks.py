@@ -7,6 +7,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from fault_support import in_long_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
@@ -30,7 +31,13 @@ def shown(notebook: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=in_long_tests if path != NOTEBOOKS[-1] else ())
+        for path in NOTEBOOKS
+    ],
+)
 def test_a_notebook_runs_and_shows_what_it_showed(path: Path) -> None:
     committed = nbformat.read(path, as_version=4)
     counts = [cell.execution_count for cell in committed.cells if cell.cell_type == "code"]

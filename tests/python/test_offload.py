@@ -12,7 +12,7 @@ from typing import Any
 import infinitybatch as ib
 import pytest
 import torch
-from fault_support import assert_a_kill_leaves_nothing
+from fault_support import assert_a_kill_leaves_nothing, in_long_tests
 from support import gradient_error, live_bytes, native_gradients, until_quiet
 from torch import nn
 
@@ -92,7 +92,7 @@ def test_the_peak_is_flat_in_the_number_of_micro_batches() -> None:
     assert max(above) - min(above) <= 512, above
 
 
-@pytest.mark.parametrize("divisor", [3, 10, 40])
+@pytest.mark.parametrize("divisor", [10, *(pytest.param(each, marks=in_long_tests) for each in (3, 40))])
 def test_a_budget_that_frontiers_do_not_fit_into_is_kept_by_offload(divisor: int) -> None:
     images, labels = samples(256)
     model = network()

@@ -11,6 +11,7 @@ import infinitybatch as ib
 import pytest
 import several_models
 import torch
+from fault_support import in_long_tests
 from several_models import (
     ROOT,
     copy_of,
@@ -126,7 +127,11 @@ def test_teacher_moves_once_a_logical_batch(size: int) -> None:
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("gan", r"turn 100: discriminator \d\.\d+, generator \d\.\d+, radius (\S+) ± \S+"),
+        pytest.param(
+            "gan",
+            r"turn 100: discriminator \d\.\d+, generator \d\.\d+, radius (\S+) ± \S+",
+            marks=in_long_tests,
+        ),
         ("siamese", r"step 60: loss \d\.\d+, (\d+)% find their text among 512"),
         ("momentum_teacher", r"epoch 4: distance (\d\.\d+), teacher \d\.\d+ behind"),
     ],

@@ -7,7 +7,7 @@ from ctypes import string_at
 import infinitybatch as ib
 import pytest
 import torch
-from fault_support import MyError, State, look_at_new_objects_only
+from fault_support import MyError, State, no_error_is_only_logged
 from support import LOOKS, Calls, Log, until_quiet
 from test_offloaded_graphs import (
     COUNT,
@@ -28,7 +28,7 @@ from wrap_support import call_meanwhile, close
 
 WHERE = (HOST, {"host_budget": "3KiB"}, {})
 
-__all__ = ["look_at_new_objects_only"]  # a fixture
+__all__ = ["no_error_is_only_logged"]  # a fixture
 
 
 def steps(kind, times=(1, 2), **options):

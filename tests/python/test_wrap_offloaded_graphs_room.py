@@ -7,7 +7,7 @@ import signal
 import infinitybatch as ib
 import pytest
 import torch
-from fault_support import LONG, State, look_at_new_objects_only
+from fault_support import LONG, State, no_error_is_only_logged
 from support import Calls, until_quiet
 from test_offloaded_graphs import (
     COUNT,
@@ -23,7 +23,7 @@ from test_offloaded_graphs import (
 from wrap_offload_support import grads, live, step
 from wrap_support import close
 
-__all__ = ["look_at_new_objects_only"]  # a fixture
+__all__ = ["no_error_is_only_logged"]  # a fixture
 
 
 @pytest.mark.parametrize("disk", [True, False], ids=["disk", "host"])

@@ -6,11 +6,11 @@ import random
 import infinitybatch as ib
 import pytest
 import torch
-from fault_support import LONG, FailingOps, MyError, State, look_at_new_objects_only
+from fault_support import LONG, FailingOps, MyError, State, no_error_is_only_logged
 from support import classification
 from torch import nn
 
-__all__ = ["look_at_new_objects_only"]  # a fixture
+__all__ = ["no_error_is_only_logged"]  # a fixture
 
 # Layers that see the whole batch are not cut under a dispatch mode, which is how these ops fail:
 # test_failing_kernels.py lets those fail below Python.

@@ -14,15 +14,6 @@ from support import classification
 from torch import nn
 
 
-@pytest.fixture(autouse=True, scope="module")
-def look_at_new_objects_only():
-    """Every test collects garbage first: what stood before them is looked at once."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 WAYS = {
     "replay": {"micro_batch_size": 3},
     "rerun": {"micro_batch_size": 3},
