@@ -91,7 +91,9 @@ def by_hand(model: torch.nn.Module, inputs: torch.Tensor, size: int) -> None:
         model(part).backward(gradient)
 
 
-def stepper(who: str, model: torch.nn.Module, options: dict[str, int]) -> Callable[[Any], list[int]]:
+def stepper(
+    who: str, model: torch.nn.Module, options: dict[str, int]
+) -> Callable[[Any], list[int]]:
     """Runs a step on what it is given, and says the sizes of its micro-batches."""
     if who == BY_HAND:
         size = options["micro_batch_size"]
@@ -187,7 +189,9 @@ def add(
     who, kind, number = case
     given = f"micro-batches of {number}" if kind == "size" else f"a budget of {number} MiB"
     beyond = found["resident"] - found["tensors"]
-    shown = [found[name] / 2**20 for name in ("tensors", "resident", "malloc in use", "malloc free")]
+    shown = [
+        found[name] / 2**20 for name in ("tensors", "resident", "malloc in use", "malloc free")
+    ]
     table.rows.append(
         [who, given, f"{found['micro-batches']} of up to {found['largest']}"]
         + [f"{shown[0]:.1f}", f"{shown[1]:.1f}", f"{beyond / 2**20:.1f}"]

@@ -92,7 +92,9 @@ def test_the_peak_is_flat_in_the_number_of_micro_batches() -> None:
     assert max(above) - min(above) <= 512, above
 
 
-@pytest.mark.parametrize("divisor", [10, *(pytest.param(each, marks=in_long_tests) for each in (3, 40))])
+@pytest.mark.parametrize(
+    "divisor", [10, *(pytest.param(each, marks=in_long_tests) for each in (3, 40))]
+)
 def test_a_budget_that_frontiers_do_not_fit_into_is_kept_by_offload(divisor: int) -> None:
     images, labels = samples(256)
     model = network()

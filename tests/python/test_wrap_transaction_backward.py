@@ -13,7 +13,6 @@ from fault_support import LONG, FailingBackward, FailingOps, MyError, State
 from support import classification
 from torch import nn
 
-
 WAYS = {
     "replay": {"micro_batch_size": 3},
     "rerun": {"micro_batch_size": 3},
