@@ -319,6 +319,7 @@ void Planner::learn_times(const Piece& piece, const Measurement& measured) {
   }
   learned().timings.learn(piece.timed_cap,
                           {piece.plan.micro_batch_size(), measured.seconds, measured.again, first,
+                           /*begins=*/piece.first_row == 0 && !request_.two_pass,
                            /*average=*/learned().ragged || request_.packing, kinds_.work_ratio(),
                            request_.packing ? &work : nullptr, request_.rehearses_sizes()});
 }

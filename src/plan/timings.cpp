@@ -53,7 +53,8 @@ double Timings::Timing::estimate(double kept) const {
     std::nth_element(values.begin(), low, values.end());
     return *low;
   };
-  const double all = typical(seconds_per_sample);
+  const bool known = !average && !later_per_sample.empty();
+  const double all = typical(known ? later_per_sample : seconds_per_sample);
   if (kept <= 0 || again_per_sample.empty()) return all;
   return all - kept * std::min(typical(again_per_sample), all);
 }
@@ -140,6 +141,9 @@ void Timings::learn(int64_t cap, const Piece& piece) {
   for (size_t i = counted; i < piece.seconds.size(); ++i) {
     const double size = piece.work != nullptr ? (*piece.work)[i] : static_cast<double>(piece.size);
     timing.seconds_per_sample.push_back(piece.seconds[i] / size * piece.scale);
+    if (i > 0 || !piece.begins) {
+      timing.later_per_sample.push_back(timing.seconds_per_sample.back());
+    }
     timing.seconds += piece.seconds[i];
     if (i < piece.again.size()) {
       timing.again_per_sample.push_back(piece.again[i] / size * piece.scale);

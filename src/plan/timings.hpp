@@ -12,8 +12,10 @@ class Timings {
  public:
   struct Timing {
     std::vector<double> seconds_per_sample;  ///< of each micro-batch
-    std::vector<double> again_per_sample;    ///< of these: forward once more
-    double seconds = 0;                      ///< of all of them
+    /// Of these, those behind the first of a step: it writes sums of gradients that they read, too.
+    std::vector<double> later_per_sample;
+    std::vector<double> again_per_sample;  ///< of these: forward once more
+    double seconds = 0;                    ///< of all of them
     int pieces = 0;
     /// Where samples are of unequal length the best is that of the shortest: the mean counts.
     bool average = false;
@@ -26,7 +28,8 @@ class Timings {
     int64_t size = 0;
     const std::vector<double>& seconds;
     const std::vector<double>& again;
-    bool first = false;  ///< a piece of another size came before
+    bool first = false;   ///< a piece of another size came before
+    bool begins = false;  ///< a step whose gradients are summed
     bool average = false;
     double scale = 1;
     const std::vector<double>* work = nullptr;  ///< of each, in samples, in place of `size`

@@ -23,6 +23,7 @@ struct Machine {
   double preempted =
       0;            // chance that other programs take 5 to 50 ms in the middle of 10 ms of work
   double cold = 0;  // seconds that the first micro-batch after another size takes longer
+  double sums = 0;  // seconds that each micro-batch behind the first of a step takes longer
   int64_t last_size = 0;
   int64_t single = 0;  // bytes that a micro-batch of one sample takes more
   bool irregular = false;
@@ -102,7 +103,10 @@ inline Step run(Planner& planner, Machine& machine, Request request) {
       step.restarts = restarts;
       continue;
     }
-    for (const int64_t size : sizes) measured.seconds.push_back(machine.time(size));
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      const double sums = begun || i > 0 ? machine.sums : 0;
+      measured.seconds.push_back(machine.time(sizes[i]) + sums);
+    }
     if (piece->trace) measured.trace = machine.trace(sizes.front(), !begun);
     step.peak = std::max(step.peak, measured.peak_bytes);
     step.sizes.insert(step.sizes.end(), sizes.begin(), sizes.end());

@@ -99,6 +99,19 @@ TEST(Planner, SplitsABatchThatFitsOnlyWhereThatIsWorthIt) {
 }
 
 /// On a machine that others use as well, and where a first micro-batch of a size is slow.
+TEST(Planner, CountsWhatSumsOfGradientsTake) {
+  for (const double sums : {0.0, 4e-3}) {
+    Machine machine;
+    machine.sums = sums;
+    machine.seconds_per_sample = [](int64_t size) { return size == 64 ? 1e-3 : 0.95e-3; };
+    Planner planner;
+    const Request wide = request(64, 1 << 20);
+    for (int step = 0; step < 40 && !planner.settled(); ++step) run(planner, machine, wide);
+    EXPECT_TRUE(planner.settled());
+    EXPECT_EQ(planner.plan().micro_batch_size() == 64, sums > 0) << "halves save 5 % but for sums";
+  }
+}
+
 TEST(Planner, ChoosesWithinFivePercentUnderPreemption) {
   struct Case {
     std::function<double(int64_t)> seconds_per_sample;
