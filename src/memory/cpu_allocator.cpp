@@ -9,6 +9,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/alignment.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <c10/util/env.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -39,10 +40,14 @@ struct Header {
 constexpr size_t kAlignment = c10::gAlignment;
 static_assert(kAlignment >= sizeof(Header) + alignof(std::max_align_t));
 
-// From here on torch may ask for huge pages, and no holes are left around a block. Smaller ones
-// come from malloc and are aligned here: glibc splits what it aligns, and the parts in front and
-// behind keep freed neighbours from joining.
-constexpr int64_t kLarge = 2 << 20;
+// Blocks come from malloc and are aligned here: glibc splits what it aligns, and the parts in front
+// and behind keep freed neighbours from joining. Where THP_MEM_ALLOC_ENABLE asks torch for huge
+// pages, it gets those blocks that it would take some for.
+constexpr int64_t kHugePage = 2 << 20;
+bool is_torchs(int64_t bytes) noexcept {
+  static const bool huge_pages = c10::utils::check_env("THP_MEM_ALLOC_ENABLE").value_or(false);
+  return bytes >= kHugePage && huge_pages;
+}
 
 // No machine has more, and sums of it with what is live stay within int64_t.
 constexpr size_t kMost = size_t{1} << 62;
@@ -54,7 +59,7 @@ Header& header_of(void* data) noexcept {
 /// Memory for a header and so many bytes, aligned behind it; null where the system has none.
 void* aligned_block(int64_t bytes) {
   const size_t size = static_cast<size_t>(bytes) + kAlignment;
-  void* start = bytes < kLarge ? std::malloc(size) : c10::alloc_cpu(size);
+  void* start = is_torchs(bytes) ? c10::alloc_cpu(size) : std::malloc(size);
   if (start == nullptr) return nullptr;
   const auto behind = reinterpret_cast<uintptr_t>(start) + sizeof(Header);
   auto* data = reinterpret_cast<void*>((behind + kAlignment - 1) / kAlignment * kAlignment);
@@ -64,7 +69,7 @@ void* aligned_block(int64_t bytes) {
 
 void free_block(void* data) noexcept {
   const auto [start, bytes] = header_of(data);
-  bytes < kLarge ? std::free(start) : c10::free_cpu(start);
+  is_torchs(bytes) ? c10::free_cpu(start) : std::free(start);
 }
 
 void report(void* data, int64_t bytes, int64_t live) {
