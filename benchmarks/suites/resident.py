@@ -16,7 +16,7 @@ from harness.results import Findings, Goal, Table
 from harness.settings import Settings
 from workloads import for_coupled
 
-from suites.coupled import contrast
+from suites.coupled import Caching, contrast
 
 TITLE = "Beside the model: what the process holds beyond its tensors"
 EXPLANATION = (
@@ -27,7 +27,7 @@ EXPLANATION = (
     "as it is by default raises its threshold for blocks of their own with every large block that is "
     "freed, and keeps the holes between those that follow; with `MALLOC_MMAP_THRESHOLD_` and "
     "`MALLOC_TRIM_THRESHOLD_` of 64 KiB large blocks go back to the system when they are freed, which "
-    "costs page faults. Nothing here is a time: it is the same on a busy machine, but for the sizes "
+    "costs page faults; the malloc of the setting below is that of the process that starts them. Nothing here is a time: it is the same on a busy machine, but for the sizes "
     "that a budget settles on."
 )
 TIMED = False
@@ -58,18 +58,7 @@ class MallocInfo(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
     ]
 
 
@@ -81,26 +70,17 @@ def status(key: str) -> int:
     raise LookupError(key)
 
 
-def by_hand(model: torch.nn.Module, inputs: torch.Tensor, size: int) -> None:
-    parts = inputs.split(size)
-    with torch.no_grad():
-        outputs = torch.cat([model(part) for part in parts])
-    outputs.requires_grad_()
-    contrast(outputs).backward()
-    for part, gradient in zip(parts, outputs.grad.split(size), strict=True):
-        model(part).backward(gradient)
-
-
 def stepper(
     who: str, model: torch.nn.Module, options: dict[str, int]
 ) -> Callable[[Any], list[int]]:
     """Runs a step on what it is given, and says the sizes of its micro-batches."""
     if who == BY_HAND:
-        size = options["micro_batch_size"]
+        caching = Caching(model, None, None, size=options["micro_batch_size"])
 
         def step(inputs: torch.Tensor) -> list[int]:
-            by_hand(model, inputs, size)
-            return [len(part) for part in inputs.split(size)]
+            caching.model, caching.inputs = model, inputs  # no copy of its own
+            caching.backward()
+            return [len(part) for part in inputs.split(caching.size)]
 
     elif who == "wrap":
         wrapped = ib.wrap(model, **options)

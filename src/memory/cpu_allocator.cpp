@@ -42,7 +42,7 @@ static_assert(kAlignment >= sizeof(Header) + alignof(std::max_align_t));
 
 // Blocks come from malloc and are aligned here: glibc splits what it aligns, and the parts in front
 // and behind keep freed neighbours from joining. Where THP_MEM_ALLOC_ENABLE asks torch for huge
-// pages, it gets those blocks that it would take some for.
+// pages, blocks of that size and more are torch's.
 constexpr int64_t kHugePage = 2 << 20;
 bool is_torchs(int64_t bytes) noexcept {
   static const bool huge_pages = c10::utils::check_env("THP_MEM_ALLOC_ENABLE").value_or(false);

@@ -61,9 +61,7 @@ void Candidates::find() {
   }
   // One micro-batch needs no second buffer for any gradient: it may fit where its halves do not.
   // Rows of other lengths are packed, and the last of their sizes stands for the largest that fits.
-  if (!request_.packing && (caps_.empty() || request_.size_under(caps_.back()) < whole)) {
-    consider(whole);
-  }
+  if (!request_.packing) consider(whole);
 }
 
 /// The largest size that may fit, with more samples in each micro-batch than forward fails on.

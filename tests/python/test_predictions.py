@@ -12,11 +12,11 @@ import infinitybatch as ib
 import pytest
 import torch
 from batch_norm_models import Residual
+from fault_support import in_long_tests
 from support import Calls, Square
 from torch import nn
 from wrap_support import contrastive
 
-LONG = pytest.mark.skipif("INFINITYBATCH_LONG_TESTS" not in os.environ, reason="in make test-long")
 ROWS, WIDTH = 48, 96
 #: Steps without a prediction: at the start, while sizes are tried, and a few after. Streamed
 #: steps have more sizes to choose from.
@@ -216,6 +216,23 @@ def test_those_of_a_wrapped_model_too(way):
     settle(step)
 
 
+def test_a_whole_batch_that_fits_is_taken_where_its_halves_do_not() -> None:
+    """A second micro-batch needs a second buffer for a gradient while the first one waits."""
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+    inputs, targets = torch.randn(64, 512), torch.randn(64, 512)
+    native = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=64)
+    room = native.backward(inputs, targets).peak_bytes + 64  # numbers that a plan may need
+    halves = ib.VirtualBatch(model, nn.MSELoss(), micro_batch_size=32)
+    model.zero_grad(set_to_none=True)
+    assert halves.backward(inputs, targets).peak_bytes > room
+    batch = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=room)
+    for _ in range(20):
+        model.zero_grad(set_to_none=True)
+        report = batch.backward(inputs, targets)
+    assert report.micro_batch_sizes == [64] and report.restarts == 0
+    assert report.predicted_peak_bytes == report.peak_bytes <= room
+
+
 RESIDENT = """
 import ctypes, sys, infinitybatch as ib, torch
 from torch import nn
@@ -266,7 +283,7 @@ print(resident() - begin, peak - before)
         "native",
         "ours",
         # Offloaded to disk: what lies on the host would be the process's too.
-        *(pytest.param(who, marks=LONG) for who in ("cut", "checkpoint", "offload")),
+        *(pytest.param(who, marks=in_long_tests) for who in ("cut", "checkpoint", "offload")),
     ],
 )
 def test_the_process_takes_what_the_allocator_counts(who):

@@ -27,26 +27,6 @@ def test_keeping_every_loss_does_not_hide_the_prediction():
     assert steps_until_settled(losses) < 50
 
 
-def test_a_whole_batch_that_fits_is_taken_where_its_halves_do_not():
-    """A second micro-batch needs a second buffer for a gradient while the first one waits."""
-    ib._C._assume_times((5e-3, 1e-3, 0.0))
-    linear = torch.nn.Linear
-    model = torch.nn.Sequential(linear(512, 512), torch.nn.ReLU(), linear(512, 512))
-    inputs, targets = torch.randn(64, 512), torch.randn(64, 512)
-    native = ib.VirtualBatch(model, torch.nn.MSELoss(), micro_batch_size=64)
-    room = native.backward(inputs, targets).peak_bytes + 64  # numbers that a plan may need
-    halves = ib.VirtualBatch(model, torch.nn.MSELoss(), micro_batch_size=32)
-    model.zero_grad(set_to_none=True)
-    assert halves.backward(inputs, targets).peak_bytes > room
-    batch = ib.VirtualBatch(model, torch.nn.MSELoss(), memory_budget=room)
-    for _ in range(20):
-        model.zero_grad(set_to_none=True)
-        report = batch.backward(inputs, targets)
-    ib._C._assume_times(None)
-    assert report.micro_batch_sizes == [64] and report.restarts == 0
-    assert report.predicted_peak_bytes == report.peak_bytes <= room
-
-
 def seconds_of_candidates() -> list[tuple[int, float]]:
     model = torch.nn.Linear(8, 3)
     inputs, targets = torch.randn(64, 8), torch.randint(3, (64,))

@@ -8,6 +8,10 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <gtest/gtest.h>
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -99,6 +103,32 @@ TEST(CpuAllocator, AlignsAsTorchDoes) {
     std::memset(tensor.data_ptr(), 0x5a, static_cast<size_t>(bytes));
   }
 }
+
+#ifdef __GLIBC__
+/// What many small blocks leave behind is room for a large one.
+TEST(CpuAllocator, LeavesNoHolesBetweenBlocks) {
+  mallopt(M_MMAP_THRESHOLD, 256 << 20);
+  mallopt(M_TRIM_THRESHOLD, 256 << 20);
+  c10::Allocator& allocator = *c10::GetCPUAllocator();  // a tensor's own parts would lie between
+  constexpr size_t kBlocks = 2000;
+  std::vector<c10::DataPtr> blocks;
+  blocks.reserve(kBlocks);
+  size_t bytes = 0;
+  for (size_t i = 0; i < kBlocks; ++i) {
+    const size_t size = 2000 + 700 * (i % 7);
+    blocks.push_back(allocator.allocate(size));
+    bytes += size;
+  }
+  // Small objects that stay, as graphs and recordings are made of, go where there is room for them.
+  std::vector<std::unique_ptr<char[]>> stay(2 * kBlocks);
+  for (auto& each : stay) each = std::make_unique<char[]>(40);
+  const c10::DataPtr last = allocator.allocate(2000);  // so that they do not end the heap
+  blocks.clear();
+  const size_t before = mallinfo2().arena;
+  const c10::DataPtr large = allocator.allocate(bytes / 5 * 4);
+  EXPECT_EQ(mallinfo2().arena, before);
+}
+#endif
 
 TEST(CpuAllocator, GivesRawMemoryAndClones) {
   c10::Allocator& allocator = *c10::GetCPUAllocator();

@@ -98,7 +98,6 @@ TEST(Planner, SplitsABatchThatFitsOnlyWhereThatIsWorthIt) {
   EXPECT_EQ(chosen(1.04), kSamples / 2);
 }
 
-/// On a machine that others use as well, and where a first micro-batch of a size is slow.
 TEST(Planner, CountsWhatSumsOfGradientsTake) {
   for (const double sums : {0.0, 4e-3}) {
     Machine machine;
@@ -112,6 +111,7 @@ TEST(Planner, CountsWhatSumsOfGradientsTake) {
   }
 }
 
+/// On a machine that others use as well, and where a first micro-batch of a size is slow.
 TEST(Planner, ChoosesWithinFivePercentUnderPreemption) {
   struct Case {
     std::function<double(int64_t)> seconds_per_sample;
