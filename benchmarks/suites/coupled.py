@@ -201,7 +201,8 @@ def ours_at_peaks(contestants: dict[str, Contestant], size: int) -> dict[str, Ou
     for contestant in (*contestants.values(), *ours.values()):
         contestant()  # so that all gradients are there, as between rounds
     gc.collect()  # models of sizes that were tried would count as live, and be room later
-    for name, contestant in ours.copy().items():
+    for name in list(ours):
+        contestant = ours[name]
         contestant.model.zero_grad(set_to_none=True)
         try:
             contestant.allow(ib.memory.stats().live + peaks[name])
@@ -218,32 +219,37 @@ def run(settings: Settings, save: Callable[[Findings], None]) -> Findings:
         if not is_there
     ]
     for workload, size in for_coupled(settings.toy):
-        contestants, shares = contestants_of(workload, size)
-        contestants |= ours_at_peaks(contestants, size)
-        check_agreement({n: c for n, c in contestants.items() if n != FORWARD})
-        for contestant in contestants.values():
-            for _ in range(SETTLED if isinstance(contestant, Ours) and not settings.toy else 0):
-                contestant()
-        samples = interleave(contestants, settings.rounds, warm_up=1, at_most=SECONDS)
-        peaks = {name: contestant.peak_bytes() for name, contestant in contestants.items()}
-        forward = median(samples[FORWARD], "cpu") / median(samples[PASS], "cpu")
-        findings.tables.append(table_of(workload, size, samples, peaks, forward))
-        findings.tables.append(beside_peers(workload, samples, peaks))
-        for name, taken in samples.items():
-            findings.figures.append(
-                {
-                    "workload": workload.name,
-                    "contestant": name,
-                    "peak bytes": peaks[name],
-                    "CPU over accumulated pass": ratio_of(taken, samples[PASS], "cpu"),
-                    "CPU over native": ratio_of(taken, samples[NATIVE], "cpu"),
-                    "F/(F+B)": forward,
-                    "samples": taken,
-                }
-            )
-        findings.goals += goals_of(workload, samples, shares, peaks, forward)
+        measure(workload, size, settings, findings)
         save(findings)
     return findings
+
+
+def measure(workload: Workload, size: int, settings: Settings, findings: Findings) -> None:
+    """A function of its own: no model of the workload before is live when budgets are set."""
+    contestants, shares = contestants_of(workload, size)
+    contestants |= ours_at_peaks(contestants, size)
+    check_agreement({n: c for n, c in contestants.items() if n != FORWARD})
+    for contestant in contestants.values():
+        for _ in range(SETTLED if isinstance(contestant, Ours) and not settings.toy else 0):
+            contestant()
+    samples = interleave(contestants, settings.rounds, warm_up=1, at_most=SECONDS)
+    peaks = {name: contestant.peak_bytes() for name, contestant in contestants.items()}
+    forward = median(samples[FORWARD], "cpu") / median(samples[PASS], "cpu")
+    findings.tables.append(table_of(workload, size, samples, peaks, forward))
+    findings.tables.append(beside_peers(workload, samples, peaks))
+    for name, taken in samples.items():
+        findings.figures.append(
+            {
+                "workload": workload.name,
+                "contestant": name,
+                "peak bytes": peaks[name],
+                "CPU over accumulated pass": ratio_of(taken, samples[PASS], "cpu"),
+                "CPU over native": ratio_of(taken, samples[NATIVE], "cpu"),
+                "F/(F+B)": forward,
+                "samples": taken,
+            }
+        )
+    findings.goals += goals_of(workload, samples, shares, peaks, forward)
 
 
 def table_of(

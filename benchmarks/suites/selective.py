@@ -23,7 +23,7 @@ from suites.coupled import Whole, contrast
 TITLE = "Which graphs to keep: budgets of shares of native's peak, beside selective checkpoints"
 EXPLANATION = (
     "InfoNCE over the whole batch, as in the suite `coupled`, at budgets of shares of native's peak. "
-    "Ours plans by itself: as many graphs of micro-batches as fit are kept, the others are replayed; "
+    "Ours plans by itself: graphs of as many samples as fit are kept, the others are replayed; "
     "it has had 16 steps before, so that looks at rows (steps 2, 4, 8, 16) are not among those that "
     "are timed. torch.utils.checkpoint's selective policy (not re-entrant) keeps results of products, "
     "convolutions and attention and computes everything else again, or keeps every second of them, "
@@ -213,7 +213,8 @@ def said_of(contestant: Contestant) -> str:
     if isinstance(contestant, Ours):
         plan = contestant.plan()
         sizes = plan.micro_batch_sizes
-        return f"{plan.retained} of {len(sizes)} graphs kept, sizes up to {max(sizes)}"
+        kept = sum(sizes[len(sizes) - plan.retained :])
+        return f"graphs of {kept} of {sum(sizes)} samples kept, sizes up to {max(sizes)}"
     return "-"
 
 

@@ -64,7 +64,7 @@ def wrap(
 
     With a budget, which is "auto" where nothing else is given, the fastest micro-batch size that
     fits is found by trying sizes in the first forward with a new kind of batch, which is undone;
-    as many micro-batches as fit keep their graph and need no second forward. What the loss needs is
+    as many samples as fit keep their graph and need no second forward. What the loss needs is
     seen in the first step, which leaves half of the room for it. Several calls before backward
     share the budget. Without gradients (no_grad) only the forward has to fit. The limit is enforced
     on the CPU, during forward and during backward. `last_report` of the module returned says what

@@ -73,6 +73,10 @@ int64_t Plan::micro_batch_size() const {
              : *std::max_element(micro_batch_sizes.begin(), micro_batch_sizes.end());
 }
 
+int64_t Plan::retained_samples() const {
+  return std::accumulate(micro_batch_sizes.end() - retained, micro_batch_sizes.end(), int64_t{0});
+}
+
 std::string format_seconds(double value) {
   char text[32];
   std::snprintf(text, sizeof text, value < 1 ? "%.3g ms" : "%.3g s",

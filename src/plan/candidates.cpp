@@ -77,7 +77,8 @@ std::optional<int64_t> Candidates::largest_that_works() const {
 }
 
 bool Candidates::stays_whole(int64_t size) const {
-  return size >= request_.whole() && (!request_.two_pass || prediction_.retained(size) > 0);
+  return size >= request_.whole() &&
+         (!request_.two_pass || prediction_.kept(size) == request_.batch_size);
 }
 
 int64_t Candidates::fastest() const {

@@ -100,7 +100,7 @@ void explain(Plan& plan, const Request& request, const Kinds& kinds, bool settle
   }
   if (const Timings::Timing* timing = candidates.timing_of(cap)) {
     const int64_t size = request.packing ? request.size_under(cap) : plan.micro_batch_size();
-    const double kept = prediction.kept_share(size, plan.retained);
+    const double kept = prediction.kept_share(size, plan.retained_samples());
     plan.predicted_seconds = timing->estimate(kept) / kinds.work_ratio() * work_of(request);
   }
   const bool packed = request.packing && request.length == 0;

@@ -152,8 +152,7 @@ Piece Planner::two_pass() {
   } else {
     const plan::Prediction prediction = this->prediction();
     const int64_t size = request_.size_under(candidates().fastest());
-    const int64_t retained = prediction.retained(size);
-    piece.plan = prediction.plan(size, retained);
+    piece.plan = prediction.plan(size, prediction.kept(size));
     piece.size = size;
     // What a offloaded step finds on the device differs by a few bytes from what its rehearsal did,
     // so that another size may be the largest that fits: one that was not timed.
@@ -161,7 +160,8 @@ Piece Planner::two_pass() {
         (settled() || request_.offloaded)) {
       if (learned().profile) {
         const int64_t peak = prediction.corrected(piece.plan);
-        const auto measured = retained == 0 ? prediction.measured_step(size) : std::nullopt;
+        const auto measured =
+            piece.plan.retained == 0 ? prediction.measured_step(size) : std::nullopt;
         piece.plan.predicted_peak_bytes = std::min(peak, measured.value_or(peak));
       }
       if (settled()) settle(piece);
@@ -170,7 +170,7 @@ Piece Planner::two_pass() {
   progress_.row = request_.batch_size;
   attempt_ = {};
   attempt_.size = piece.size;
-  attempt_.retained = piece.plan.offloads_graphs ? 0 : piece.plan.retained;
+  attempt_.kept = piece.plan.offloads_graphs ? 0 : piece.plan.retained_samples();
   attempt_.overlaps = piece.plan.overlaps;
   return piece;
 }
@@ -351,7 +351,7 @@ void Planner::ran_out_of_memory(int64_t needed_bytes, bool in_loss) {
   if (kinds_.borrowed() && failed.size > 0) return kinds_.stop_borrowing(request_);
   plan::Shortages& shortages = learned().shortages;
   if (failed.overlaps) return shortages.copy_in_turn(true);
-  if (failed.retained > 0) return shortages.lower_retained(failed.retained / 2);
+  if (failed.kept > 0) return shortages.lower_kept(failed.kept / 2);
   const std::string all = "all " + std::to_string(request_.batch_size) + " samples";
   smallest_failed_ = in_loss;
   if (in_loss) plan::refuse(request_, needed_bytes, "the loss on the outputs of " + all);
@@ -434,7 +434,7 @@ Plan Planner::make_plan() const {
   if (settled_plan_) {
     plan = *settled_plan_;
   } else if (const int64_t cap = candidates().fastest(); request_.two_pass) {
-    plan = prediction().plan(cap, /*retained=*/0);
+    plan = prediction().plan(cap, /*kept=*/0);
   } else {
     plan = plan::streamed_plan(request_, cap, request_.penalty);
   }

@@ -83,7 +83,7 @@ class Planner {
     int64_t rows = 0;
     int64_t length = 0;
     bool learns = false;    // whatever is predicted: a trace, or what comes ahead of it
-    int64_t retained = 0;   // of a coupled loss: graphs that are kept on the device
+    int64_t kept = 0;       // of a coupled loss: samples whose graphs are kept on the device
     bool overlaps = false;  // of what is offloaded
   };
 

@@ -36,10 +36,25 @@ size_t probed_micro_batches(const Request& request) {
   return request.segments > 0 && request.batch_size >= kRows ? 2 : 1;
 }
 
-Plan two_pass_plan(const Request& request, int64_t size, int64_t retained, bool overlap) {
+namespace {
+
+/// The last micro-batches that have so many rows; what ends within one makes it two.
+int64_t last_ones_of(int64_t rows, std::vector<int64_t>& sizes) {
+  int64_t count = 0;
+  auto size = sizes.end();
+  for (; rows > 0 && rows >= size[-1]; ++count) rows -= *--size;
+  if (rows == 0) return count;
+  size[-1] -= rows;
+  sizes.insert(size, rows);
+  return count + 1;
+}
+
+}  // namespace
+
+Plan two_pass_plan(const Request& request, int64_t size, int64_t kept, bool overlap) {
   std::vector<int64_t> sizes = request.split(size);
+  const int64_t retained = request.offloads_graphs ? std::ssize(sizes) : last_ones_of(kept, sizes);
   std::vector<int64_t> lengths = request.lengths_of(sizes);
-  if (request.offloads_graphs) retained = std::ssize(sizes);
   Plan plan = request.segments == 0 ? infinitybatch::two_pass_plan(std::move(sizes), retained,
                                                                    request.offloads_graphs)
                                     : cut_plan(std::move(sizes), request.segments, retained,

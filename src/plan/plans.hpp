@@ -17,8 +17,9 @@ size_t probed_micro_batches(const Request& request);
 
 /// The whole step where there is none, and where there is.
 Plan streamed_plan(const Request& request, int64_t size, bool penalty);
-/// \param retained graphs that are kept
-/// \param overlap  of what is offloaded: copies run while other micro-batches compute
-Plan two_pass_plan(const Request& request, int64_t size, int64_t retained, bool overlap);
+/// \param kept    of the samples, the last of which graphs are kept: a micro-batch in which they
+///                begin becomes two
+/// \param overlap of what is offloaded: copies run while other micro-batches compute
+Plan two_pass_plan(const Request& request, int64_t size, int64_t kept, bool overlap);
 
 }  // namespace infinitybatch::plan

@@ -7,9 +7,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <utility>
 
 namespace infinitybatch::plan {
+namespace {
+
+// Layers may refuse a single sample.
+constexpr int64_t kFewestApart = 2;
+
+}  // namespace
 
 int64_t Prediction::peak(int64_t size) const {
   const double above = learned_.profile ? simulated_above(size) : bound_above(size);
@@ -36,17 +43,17 @@ double Prediction::correction(int64_t size) const {
 double Prediction::simulated_above(int64_t size) const {
   if (!request_.two_pass) return streamed_above(size);
   const bool overlap = request_.offloads_graphs && !learned_.shortages.in_turn();
-  return static_cast<double>(two_pass_above(size, /*retained=*/0, overlap));
+  return static_cast<double>(two_pass_above(size, /*kept=*/0, overlap));
 }
 
-int64_t Prediction::two_pass_above(int64_t size, int64_t retained, bool overlap) const {
+int64_t Prediction::two_pass_above(int64_t size, int64_t kept, bool overlap) const {
   const auto simulate = [&] {
-    return simulated(two_pass_plan(request_, size, retained, overlap)) - request_.baseline_bytes;
+    return simulated(two_pass_plan(request_, size, kept, overlap)) - request_.baseline_bytes;
   };
   if (!request_.packing) return simulate();
   const Effect loss =
       whole_loss(static_cast<size_t>(request_.count_under(size))).value_or(Effect());
-  return request_.packing->remembered({size, retained, overlap, loss.rise, loss.net}, simulate);
+  return request_.packing->remembered({size, kept, overlap, loss.rise, loss.net}, simulate);
 }
 
 double Prediction::streamed_above(int64_t size) const {
@@ -128,50 +135,73 @@ int64_t Prediction::length_of_peak(const Plan& plan) const {
   return length;
 }
 
-Plan Prediction::plan(int64_t size, int64_t retained) const {
+Plan Prediction::plan(int64_t size, int64_t kept) const {
   const bool may_overlap = request_.offloaded && learned_.profile && !learned_.shortages.in_turn();
   const bool overlap =
-      may_overlap && corrected(two_pass_plan(request_, size, /*retained=*/0, /*overlap=*/true)) <=
+      may_overlap && corrected(two_pass_plan(request_, size, /*kept=*/0, /*overlap=*/true)) <=
                          request_.budget_bytes;
-  return two_pass_plan(request_, size, retained, overlap);
+  return two_pass_plan(request_, size, kept, overlap);
 }
 
-int64_t Prediction::retained(int64_t size) const {
-  const int64_t count = request_.count_under(size);
+int64_t Prediction::kept(int64_t size) const {
   if (request_.offloaded || request_.kept || !request_.keeps_graphs || !learned_.profile ||
-      !whole_loss(static_cast<size_t>(count)))
+      !whole_loss(static_cast<size_t>(request_.count_under(size))))
     return 0;
-  int64_t low = 0;
-  int64_t high = std::min(count, learned_.shortages.most_retained()) + 1;
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
-    const int64_t above = corrected_above(two_pass_above(size, middle, /*overlap=*/false));
-    (request_.baseline_bytes + above <= request_.budget_bytes ? low : high) = middle;
+  const auto fits = [&](int64_t kept) {
+    return kept <= learned_.shortages.most_kept() &&
+           request_.baseline_bytes + corrected_above(two_pass_above(size, kept, false)) <=
+               request_.budget_bytes;
+  };
+  // The largest that fits, where one below `low` does and none from `high` on.
+  const auto largest = [&](int64_t low, int64_t high, const auto& samples) {
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      (fits(samples(middle)) ? low : high) = middle;
+    }
+    return low;
+  };
+  const std::vector<int64_t> sizes = request_.split(size);
+  const auto count = std::ssize(sizes);
+  const auto of_last = [&](int64_t graphs) {
+    return std::accumulate(sizes.end() - graphs, sizes.end(), int64_t{0});
+  };
+  const int64_t graphs = largest(0, count + 1, of_last);
+  const int64_t whole = of_last(graphs);
+  if (graphs == count) return whole;
+  // What room is left is for a part of the next one, where that saves more than one more
+  // micro-batch takes.
+  const int64_t next = sizes[static_cast<size_t>(count - graphs - 1)];
+  const double pays = std::ceil(learned_.timings.least_part(size) * static_cast<double>(next));
+  const int64_t fewest = std::max(kFewestApart, request_.fails_on + 1);
+  if (pays > static_cast<double>(next - fewest) || !knows_whole_loss(/*micro_batches=*/2)) {
+    return whole;
   }
-  return low;
+  const int64_t least = std::max(fewest, static_cast<int64_t>(pays));
+  const int64_t part =
+      largest(least - 1, next - fewest + 1, [&](int64_t part) { return whole + part; });
+  return part < least ? whole : whole + part;
 }
 
 double Prediction::kept_share(int64_t size) const {
-  return request_.two_pass ? kept_share(size, retained(size)) : 0;
+  return request_.two_pass ? kept_share(size, kept(size)) : 0;
 }
 
-double Prediction::kept_share(int64_t size, int64_t retained) const {
-  if (request_.packing) {
-    double kept = 0;
-    double all = 0;
-    const std::vector<int64_t> sizes = request_.split(size);
-    int64_t left = std::ssize(sizes);
-    int64_t row = 0;
-    for (const int64_t samples : sizes) {
-      const double work = request_.packing->work(row, samples);
-      all += work;
-      if (left-- <= retained) kept += work;
-      row += samples;
-    }
-    return kept / all;
+double Prediction::kept_share(int64_t size, int64_t kept) const {
+  if (!request_.packing) {
+    return static_cast<double>(kept) / static_cast<double>(request_.batch_size);
   }
-  const int64_t kept = std::min(size * retained, request_.batch_size);
-  return static_cast<double>(kept) / static_cast<double>(request_.batch_size);
+  double share = 0;
+  double all = 0;
+  const int64_t first_kept = request_.batch_size - kept;
+  int64_t row = 0;
+  for (const int64_t samples : request_.split(size)) {
+    const double work = request_.packing->work(row, samples);
+    all += work;
+    const int64_t of_these = std::clamp<int64_t>(row + samples - first_kept, 0, samples);
+    share += work * static_cast<double>(of_these) / static_cast<double>(samples);
+    row += samples;
+  }
+  return share / all;
 }
 
 int64_t Prediction::simulated(const Plan& plan) const {

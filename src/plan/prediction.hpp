@@ -39,14 +39,15 @@ class Prediction {
 
   // With `Request::two_pass`:
 
-  /// The whole step with so many graphs, and with copies beside compute if these fit.
-  Plan plan(int64_t size, int64_t retained) const;
-  /// Graphs that fit beside everything else. None before the loss has been measured: it comes while
-  /// all of them are held.
-  int64_t retained(int64_t size) const;
-  /// Of the samples, those whose graph a plan of this size keeps.
+  /// The whole step that keeps the graphs of so many samples, and with copies beside compute if
+  /// these fit.
+  Plan plan(int64_t size, int64_t kept) const;
+  /// The samples whose graphs fit beside everything else: the last ones. None before the loss has
+  /// been measured: it comes while all graphs are held.
+  int64_t kept(int64_t size) const;
+  /// The part of the work that this is.
   double kept_share(int64_t size) const;
-  double kept_share(int64_t size, int64_t retained) const;
+  double kept_share(int64_t size, int64_t kept) const;
   /// Of a whole plan, as the simulator tells it; and by what was measured above that.
   int64_t simulated(const Plan& plan) const;
   int64_t corrected(const Plan& plan) const;
@@ -62,7 +63,7 @@ class Prediction {
   /// Above what is live before the step:
   double simulated_above(int64_t size) const;
   double streamed_above(int64_t size) const;
-  int64_t two_pass_above(int64_t size, int64_t retained, bool overlap) const;
+  int64_t two_pass_above(int64_t size, int64_t kept, bool overlap) const;
   int64_t corrected_above(int64_t above) const;
   double bound_above(int64_t size) const;
   double bound_alone(int64_t size) const;

@@ -54,9 +54,9 @@ void Shortages::end_refused_step() {
 }
 
 bool Shortages::may_try_again() {
-  if (std::min(largest_, most_retained_) == INT64_MAX) return false;
+  if (std::min(largest_, most_kept_) == INT64_MAX) return false;
   if (!is_time_to_try_again(++calm_, shortages_)) return false;
-  largest_ = most_retained_ = INT64_MAX;
+  largest_ = most_kept_ = INT64_MAX;
   return true;
 }
 

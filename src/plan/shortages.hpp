@@ -22,7 +22,7 @@ class Shortages {
 
   bool allows(int64_t size) const { return size <= largest_ && !failed_.contains(size); }
   int64_t largest() const noexcept { return largest_; }
-  int64_t most_retained() const noexcept { return most_retained_; }
+  int64_t most_kept() const noexcept { return most_kept_; }
   /// Whether what is offloaded is copied in turn: copies beside compute have run out.
   bool in_turn() const noexcept { return in_turn_; }
   void copy_in_turn(bool in_turn) noexcept { in_turn_ = in_turn; }
@@ -32,7 +32,7 @@ class Shortages {
   void lower_size(int64_t to) { lower(largest_, to); }
   /// Sizes are told in parts of what they were told in until now.
   void tell_in_parts(int64_t parts);
-  void lower_retained(int64_t to) { lower(most_retained_, to); }
+  void lower_kept(int64_t to) { lower(most_kept_, to); }
   /// A size ran out of memory in the step at work. Returns whether smaller ones are left beside
   /// the last resort.
   bool fail(int64_t size);
@@ -49,10 +49,10 @@ class Shortages {
  private:
   void lower(int64_t& ceiling, int64_t to);
 
-  int64_t largest_ = INT64_MAX;        // sizes above have run out of memory
-  int64_t most_retained_ = INT64_MAX;  // more graphs have
-  int64_t shortages_ = 0;              // how often one of these fell
-  int64_t calm_ = 0;                   // attempts since one last did
+  int64_t largest_ = INT64_MAX;    // sizes above have run out of memory
+  int64_t most_kept_ = INT64_MAX;  // graphs of more samples have
+  int64_t shortages_ = 0;          // how often one of these fell
+  int64_t calm_ = 0;               // attempts since one last did
   bool in_turn_ = false;
   std::set<int64_t> failed_;  // small sizes, in the step at work
   int64_t last_resort_ = 0;

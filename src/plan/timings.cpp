@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <iterator>
 #include <numeric>
 
 namespace infinitybatch {
@@ -40,6 +41,9 @@ constexpr double kPieceSeconds = 0.010;
 // step has rows for one only, this many are dropped; then they count.
 constexpr int kColdSingles = 2;
 constexpr int kColdRehearsed = 1;
+// What is told by the difference of two timings is not told well: less of a micro-batch is not
+// worth another one.
+constexpr double kLeastPart = 0.25;
 
 }  // namespace
 
@@ -68,6 +72,21 @@ const Timings::Timing* Timings::of(int64_t cap) const {
 int Timings::pieces(int64_t cap) const {
   const auto found = by_cap_.find(cap);
   return found == by_cap_.end() ? 0 : found->second.pieces;
+}
+
+double Timings::least_part(int64_t size) const {
+  const auto here = by_cap_.lower_bound(size);
+  if (here == by_cap_.end() || here == by_cap_.begin()) return INFINITY;
+  const int64_t cap = here->first;
+  const int64_t less = std::prev(here)->first;
+  const Timing* const these = of(cap);
+  const Timing* const fewer = of(less);
+  if (these == nullptr || fewer == nullptr || these->again_per_sample.empty()) return INFINITY;
+  // A sample takes a + b / size seconds, where b is what a micro-batch takes beside its samples.
+  const double b_of_one = std::max(0.0, fewer->estimate() - these->estimate()) *
+                          static_cast<double>(less) / static_cast<double>(cap - less);
+  const double again = these->estimate() - these->estimate(/*kept=*/1);
+  return again > 0 ? std::max(kLeastPart, b_of_one / again) : INFINITY;
 }
 
 bool Timings::wants(int64_t cap, bool rehearsed) const {

@@ -39,6 +39,9 @@ class Timings {
   /// Null where no micro-batch of it counts yet.
   const Timing* of(int64_t cap) const;
   int pieces(int64_t cap) const;
+  /// Of a micro-batch of this size, the part whose second forward takes as long as to make it two;
+  /// infinite where it never does, or no smaller size was timed.
+  double least_part(int64_t size) const;
   /// \param rehearsed each piece is one micro-batch that a step does not need: few of each size,
   ///                  and none of sizes below two that are slower than the fastest, or one that
   ///                  is far slower

@@ -110,6 +110,8 @@ struct Plan {
   std::optional<CopySeconds> predicted_offload_seconds;
 
   bool computes_whole_loss() const;  ///< on the outputs of all micro-batches
+  /// Samples of the micro-batches that keep their graph.
+  int64_t retained_samples() const;
   /// Micro-batches whose graph is kept away from the device.
   int64_t offloaded_graphs() const noexcept { return offloads_graphs ? retained : 0; }
   /// The size of the largest micro-batch.

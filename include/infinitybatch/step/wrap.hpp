@@ -86,8 +86,8 @@ struct WrapReport {
 /// the same way back, and may be offloaded meanwhile. A backward that fails half way uses this up,
 /// unless the graph was to be kept.
 ///
-/// With a memory budget the micro-batch size is the fastest that fits, and as many micro-batches as
-/// fit keep their graph. The first forward with a new kind of batch tries sizes, undoes it, and
+/// With a memory budget the micro-batch size is the fastest that fits, and as many samples as fit
+/// keep their graph. The first forward with a new kind of batch tries sizes, undoes it, and
 /// leaves half of the room for the loss, of which nothing is known yet; the second one plans with
 /// what the loss was seen to need. Several calls before backward share the budget: graphs of
 /// earlier calls are dropped where a later one needs their memory. The limit is enforced on the

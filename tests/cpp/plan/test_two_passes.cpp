@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <numeric>
 #include <vector>
 
 namespace infinitybatch::testing {
@@ -28,9 +29,11 @@ class TwoPassMachine {
     return request;
   }
 
-  /// Larger ones are a bit faster.
-  static double seconds_per_sample(int64_t size) {
-    return 1e-3 + 2e-5 * std::log2(double(kSamples) / double(size));
+  /// Larger ones are a bit faster, or by what each takes beside its samples.
+  explicit TwoPassMachine(double beside = 0) : beside_(beside) {}
+
+  double seconds_per_sample(int64_t size) const {
+    return 1e-3 + 2e-5 * std::log2(double(kSamples) / double(size)) + beside_ / double(size);
   }
 
   static MicroBatchTrace trace(int64_t size) {
@@ -51,7 +54,7 @@ class TwoPassMachine {
   }
 
   /// Steps with room for so many samples' graphs until nothing is left to time.
-  static void settle(Planner& planner, int64_t graphs) {
+  void settle(Planner& planner, int64_t graphs) const {
     for (int step = 0; step < 40 && !planner.settled_for(request(graphs)); ++step) {
       planner.begin(request(graphs));
       while (const auto piece = planner.next()) {
@@ -69,40 +72,66 @@ class TwoPassMachine {
     EXPECT_TRUE(planner.settled());
   }
 
-  static Plan plan(int64_t graphs) {
+  Plan plan(int64_t graphs) const {
     Planner planner;
     settle(planner, graphs);
     EXPECT_EQ(planner.plan().micro_batch_size(), planner.two_pass().plan.micro_batch_size());
     return planner.plan();
   }
+
+ private:
+  double beside_;
 };
 
 TEST(Planner, WeighsTheGraphsThatFitAgainstFasterSizesThatKeepFewer) {
   constexpr int64_t kSamples = TwoPassMachine::kSamples;
+  const TwoPassMachine machine;
   for (const int64_t graphs : {5, 12, 20, 33, 40, 44, 50, 56, 63, 64}) {
-    const Plan plan = TwoPassMachine::plan(graphs);
+    const Plan plan = machine.plan(graphs);
     // The graphs kept lie beside the one whose forward runs, and go one by one: all that fits.
     double best = INFINITY;
     for (int64_t size = 2; size <= std::min(graphs, kSamples); size *= 2) {
       const double kept = double(graphs / size * size) / double(kSamples);
-      const double seconds =
-          TwoPassMachine::seconds_per_sample(size) - kept * TwoPassMachine::kAgain;
+      const double seconds = machine.seconds_per_sample(size) - kept * TwoPassMachine::kAgain;
       best = std::min(best, seconds * double(kSamples));
     }
     ASSERT_TRUE(plan.predicted_seconds.has_value());
     EXPECT_LE(*plan.predicted_seconds, 1.0001 * best) << graphs << '\n' << plan.explain();
-    EXPECT_LE(plan.retained * plan.micro_batch_size(), std::max(graphs, plan.micro_batch_size()));
+    EXPECT_LE(plan.retained_samples(), graphs);
   }
-  // Of the fastest that fits, half of the batch, one graph is kept; of eight at a time five are.
-  EXPECT_EQ(TwoPassMachine::plan(40).micro_batch_size(), 8);
-  EXPECT_EQ(TwoPassMachine::plan(40).retained, 5);
-  EXPECT_EQ(TwoPassMachine::plan(64).micro_batch_size(), kSamples);
+  EXPECT_EQ(machine.plan(64).micro_batch_size(), kSamples);
+}
+
+TEST(Planner, KeepsThePartOfAMicroBatchForWhichThereIsRoom) {
+  const TwoPassMachine machine;
+  for (const int64_t graphs : {20, 33, 40, 44, 50, 56}) {
+    const Plan plan = machine.plan(graphs);
+    const int64_t worthless = plan.micro_batch_size() / 4;
+    EXPECT_LE(plan.retained_samples(), graphs);
+    EXPECT_GT(plan.retained_samples(), graphs - worthless) << plan.explain();
+    const auto& sizes = plan.micro_batch_sizes;
+    EXPECT_EQ(std::accumulate(sizes.begin(), sizes.end(), int64_t{0}), plan.batch_size);
+    // One micro-batch became two, and no more than one.
+    EXPECT_LE(std::ranges::count_if(sizes, [&](int64_t size) { return size != sizes.front(); }), 2);
+  }
+}
+
+TEST(Planner, MakesNoMicroBatchTwoWhereEachTakesLongBesideItsSamples) {
+  // A forward of half of the samples takes .6 ms each, and a micro-batch 40 ms by itself.
+  const TwoPassMachine machine(/*beside=*/40e-3);
+  for (const int64_t graphs : {20, 33, 40, 44, 50, 56}) {
+    const Plan plan = machine.plan(graphs);
+    const auto& sizes = plan.micro_batch_sizes;
+    EXPECT_TRUE(std::ranges::all_of(sizes, [&](int64_t size) { return size == sizes.front(); }))
+        << plan.explain();
+  }
 }
 
 TEST(Planner, KnowsWhereThereIsNothingToRehearse) {
+  const TwoPassMachine machine;
   Planner planner;
   EXPECT_FALSE(planner.settled_for(TwoPassMachine::request(40)));
-  TwoPassMachine::settle(planner, 40);
+  machine.settle(planner, 40);
   Request again = TwoPassMachine::request(40);
   EXPECT_TRUE(planner.settled_for(again));
   again.baseline_bytes += 7;  // one step follows a plan that is not settled, the next rehearses
@@ -118,7 +147,7 @@ TEST(Planner, KnowsWhereThereIsNothingToRehearse) {
     change(other);
     EXPECT_FALSE(planner.settled_for(other));
   }
-  TwoPassMachine::settle(planner, 40);
+  machine.settle(planner, 40);
   EXPECT_TRUE(planner.settled_for(again));
   planner.ran_out_of_memory(1 << 20);
   EXPECT_FALSE(planner.settled_for(again));
