@@ -225,7 +225,8 @@ def in_micro_batches(name: str, like: Any) -> Any:
             if type(value) is not torch.Tensor and is_cache(value):
                 return natively(state.inner, name, args, kwargs)
         if not state.accumulates and is_grad_enabled():
-            state.accumulates = tell_of_accelerate(stacklevel=5 if name == "forward" else 3)
+            depth = 5 if name == "forward" else 3
+            state.accumulates = tell_of_accelerate(kwargs, stacklevel=depth)
         if state.agreement is not None:
             state.agreement.prepare(state.inner)
         step = state.last = state.steps[name]

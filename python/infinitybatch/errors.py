@@ -243,7 +243,8 @@ class MovedModelNotice(UserWarning):
 class AccumulationNotice(UserWarning):
     """IB109: a training loop accumulates gradients of a module whose budget holds the whole batch.
 
-    Comes once where accelerate or Lightning accumulates over batches of a wrapped module.
+    Comes once where accelerate, Lightning or Hugging Face's Trainer accumulates over batches of a
+    wrapped module; of the Trainer not where the model is given `labels` and `num_items_in_batch`.
 
     Way out: `gradient_accumulation_steps=1`, `accumulate_grad_batches=1`, and whole batches from the
     loader.

@@ -79,10 +79,21 @@ def wrap(
     them raises BatchError rather than be seen whole (see `shared`), and so does a number among the
     outputs that is not the same for every micro-batch.
 
+    What forward leaves beside its outputs (features in an attribute, what a hook keeps) is that of
+    the whole batch to read, where it has a row for each sample, and an error in backward. Warns
+    (LeftTensorNotice, IB102) of what cannot be joined like that: whoever reads it finds the last
+    micro-batch's alone; and of a cache of a language model among the outputs, which is left out
+    (DroppedCacheNotice, IB104).
+
     Args:
         model: a torch.nn.Module.
+        memory_budget: what tensors may occupy on the model's device, in bytes or as "512MiB", 0.8
+            (of the device) or "auto", what is live and nine tenths of what is free. What is
+            allocated between forward and backward, by the loss above all, counts as what is there.
+            A size given beside it is kept to, or BudgetExceeded is raised.
         micro_batch_size: samples that are computed at once; the last micro-batch may be smaller.
-            Given alone it is all that is kept to, and a batch of one micro-batch runs natively.
+            Without `memory_budget` nothing else limits memory, and a batch of one micro-batch runs
+            natively.
         micro_batch_tokens: with `trim`, the positions that are computed at once: a micro-batch has as
             many rows as fit at the length of the longest of them, and a longer row stands alone.
             Beside it `micro_batch_size` is the most rows. Skips planning.
@@ -102,10 +113,6 @@ def wrap(
         use_tapes: whether forwards are recorded, so that second forwards replay them. False runs the
             model again, which gives the same gradient; where layers see the whole batch recordings
             are replayed all the same.
-        memory_budget: what tensors may occupy on the model's device, in bytes or as "512MiB", 0.8
-            (of the device) or "auto". What is allocated between forward and backward, by the loss
-            above all, counts as what is there. A size given beside it is kept to, or BudgetExceeded
-            is raised.
         batch_coupling: "exact" lets layers that combine the samples of a batch (BatchNorm in training,
             `across_batch`) see the whole of it, and raises CouplingError where that is not
             possible, or where ordinary ops are seen to combine samples (x - x.mean(0));
@@ -149,12 +156,6 @@ def wrap(
     Raises:
         InvalidType: for anything but a module.
         InvalidArgument: for options out of range, or that contradict each other.
-
-        What forward leaves beside its outputs (features in an attribute, what a hook keeps) is that
-        of the whole batch to read, where it has a row for each sample, and an error in backward.
-        Warns (LeftTensorNotice, IB102) of what cannot be joined like that: whoever reads it finds
-        the last micro-batch's alone; and of a cache of a language model among the outputs, which is
-        left out (DroppedCacheNotice, IB104).
 
         From forward: BatchError, CouplingError, Unsupported as VirtualBatch.backward, BudgetExceeded
         where no size stays inside the budget, and whatever the model raises; buffers and random

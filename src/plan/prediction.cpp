@@ -15,6 +15,12 @@ namespace {
 
 // Layers may refuse a single sample.
 constexpr int64_t kFewestApart = 2;
+// What is told by the difference of two timings is not told well: less of a micro-batch is not
+// worth another one.
+constexpr double kLeastPart = 0.25;
+// Parts of a micro-batch among which one is chosen: what is live before a step may differ by a few
+// bytes from step to step, and a micro-batch of another size is another program to compile.
+constexpr int64_t kParts = 8;
 
 }  // namespace
 
@@ -167,19 +173,21 @@ int64_t Prediction::kept(int64_t size) const {
   };
   const int64_t graphs = largest(0, count + 1, of_last);
   const int64_t whole = of_last(graphs);
-  if (graphs == count) return whole;
+  // A single micro-batch may be the only exact one, and more graphs than were foreseen to fit have
+  // not always done so.
+  const bool may_split = count > 1 && learned_.shortages.most_kept() == INT64_MAX;
+  if (graphs == count || !may_split) return whole;
   // What room is left is for a part of the next one, where that saves more than one more
   // micro-batch takes.
   const int64_t next = sizes[static_cast<size_t>(count - graphs - 1)];
-  const double pays = std::ceil(learned_.timings.least_part(size) * static_cast<double>(next));
+  const double pays = std::max(kLeastPart, learned_.timings.part_that_pays(size));
   const int64_t fewest = std::max(kFewestApart, request_.fails_on + 1);
-  if (pays > static_cast<double>(next - fewest) || !knows_whole_loss(/*micro_batches=*/2)) {
-    return whole;
-  }
-  const int64_t least = std::max(fewest, static_cast<int64_t>(pays));
-  const int64_t part =
-      largest(least - 1, next - fewest + 1, [&](int64_t part) { return whole + part; });
-  return part < least ? whole : whole + part;
+  const int64_t grain = std::max<int64_t>(1, next / kParts);
+  if (pays >= 1) return whole;
+  const auto least = static_cast<int64_t>(std::ceil(pays * static_cast<double>(next)));
+  const auto in_grains = [&](int64_t grains) { return whole + grains * grain; };
+  const int64_t part = grain * largest(0, (next - fewest) / grain + 1, in_grains);
+  return part < std::max(least, fewest) ? whole : whole + part;
 }
 
 double Prediction::kept_share(int64_t size) const {
@@ -187,21 +195,21 @@ double Prediction::kept_share(int64_t size) const {
 }
 
 double Prediction::kept_share(int64_t size, int64_t kept) const {
-  if (!request_.packing) {
-    return static_cast<double>(kept) / static_cast<double>(request_.batch_size);
-  }
+  const auto& packing = request_.packing;
   double share = 0;
   double all = 0;
   const int64_t first_kept = request_.batch_size - kept;
   int64_t row = 0;
   for (const int64_t samples : request_.split(size)) {
-    const double work = request_.packing->work(row, samples);
+    const double work = packing ? packing->work(row, samples) : static_cast<double>(samples);
     all += work;
     const int64_t of_these = std::clamp<int64_t>(row + samples - first_kept, 0, samples);
     share += work * static_cast<double>(of_these) / static_cast<double>(samples);
+    // One that became two saves what the second one takes less.
+    if (of_these > 0 && of_these < samples) share -= work * learned_.timings.part_that_pays(size);
     row += samples;
   }
-  return share / all;
+  return std::max(0.0, share / all);
 }
 
 int64_t Prediction::simulated(const Plan& plan) const {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <iterator>
 #include <numeric>
 
 namespace infinitybatch {
@@ -41,9 +40,6 @@ constexpr double kPieceSeconds = 0.010;
 // step has rows for one only, this many are dropped; then they count.
 constexpr int kColdSingles = 2;
 constexpr int kColdRehearsed = 1;
-// What is told by the difference of two timings is not told well: less of a micro-batch is not
-// worth another one.
-constexpr double kLeastPart = 0.25;
 
 }  // namespace
 
@@ -74,19 +70,23 @@ int Timings::pieces(int64_t cap) const {
   return found == by_cap_.end() ? 0 : found->second.pieces;
 }
 
-double Timings::least_part(int64_t size) const {
-  const auto here = by_cap_.lower_bound(size);
-  if (here == by_cap_.end() || here == by_cap_.begin()) return INFINITY;
-  const int64_t cap = here->first;
-  const int64_t less = std::prev(here)->first;
-  const Timing* const these = of(cap);
-  const Timing* const fewer = of(less);
-  if (these == nullptr || fewer == nullptr || these->again_per_sample.empty()) return INFINITY;
+double Timings::part_that_pays(int64_t size) const {
+  if (by_cap_.empty()) return INFINITY;
+  auto here = by_cap_.lower_bound(size);
+  if (here == by_cap_.end()) --here;
+  const Timing& these = here->second;
+  // The difference of two that are close tells nothing.
+  const auto is_close = [&](const Timing& other) { return 3 * other.size > 2 * these.size; };
+  while (here != by_cap_.begin() && is_close(here->second)) --here;
+  const Timing& fewer = here->second;
+  if (is_close(fewer) || fewer.seconds_per_sample.empty() || these.again_per_sample.empty()) {
+    return INFINITY;
+  }
   // A sample takes a + b / size seconds, where b is what a micro-batch takes beside its samples.
-  const double b_of_one = std::max(0.0, fewer->estimate() - these->estimate()) *
-                          static_cast<double>(less) / static_cast<double>(cap - less);
-  const double again = these->estimate() - these->estimate(/*kept=*/1);
-  return again > 0 ? std::max(kLeastPart, b_of_one / again) : INFINITY;
+  const double b_of_one =
+      std::max(0.0, fewer.estimate() - these.estimate()) * fewer.size / (these.size - fewer.size);
+  const double again = these.estimate() - these.estimate(/*kept=*/1);
+  return again > 0 ? b_of_one / again : INFINITY;
 }
 
 bool Timings::wants(int64_t cap, bool rehearsed) const {
@@ -159,6 +159,7 @@ void Timings::learn(int64_t cap, const Piece& piece) {
   }
   for (size_t i = counted; i < piece.seconds.size(); ++i) {
     const double size = piece.work != nullptr ? (*piece.work)[i] : static_cast<double>(piece.size);
+    timing.size = std::max(timing.size, size);
     timing.seconds_per_sample.push_back(piece.seconds[i] / size * piece.scale);
     if (i > 0 || !piece.begins) {
       timing.later_per_sample.push_back(timing.seconds_per_sample.back());

@@ -15,6 +15,7 @@ class Timings {
     /// Of these, those behind the first of a step: it writes sums of gradients that they read, too.
     std::vector<double> later_per_sample;
     std::vector<double> again_per_sample;  ///< of these: forward once more
+    double size = 0;                       ///< samples of the largest
     double seconds = 0;                    ///< of all of them
     int pieces = 0;
     /// Where samples are of unequal length the best is that of the shortest: the mean counts.
@@ -39,9 +40,9 @@ class Timings {
   /// Null where no micro-batch of it counts yet.
   const Timing* of(int64_t cap) const;
   int pieces(int64_t cap) const;
-  /// Of a micro-batch of this size, the part whose second forward takes as long as to make it two;
-  /// infinite where it never does, or no smaller size was timed.
-  double least_part(int64_t size) const;
+  /// The part of a micro-batch of this size whose second forward takes as long as one more
+  /// micro-batch; infinite where nobody knows, as none of two thirds of the size or less was timed.
+  double part_that_pays(int64_t size) const;
   /// \param rehearsed each piece is one micro-batch that a step does not need: few of each size,
   ///                  and none of sizes below two that are slower than the fastest, or one that
   ///                  is far slower

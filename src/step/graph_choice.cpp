@@ -53,7 +53,8 @@ GraphChoices::Timed GraphChoices::timed(const Plan& plan, const Request& request
   timed.plan = plan;
   const auto asked = rehearsed_.find(request.signature);
   if (asked != rehearsed_.end()) {
-    const auto size = asked->second.find(plan.micro_batch_size());
+    // Or of which the largest that is there is a part.
+    const auto size = asked->second.lower_bound(plan.micro_batch_size());
     if (size != asked->second.end()) timed.times = size->second;
   }
   const offload::StoreStatistics link = store.statistics();

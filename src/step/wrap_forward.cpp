@@ -145,7 +145,8 @@ Batch ForwardPass::run(Split split) {
     const bool keep = static_cast<int64_t>(i) >= count - retained && retained > 0;
     this->run({row, row + sizes[i]}, keep);
     row += sizes[i];
-    const bool one_size = sizes.size() > 1 && sizes.front() == sizes.back();
+    const bool one_size =
+        sizes.size() > 1 && std::ranges::count(sizes, sizes.front()) == std::ssize(sizes);
     if (i > 0 || !one_size || !wants_another_size()) continue;
     // Two halves: layers may refuse a single sample. As many rows keep their graph as planned.
     const int64_t half = sizes[1] / 2;

@@ -29,7 +29,7 @@ def test_transformers(capsys: pytest.CaptureFixture[str]) -> None:
     names = run("transformers.md", 4)
     assert names["trainer"].state.global_step == 2
     assert names["trainer"].last_report.micro_batch_sizes == [8] * 8
-    assert names["wrapped"].last_report.micro_batch_sizes == [8, 8]
+    assert names["wrapped"].last_report.micro_batch_sizes == [8] * 8
     assert "<StepReport: loss" in capsys.readouterr().out
 
 

@@ -105,6 +105,7 @@ def trainer(model, folder, loop=BY_DEFAULT, **more):
     )
 
 
+@pytest.mark.filterwarnings("ignore:IB109")  # one of them accumulates shares of one sum
 @pytest.mark.parametrize("columns", [True, False])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_trainer_trains_and_evaluates_as_natively(loop, columns, tmp_path):
@@ -138,6 +139,23 @@ def test_trainer_with_the_model_s_own_loss(steps, tmp_path):
     close(results[1][0], results[0][0])
     # The model computes its loss in fp32.
     assert results[1][1] == pytest.approx(results[0][1], rel=1e-6)
+
+
+def test_accumulation_is_told_of_where_it_may_be_another_gradient(tmp_path):
+    """A Trainer adds up what `compute_loss_func` gives for each batch, whatever that is."""
+
+    def told(loop, steps):
+        model = wrap(language_model(use_cache=False))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", ib.AccumulationNotice)
+            trainer(model, tmp_path, loop, gradient_accumulation_steps=steps).train()
+        return [str(w.message) for w in found if w.category is ib.AccumulationNotice]
+
+    loss_function = LOOPS["a loss function"]
+    (only,) = told(loss_function, 2)
+    assert only.startswith("IB109: the training loop accumulates gradients of several batches")
+    assert told(loss_function, 1) == []
+    assert told(BY_DEFAULT, 2) == []  # a sum over the tokens that Trainer has counted
 
 
 def test_what_is_saved_is_the_inner_model(tmp_path):

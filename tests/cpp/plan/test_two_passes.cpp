@@ -30,7 +30,8 @@ class TwoPassMachine {
   }
 
   /// Larger ones are a bit faster, or by what each takes beside its samples.
-  explicit TwoPassMachine(double beside = 0) : beside_(beside) {}
+  /// \param loss bytes that it takes while all graphs are held
+  explicit TwoPassMachine(double beside = 0, int64_t loss = 0) : beside_(beside), loss_(loss) {}
 
   double seconds_per_sample(int64_t size) const {
     return 1e-3 + 2e-5 * std::log2(double(kSamples) / double(size)) + beside_ / double(size);
@@ -67,7 +68,7 @@ class TwoPassMachine {
         measured.peak_bytes = kBaseline + kGraph * piece->plan.micro_batch_size();
         planner.observe(*piece, measured);
       }
-      planner.saw_whole_loss(planner.two_pass().plan, {});
+      planner.saw_whole_loss(planner.two_pass().plan, {loss_, 0});
     }
     EXPECT_TRUE(planner.settled());
   }
@@ -81,6 +82,7 @@ class TwoPassMachine {
 
  private:
   double beside_;
+  int64_t loss_;
 };
 
 TEST(Planner, WeighsTheGraphsThatFitAgainstFasterSizesThatKeepFewer) {
@@ -106,7 +108,7 @@ TEST(Planner, KeepsThePartOfAMicroBatchForWhichThereIsRoom) {
   const TwoPassMachine machine;
   for (const int64_t graphs : {20, 33, 40, 44, 50, 56}) {
     const Plan plan = machine.plan(graphs);
-    const int64_t worthless = plan.micro_batch_size() / 4;
+    const int64_t worthless = plan.micro_batch_size() / 4;  // and eighths are what it is cut into
     EXPECT_LE(plan.retained_samples(), graphs);
     EXPECT_GT(plan.retained_samples(), graphs - worthless) << plan.explain();
     const auto& sizes = plan.micro_batch_sizes;
@@ -125,6 +127,48 @@ TEST(Planner, MakesNoMicroBatchTwoWhereEachTakesLongBesideItsSamples) {
     EXPECT_TRUE(std::ranges::all_of(sizes, [&](int64_t size) { return size == sizes.front(); }))
         << plan.explain();
   }
+}
+
+TEST(Planner, SplitsNoMicroBatchThatAloneIsExact) {
+  // The whole batch fits, and its graph beside the loss does not.
+  const TwoPassMachine machine(/*beside=*/0, /*loss=*/30 * TwoPassMachine::kGraph);
+  Planner planner;
+  machine.settle(planner, 70);
+  EXPECT_GT(planner.plan().micro_batch_sizes.size(), 1u);
+  Request coupled = TwoPassMachine::request(70);
+  coupled.whole_batch_only = true;
+  planner.begin(coupled);
+  EXPECT_EQ(planner.two_pass().plan.micro_batch_sizes,
+            std::vector<int64_t>{TwoPassMachine::kSamples});
+}
+
+TEST(Planner, KeepsWholeGraphsAloneOnceMemoryHasRunOut) {
+  const TwoPassMachine machine;
+  Planner planner;
+  machine.settle(planner, 44);
+  EXPECT_EQ(planner.two_pass().plan.retained_samples(), 44);
+  planner.ran_out_of_memory(1 << 20);
+  const Plan plan = planner.two_pass().plan;
+  EXPECT_EQ(plan.retained_samples() % plan.micro_batch_sizes.back(), 0);
+  EXPECT_LE(plan.retained_samples(), 22);
+}
+
+TEST(Timings, TellThePartOfAMicroBatchThatIsWorthAnother) {
+  // Each sample takes 3 ms and each micro-batch 8 ms, of which forward is 1 and 2.
+  const auto learn = [](Timings& timings, int64_t size) {
+    const std::vector<double> seconds(4, 3e-3 * double(size) + 8e-3);
+    const std::vector<double> again(4, 1e-3 * double(size) + 2e-3);
+    timings.learn(size, {.size = size, .seconds = seconds, .again = again});
+  };
+  Timings timings;
+  EXPECT_EQ(timings.part_that_pays(16), INFINITY);
+  learn(timings, 16);
+  learn(timings, 14);
+  EXPECT_EQ(timings.part_that_pays(16), INFINITY);  // the two are close
+  learn(timings, 8);
+  const double again = 1e-3 + 2e-3 / 16;
+  EXPECT_NEAR(timings.part_that_pays(16), 8e-3 / (16 * again), 1e-9);
+  EXPECT_NEAR(timings.part_that_pays(15), timings.part_that_pays(16), 1e-9);
 }
 
 TEST(Planner, KnowsWhereThereIsNothingToRehearse) {
