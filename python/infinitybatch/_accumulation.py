@@ -14,7 +14,7 @@ DIFFERS = (
 )
 
 
-def tell_of_accelerate(arguments: Mapping[str, Any], stacklevel: int) -> bool:
+def tell_of_accumulation(arguments: Mapping[str, Any], stacklevel: int) -> bool:
     """Warns (IB109) where accelerate, or a Trainer of Hugging Face, accumulates gradients; returns
     whether it does.
 

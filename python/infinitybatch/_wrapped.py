@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 from torch.jit import is_tracing
 
 from . import _C, _subclass, _tree
-from ._accumulation import tell_of_accelerate
+from ._accumulation import tell_of_accumulation
 from ._caches import Dropped, is_cache, natively
 from ._methods import Watch, own_methods, watched
 from ._programs import no_program, outside_of_program
@@ -226,7 +226,7 @@ def in_micro_batches(name: str, like: Any) -> Any:
                 return natively(state.inner, name, args, kwargs)
         if not state.accumulates and is_grad_enabled():
             depth = 5 if name == "forward" else 3
-            state.accumulates = tell_of_accelerate(kwargs, stacklevel=depth)
+            state.accumulates = tell_of_accumulation(kwargs, stacklevel=depth)
         if state.agreement is not None:
             state.agreement.prepare(state.inner)
         step = state.last = state.steps[name]

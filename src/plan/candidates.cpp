@@ -1,6 +1,7 @@
 #include "plan/candidates.hpp"
 
 #include "execute/schedule.hpp"
+#include "plan/largest.hpp"
 #include "plan/probes.hpp"
 
 #include <algorithm>
@@ -47,17 +48,10 @@ void Candidates::find() {
   // micro-batch, and a step was measured where others are predicted.
   while ((consider(cap) || caps_.empty()) && cap < whole) cap *= 2;
   // The largest that fits lies between two of these.
-  const auto largest = [&](int64_t low, int64_t high) {
-    while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      (fits(middle) ? low : high) = middle;
-    }
-    return low;
-  };
   if (caps_.empty()) {
-    if (fits(1)) consider(largest(1, kSmallProbe * request_.unit()));
+    if (fits(1)) consider(largest(1, kSmallProbe * request_.unit(), fits));
   } else if (caps_.back() < whole) {
-    consider(largest(caps_.back(), std::min(2 * caps_.back(), whole)));
+    consider(largest(caps_.back(), std::min(2 * caps_.back(), whole), fits));
   }
   // One micro-batch needs no second buffer for any gradient: it may fit where its halves do not.
   // Rows of other lengths are packed, and the last of their sizes stands for the largest that fits.
@@ -78,7 +72,7 @@ std::optional<int64_t> Candidates::largest_that_works() const {
 
 bool Candidates::stays_whole(int64_t size) const {
   return size >= request_.whole() &&
-         (!request_.two_pass || prediction_.kept(size) == request_.batch_size);
+         (!request_.two_pass || prediction_.kept_samples(size) == request_.batch_size);
 }
 
 int64_t Candidates::fastest() const {

@@ -79,12 +79,10 @@ void explain(Plan& plan, const Request& request, const Kinds& kinds, bool settle
   const Prediction prediction(request, learned);
   const Candidates candidates(request, learned);
   const int64_t cap = candidates.fastest();
+  const int64_t chosen = request.size_under(cap);
   plan.budget_bytes = request.budget_bytes;
   plan.baseline_bytes = request.baseline_bytes;
-  if (!plan.predicted_peak_bytes) {
-    plan.predicted_peak_bytes =
-        prediction.peak(request.packing ? request.size_under(cap) : plan.micro_batch_size());
-  }
+  if (!plan.predicted_peak_bytes) plan.predicted_peak_bytes = prediction.peak(chosen);
   for (const int64_t each : candidates.caps()) {
     if (request.packing) plan.candidates.push_back(candidate(request, kinds, each));
   }
@@ -99,8 +97,7 @@ void explain(Plan& plan, const Request& request, const Kinds& kinds, bool settle
     if (power >= request.batch_size) break;
   }
   if (const Timings::Timing* timing = candidates.timing_of(cap)) {
-    const int64_t size = request.packing ? request.size_under(cap) : plan.micro_batch_size();
-    const double kept = prediction.kept_share(size, plan.retained_samples());
+    const double kept = prediction.kept_share(chosen, plan.retained_samples());
     plan.predicted_seconds = timing->estimate(kept) / kinds.work_ratio() * work_of(request);
   }
   const bool packed = request.packing && request.length == 0;

@@ -152,7 +152,7 @@ Piece Planner::two_pass() {
   } else {
     const plan::Prediction prediction = this->prediction();
     const int64_t size = request_.size_under(candidates().fastest());
-    piece.plan = prediction.plan(size, prediction.kept(size));
+    piece.plan = prediction.plan(size, prediction.kept_samples(size));
     piece.size = size;
     // What a offloaded step finds on the device differs by a few bytes from what its rehearsal did,
     // so that another size may be the largest that fits: one that was not timed.

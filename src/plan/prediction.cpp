@@ -2,6 +2,7 @@
 
 #include "execute/schedule.hpp"
 #include "execute/simulator.hpp"
+#include "plan/largest.hpp"
 #include "plan/packing.hpp"
 #include "plan/plans.hpp"
 
@@ -149,49 +150,45 @@ Plan Prediction::plan(int64_t size, int64_t kept) const {
   return two_pass_plan(request_, size, kept, overlap);
 }
 
-int64_t Prediction::kept(int64_t size) const {
+int64_t Prediction::kept_samples(int64_t size) const {
   if (request_.offloaded || request_.kept || !request_.keeps_graphs || !learned_.profile ||
       !whole_loss(static_cast<size_t>(request_.count_under(size))))
     return 0;
-  const auto fits = [&](int64_t kept) {
-    return kept <= learned_.shortages.most_kept() &&
-           request_.baseline_bytes + corrected_above(two_pass_above(size, kept, false)) <=
-               request_.budget_bytes;
-  };
-  // The largest that fits, where one below `low` does and none from `high` on.
-  const auto largest = [&](int64_t low, int64_t high, const auto& samples) {
-    while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      (fits(samples(middle)) ? low : high) = middle;
-    }
-    return low;
-  };
   const std::vector<int64_t> sizes = request_.split(size);
   const auto count = std::ssize(sizes);
   const auto of_last = [&](int64_t graphs) {
     return std::accumulate(sizes.end() - graphs, sizes.end(), int64_t{0});
   };
-  const int64_t graphs = largest(0, count + 1, of_last);
+  const int64_t graphs =
+      largest(0, count + 1, [&](int64_t more) { return fits_keeping(size, of_last(more)); });
   const int64_t whole = of_last(graphs);
   // A single micro-batch may be the only exact one, and more graphs than were foreseen to fit have
   // not always done so.
   const bool may_split = count > 1 && learned_.shortages.most_kept() == INT64_MAX;
   if (graphs == count || !may_split) return whole;
-  // What room is left is for a part of the next one, where that saves more than one more
-  // micro-batch takes.
-  const int64_t next = sizes[static_cast<size_t>(count - graphs - 1)];
+  return whole + kept_part(size, whole, sizes[static_cast<size_t>(count - graphs - 1)]);
+}
+
+int64_t Prediction::kept_part(int64_t size, int64_t whole, int64_t next) const {
   const double pays = std::max(kLeastPart, learned_.timings.part_that_pays(size));
+  if (pays >= 1) return 0;
   const int64_t fewest = std::max(kFewestApart, request_.fails_on + 1);
+  const int64_t least =
+      std::max(fewest, static_cast<int64_t>(std::ceil(pays * static_cast<double>(next))));
   const int64_t grain = std::max<int64_t>(1, next / kParts);
-  if (pays >= 1) return whole;
-  const auto least = static_cast<int64_t>(std::ceil(pays * static_cast<double>(next)));
-  const auto in_grains = [&](int64_t grains) { return whole + grains * grain; };
-  const int64_t part = grain * largest(0, (next - fewest) / grain + 1, in_grains);
-  return part < std::max(least, fewest) ? whole : whole + part;
+  const auto fits = [&](int64_t grains) { return fits_keeping(size, whole + grains * grain); };
+  const int64_t part = grain * largest(0, (next - fewest) / grain + 1, fits);
+  return part < least ? 0 : part;
+}
+
+bool Prediction::fits_keeping(int64_t size, int64_t kept) const {
+  return kept <= learned_.shortages.most_kept() &&
+         request_.baseline_bytes + corrected_above(two_pass_above(size, kept, /*overlap=*/false)) <=
+             request_.budget_bytes;
 }
 
 double Prediction::kept_share(int64_t size) const {
-  return request_.two_pass ? kept_share(size, kept(size)) : 0;
+  return request_.two_pass ? kept_share(size, kept_samples(size)) : 0;
 }
 
 double Prediction::kept_share(int64_t size, int64_t kept) const {

@@ -44,7 +44,7 @@ class Prediction {
   Plan plan(int64_t size, int64_t kept) const;
   /// The samples whose graphs fit beside everything else: the last ones. None before the loss has
   /// been measured: it comes while all graphs are held.
-  int64_t kept(int64_t size) const;
+  int64_t kept_samples(int64_t size) const;
   /// The part of the work that this is.
   double kept_share(int64_t size) const;
   double kept_share(int64_t size, int64_t kept) const;
@@ -60,6 +60,10 @@ class Prediction {
  private:
   /// Measured peak ÷ predicted peak, of this size or the next smaller one that was measured.
   double correction(int64_t size) const;
+  /// Of a micro-batch of so many samples in front of all that are kept whole, how many are kept:
+  /// none unless that saves more than one more micro-batch takes.
+  int64_t kept_part(int64_t size, int64_t whole, int64_t next) const;
+  bool fits_keeping(int64_t size, int64_t kept) const;
   /// Above what is live before the step:
   double simulated_above(int64_t size) const;
   double streamed_above(int64_t size) const;
