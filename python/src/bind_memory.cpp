@@ -62,12 +62,12 @@ void bind_statistics(py::module_& memory) {
       .def_readonly("live", &memory::Statistics::live, "Occupied now.")
       .def_readonly("peak", &memory::Statistics::peak, "The most since `reset_peak`.")
       .def_readonly("reserved", &memory::Statistics::reserved,
-                    "Held by a caching allocator; None on the CPU.")
+                    "Held by the allocator: live, and free for the next tensors.")
       .def_readonly("limit", &memory::Statistics::limit, "In force in this thread (CPU only).")
       .def_readonly("total", &memory::Statistics::total, "What the device has.")
       .def("__repr__", [](const memory::Statistics& self) {
         return "Statistics(live=" + format_bytes(self.live) + ", peak=" + format_bytes(self.peak) +
-               ", reserved=" + optional_bytes(self.reserved) +
+               ", reserved=" + format_bytes(self.reserved) +
                ", limit=" + optional_bytes(self.limit) + ", total=" + format_bytes(self.total) +
                ")";
       });

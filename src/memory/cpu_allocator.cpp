@@ -1,6 +1,7 @@
 #include "memory/cpu_allocator.hpp"
 
 #include "memory/cpu_accounting.hpp"
+#include "memory/pages.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
@@ -10,6 +11,8 @@
 #include <c10/core/alignment.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/env.h>
+
+#include <time.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -23,8 +26,9 @@ namespace {
 using Counters = CpuAccounting::Counters;
 using Thread = CpuAccounting::Thread;
 
-// Both outlive every static tensor: they are constants at load time and have no destructor.
+// They outlive every static tensor: they are constants at load time and have no destructor.
 constinit Counters process_counters;
+constinit Pages process_pages;
 constinit thread_local Thread this_thread;
 
 c10::Device cpu() {
@@ -40,13 +44,31 @@ struct Header {
 constexpr size_t kAlignment = c10::gAlignment;
 static_assert(kAlignment >= sizeof(Header) + alignof(std::max_align_t));
 
-// Blocks come from malloc and are aligned here: glibc splits what it aligns, and the parts in front
-// and behind keep freed neighbours from joining. Where THP_MEM_ALLOC_ENABLE asks torch for huge
-// pages, blocks of that size and more are torch's.
+// Small blocks come from malloc and are aligned here: glibc splits what it aligns, and the parts in
+// front and behind keep freed neighbours from joining.
+enum class Source { malloc, pages, torch };
+
+// From malloc a large block leaves a hole between small ones; in whole pages it wastes at most
+// three per cent of its size.
+constexpr int64_t kLarge = 128 << 10;
+// Where THP_MEM_ALLOC_ENABLE asks torch for huge pages, blocks of that size and more are torch's.
 constexpr int64_t kHugePage = 2 << 20;
-bool is_torchs(int64_t bytes) noexcept {
+
+Source source_of(int64_t bytes) noexcept {
+  if (bytes < kLarge) return Source::malloc;
   static const bool huge_pages = c10::utils::check_env("THP_MEM_ALLOC_ENABLE").value_or(false);
-  return bytes >= kHugePage && huge_pages;
+  if (bytes >= kHugePage && huge_pages) return Source::torch;
+  return Pages::supported() ? Source::pages : Source::malloc;
+}
+
+int64_t seconds_now() noexcept {
+#ifdef CLOCK_MONOTONIC_COARSE
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  return now.tv_sec;
+#else
+  return 0;
+#endif
 }
 
 // No machine has more, and sums of it with what is live stay within int64_t.
@@ -56,10 +78,21 @@ Header& header_of(void* data) noexcept {
   return static_cast<Header*>(data)[-1];
 }
 
+void* take(size_t size, int64_t bytes, int64_t live) {
+  switch (source_of(bytes)) {
+    case Source::malloc:
+      return std::malloc(size);
+    case Source::pages:
+      return process_pages.take(size, live, seconds_now());
+    case Source::torch:
+      return c10::alloc_cpu(size);
+  }
+  return nullptr;
+}
+
 /// Memory for a header and so many bytes, aligned behind it; null where the system has none.
-void* aligned_block(int64_t bytes) {
-  const size_t size = static_cast<size_t>(bytes) + kAlignment;
-  void* start = is_torchs(bytes) ? c10::alloc_cpu(size) : std::malloc(size);
+void* aligned_block(int64_t bytes, int64_t live) {
+  void* start = take(static_cast<size_t>(bytes) + kAlignment, bytes, live);
   if (start == nullptr) return nullptr;
   const auto behind = reinterpret_cast<uintptr_t>(start) + sizeof(Header);
   auto* data = reinterpret_cast<void*>((behind + kAlignment - 1) / kAlignment * kAlignment);
@@ -67,9 +100,17 @@ void* aligned_block(int64_t bytes) {
   return data;
 }
 
-void free_block(void* data) noexcept {
+void free_block(void* data, int64_t live) noexcept {
   const auto [start, bytes] = header_of(data);
-  is_torchs(bytes) ? c10::free_cpu(start) : std::free(start);
+  switch (source_of(bytes)) {
+    case Source::malloc:
+      return std::free(start);
+    case Source::pages:
+      return process_pages.give_back(start, static_cast<size_t>(bytes) + kAlignment, live,
+                                     seconds_now());
+    case Source::torch:
+      return c10::free_cpu(start);
+  }
 }
 
 void report(void* data, int64_t bytes, int64_t live) {
@@ -86,7 +127,7 @@ void deallocate(void* data) {
   if (process_counters.traces.load(std::memory_order_relaxed) != 0) [[unlikely]] {
     if (EventSink* trace = this_thread.trace) trace->record(data, -bytes);
   }
-  free_block(data);
+  free_block(data, before - bytes);
 }
 
 [[noreturn]] void throw_refused(int64_t bytes) {
@@ -101,7 +142,7 @@ void deallocate(void* data) {
 inline c10::DataPtr make_block(int64_t bytes, int64_t live) {
   void* data = nullptr;
   try {
-    data = aligned_block(bytes);
+    data = aligned_block(bytes, live);
   } catch (const std::exception&) {  // c10's own complaint is no OutOfMemoryError
   }
   if (data == nullptr) [[unlikely]] {
@@ -181,6 +222,10 @@ Counters& CpuAccounting::counters() noexcept {
 }
 Thread& CpuAccounting::thread() noexcept {
   return this_thread;
+}
+
+int64_t kept_pages() noexcept {
+  return process_pages.kept();
 }
 
 CpuAllocatorState cpu_allocator_state() noexcept {

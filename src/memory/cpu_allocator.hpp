@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 namespace infinitybatch::memory {
@@ -12,13 +13,16 @@ enum class CpuAllocatorState {
   replaced,       ///< another library has put its own allocator in place since
 };
 
-/// This library's allocator takes its memory where torch's default one does (`c10::alloc_cpu`). It
-/// is installed when the library is loaded.
+/// This library's allocator is installed when the library is loaded. Small blocks are malloc's,
+/// large ones come in pages of its own (`Pages`).
 CpuAllocatorState cpu_allocator_state() noexcept;
 
 inline bool cpu_allocator_installed() noexcept {
   return cpu_allocator_state() == CpuAllocatorState::counting;
 }
+
+/// Bytes of pages that the allocator holds for the next large tensors.
+int64_t kept_pages() noexcept;
 
 /// The state in one sentence, with a way out where there is something to mend.
 std::string describe(CpuAllocatorState state);

@@ -14,6 +14,7 @@ Statistics cpu_stats() {
   Statistics result;
   result.live = CpuAccounting::counters().live.load(std::memory_order_relaxed);
   result.peak = CpuAccounting::counters().peak.load(std::memory_order_relaxed);
+  result.reserved = result.live + kept_pages();
   const int64_t limit = CpuAccounting::thread().limit;
   if (limit != CpuAccounting::kNone) result.limit = limit;
   result.total = total;
@@ -46,7 +47,7 @@ void reset_peak(c10::Device device) {
 }
 
 int64_t available(c10::Device device) {
-  if (device.is_cpu()) return host_memory().available;
+  if (device.is_cpu()) return host_memory().available + kept_pages();
   const Accelerator accelerator(device);
   const auto capacity = accelerator.capacity();
   if (!capacity) return 0;

@@ -10,7 +10,7 @@ def test_stats_count_tensors():
     tensor = torch.zeros(1000, dtype=torch.float64)
     now = ib.memory.stats("cpu")
     assert now.live - before.live >= 8000
-    assert now.peak >= now.live and now.reserved is None and now.limit is None
+    assert now.peak >= now.live <= now.reserved and now.limit is None
     assert now.total > 2**28
     del tensor
     assert ib.memory.stats(torch.device("cpu")).live == before.live

@@ -22,7 +22,7 @@ def test_a_snapshot_of_the_cpu_counts_tensors_and_cannot_be_written():
     kept = torch.zeros(1000, dtype=torch.float64)
     now = tools.MemorySnapShot("cpu")
     assert now.allocated - before.allocated >= kept.nbytes == 8000
-    assert now.reserved == now.allocated and now.free_cache == 0
+    assert now.reserved - now.allocated == now.free_cache >= 0
     assert now.peak >= now.allocated and now.total > 2**28
     assert now.device == torch.device("cpu") and "allocated=" in repr(now)
     del kept

@@ -9,10 +9,12 @@ namespace infinitybatch::memory {
 
 /// What tensors occupy on one device, in bytes.
 struct Statistics {
-  int64_t live = 0;                 ///< occupied now
-  int64_t peak = 0;                 ///< the most since `reset_peak`
-  std::optional<int64_t> reserved;  ///< held by a caching allocator; empty on the CPU
-  std::optional<int64_t> limit;     ///< in force in this thread (CPU only)
+  int64_t live = 0;  ///< occupied now
+  int64_t peak = 0;  ///< the most since `reset_peak`
+  /// Held by the allocator: live, and free for the next tensors. On the CPU it stays within a
+  /// thirty-second part of the most that was live in the last minute or two.
+  int64_t reserved = 0;
+  std::optional<int64_t> limit;  ///< in force in this thread (CPU only)
   /// What the device has; on the CPU physical memory or the cgroup's limit, read once. 0 where an
   /// accelerator does not say.
   int64_t total = 0;
@@ -31,8 +33,8 @@ int64_t live(c10::Device device);
 void reset_peak(c10::Device device);
 
 /// Bytes that tensors on `device` could still be given now: on the CPU available physical memory or
-/// the cgroup's headroom, on accelerators free memory and the caching allocator's unused blocks
-/// (which may be too fragmented for one tensor). 0 where an accelerator does not say.
+/// the cgroup's headroom, on accelerators free memory, and on both what the allocator holds unused
+/// (on accelerators it may be too fragmented for one tensor). 0 where an accelerator does not say.
 int64_t available(c10::Device device);
 
 /// The peak of live bytes on `device` between construction and now, which starts at what is live at

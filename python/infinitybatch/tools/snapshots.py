@@ -38,9 +38,8 @@ class MemorySnapShot:
 
     @property
     def reserved(self) -> int:
-        """Bytes that the allocator holds, its cache included. The CPU's has no cache."""
-        reserved = self._statistics.reserved
-        return self._statistics.live if reserved is None else reserved
+        """Bytes that the allocator holds, its cache included."""
+        return self._statistics.reserved
 
     @property
     def peak(self) -> int:

@@ -79,6 +79,8 @@ const char* name_of(Answer answer) {
       return "offload";
     case Answer::checkpoint:
       return "checkpoint";
+    case Answer::drop_boundaries:
+      return "drop boundaries";
     case Answer::smaller_segments:
       return "smaller segments";
     case Answer::forward_again:

@@ -1,0 +1,211 @@
+#include "memory/pages.hpp"
+
+#include <algorithm>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+namespace infinitybatch::memory {
+namespace {
+
+#ifdef __linux__
+size_t page() noexcept {
+  static const auto size = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return size;
+}
+
+char* from_system(size_t bytes) noexcept {
+  void* pages =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, /*fd=*/-1, 0);
+  return pages == MAP_FAILED ? nullptr : static_cast<char*>(pages);
+}
+
+void to_system(char* pages, size_t bytes) noexcept {
+  // A hole in a mapping makes two of it, of which a process may have only so many.
+  if (munmap(pages, bytes) != 0) madvise(pages, bytes, MADV_DONTNEED);
+}
+
+/// Puts pages in the place of others, without a copy. Where that fails nobody knows what is at
+/// `to`, which another thread may have been given meanwhile.
+bool move(char* from, char* to, size_t bytes) noexcept {
+  return mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) == to;
+}
+
+/// Whether the system moves what has been moved together: Linux does since 6.17. Without that free
+/// pages are of use only where enough of them lie in a row, as in malloc, and there would be faults
+/// where malloc has none.
+bool moves_pages_together() noexcept {
+  const size_t size = page();
+  char* const first = from_system(2 * size);
+  char* const second = from_system(2 * size);
+  char* const third = from_system(2 * size);
+  if (first == nullptr || second == nullptr || third == nullptr) return false;
+  first[0] = 'b';
+  first[size] = 'a';
+  const bool moved = move(first + size, second, size) && move(first, second + size, size) &&
+                     move(second, third, 2 * size);
+  const bool right = moved && third[0] == 'a' && third[size] == 'b';
+  if (moved) to_system(third, 2 * size);
+  return right;
+}
+#else
+size_t page() noexcept {
+  return 1;
+}
+char* from_system(size_t) noexcept {
+  return nullptr;
+}
+void to_system(char*, size_t) noexcept {}
+bool move(char*, char*, size_t) noexcept {
+  return false;
+}
+bool moves_pages_together() noexcept {
+  return false;
+}
+#endif
+
+size_t in_pages(size_t bytes) noexcept {
+  return (bytes + page() - 1) / page() * page();
+}
+
+}  // namespace
+
+bool Pages::supported() noexcept {
+#ifdef __SANITIZE_ADDRESS__
+  return false;
+#else
+  static const bool result = moves_pages_together();
+  return result;
+#endif
+}
+
+bool Pages::enter() noexcept {
+  constexpr int kTries = 200;
+  for (int i = 0; i < kTries; ++i) {
+    if (!inside_.test_and_set(std::memory_order_acquire)) return true;
+  }
+  return false;
+}
+
+void* Pages::take(size_t bytes, int64_t live, int64_t seconds) noexcept {
+  bytes = in_pages(bytes);
+  if (!enter()) return from_system(bytes);
+  const int64_t spare = room(live, seconds);
+  char* pages = take_kept(bytes);
+  if (pages == nullptr) {
+    pages = from_system(bytes);
+    if (pages != nullptr) pages = fill(pages, bytes, spare);
+    if (pages == nullptr && count_ > 0) {
+      keep_at_most(0);
+      pages = from_system(bytes);
+    }
+  }
+  leave();
+  return pages;
+}
+
+void Pages::give_back(void* block, size_t bytes, int64_t live, int64_t seconds) noexcept {
+  bytes = in_pages(bytes);
+  auto* pages = static_cast<char*>(block);
+  if (!enter()) return to_system(pages, bytes);
+  if (count_ == kMostRuns) {
+    const Piece oldest = take_oldest(kept(), SIZE_MAX);
+    to_system(oldest.begin, oldest.bytes);
+  }
+  keep(pages, bytes);
+  keep_at_most(room(live, seconds));
+  leave();
+}
+
+char* Pages::take_kept(size_t bytes) noexcept {
+  size_t best = count_;
+  for (size_t i = 0; i < count_; ++i) {
+    if (runs_[i].bytes >= bytes && (best == count_ || runs_[i].bytes < runs_[best].bytes)) best = i;
+  }
+  if (best == count_) return nullptr;
+  Run& run = runs_[best];
+  char* const pages = run.begin;
+  run.begin += bytes;
+  run.bytes -= bytes;
+  kept_.fetch_sub(static_cast<int64_t>(bytes), std::memory_order_relaxed);
+  if (run.bytes == 0) remove(best);
+  return pages;
+}
+
+void Pages::keep(char* begin, size_t bytes) noexcept {
+  kept_.fetch_add(static_cast<int64_t>(bytes), std::memory_order_relaxed);
+  const uint64_t age = ++times_;
+  Run* const behind =
+      std::upper_bound(runs_.data(), runs_.data() + count_, begin,
+                       [](const char* address, const Run& run) { return address < run.begin; });
+  Run* const before = behind == runs_.data() ? nullptr : behind - 1;
+  const bool joins_before = before != nullptr && before->begin + before->bytes == begin;
+  const bool joins_behind = behind != runs_.data() + count_ && begin + bytes == behind->begin;
+  if (joins_before) {
+    before->bytes += bytes + (joins_behind ? behind->bytes : 0);
+    before->age = age;
+    if (joins_behind) remove(static_cast<size_t>(behind - runs_.data()));
+  } else if (joins_behind) {
+    *behind = {begin, bytes + behind->bytes, age};
+  } else {
+    std::copy_backward(behind, runs_.data() + count_, runs_.data() + count_ + 1);
+    *behind = {begin, bytes, age};
+    ++count_;
+  }
+}
+
+Pages::Piece Pages::take_oldest(int64_t excess, size_t at_most) noexcept {
+  const auto oldest = std::min_element(runs_.begin(), runs_.begin() + count_,
+                                       [](const Run& a, const Run& b) { return a.age < b.age; });
+  const size_t bytes = std::min({oldest->bytes, in_pages(static_cast<size_t>(excess)), at_most});
+  oldest->bytes -= bytes;
+  kept_.fetch_sub(static_cast<int64_t>(bytes), std::memory_order_relaxed);
+  const Piece piece{oldest->begin + oldest->bytes, bytes};
+  if (oldest->bytes == 0) remove(static_cast<size_t>(oldest - runs_.begin()));
+  return piece;
+}
+
+void Pages::keep_at_most(int64_t bytes) noexcept {
+  while (kept() > bytes && count_ > 0) {
+    const Piece piece = take_oldest(kept() - bytes, SIZE_MAX);
+    to_system(piece.begin, piece.bytes);
+  }
+}
+
+char* Pages::fill(char* block, size_t bytes, int64_t spare) noexcept {
+  size_t filled = 0;
+  while (kept() > spare && filled < bytes && count_ > 0) {
+    const Piece piece = take_oldest(kept() - spare, bytes - filled);
+    if (!move(piece.begin, block + filled, piece.bytes)) {
+      to_system(piece.begin, piece.bytes);
+      if (filled > 0) to_system(block, filled);
+      const size_t lost = filled + piece.bytes;
+      if (lost < bytes) to_system(block + lost, bytes - lost);
+      block = from_system(bytes);
+      break;
+    }
+    filled += piece.bytes;
+  }
+  keep_at_most(spare);
+  return block;
+}
+
+void Pages::remove(size_t run) noexcept {
+  std::copy(runs_.begin() + run + 1, runs_.begin() + count_, runs_.begin() + run);
+  --count_;
+}
+
+int64_t Pages::room(int64_t live, int64_t seconds) noexcept {
+  if (seconds - since_ >= kSeconds) {
+    most_before_ = seconds - since_ < 2 * kSeconds ? most_ : 0;
+    most_ = 0;
+    since_ = seconds;
+  }
+  most_ = std::max(most_, live);
+  const int64_t most = std::max(most_, most_before_);
+  return most + most / 32 - live;
+}
+
+}  // namespace infinitybatch::memory
