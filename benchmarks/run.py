@@ -39,6 +39,7 @@ MODULES = {
     "recompute": "kept_boundaries",
     "selective": "selective",
     "resident": "resident",
+    "allocator": "allocator",
 }
 ROUNDS = {
     "time": 15,
@@ -58,6 +59,7 @@ ROUNDS = {
     "recompute": 5,
     "selective": 11,
     "resident": 1,
+    "allocator": 5,
 }
 UNTUNED = {
     "time": 3,
@@ -77,6 +79,7 @@ UNTUNED = {
     "recompute": 0,
     "selective": 0,
     "resident": 0,
+    "allocator": 0,
 }  # rounds with malloc as it is by default
 #: The peers of a suite, by the file beside peers/environment.py that lists them.
 WITH_PEERS = dict.fromkeys(("loop", "coupled", "losses", "lengths"), "peers") | {

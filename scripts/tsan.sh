@@ -14,7 +14,8 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 say "make tsan: builds the library and the tests with several threads instrumented, then runs them"
-build_tree tsan infinitybatch_threads_tests infinitybatch_offload_tests
+build_tree tsan infinitybatch_threads_tests infinitybatch_offload_tests \
+  infinitybatch_memory_tests
 export OMP_NUM_THREADS=1
 export TSAN_OPTIONS="ignore_noninstrumented_modules=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"
 # Addresses chosen at random may lie where the sanitizer has its shadow memory.
@@ -27,5 +28,8 @@ for tests in threads offload; do
   "${run[@]}" "$BUILD/tsan/bin/infinitybatch_${tests}_tests" --gtest_brief=1 \
     --gtest_filter=-Background.WhatComputationHidesIsTold "$@" || status=1
 done
+say "infinitybatch_memory_tests"
+"${run[@]}" "$BUILD/tsan/bin/infinitybatch_memory_tests" --gtest_brief=1 \
+  --gtest_filter='PagesTest.*' || status=1
 [ "$status" -eq 0 ] || fail "ThreadSanitizer found a race, or a test failed"
 note "no race"

@@ -24,6 +24,14 @@ def environment(malloc: str) -> dict[str, str]:
     return kept | TUNED_MALLOC if malloc == "tuned" else kept
 
 
+def status(key: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return 1024 * int(line.split()[1])
+    raise LookupError(key)
+
+
 def cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

@@ -12,6 +12,7 @@ from typing import Any
 
 import infinitybatch as ib
 import torch
+from harness.machine import status
 from harness.results import Findings, Goal, Table
 from harness.settings import Settings
 from workloads import for_coupled
@@ -24,10 +25,8 @@ EXPLANATION = (
     "which has run a smaller batch before. Resident memory is the most that the process had in real "
     "memory (`VmHWM`, begun anew after that batch) above what it had before, without pages of files, "
     "which are code that is read for the first time; tensors are the most that they occupied. malloc "
-    "as it is by default raises its threshold for blocks of their own with every large block that is "
-    "freed, and keeps the holes between those that follow; with `MALLOC_MMAP_THRESHOLD_` and "
-    "`MALLOC_TRIM_THRESHOLD_` of 64 KiB large blocks go back to the system when they are freed, which "
-    "costs page faults; the malloc of the setting below is that of the process that starts them. Nothing here is a time: it is the same on a busy machine, but for the sizes "
+    "has the small blocks alone; with `MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` of 64 KiB "
+    "it gives back what it can, which costs page faults; the malloc of the setting below is that of the process that starts them. Nothing here is a time: it is the same on a busy machine, but for the sizes "
     "that a budget settles on."
 )
 TIMED = False
@@ -60,14 +59,6 @@ class MallocInfo(ctypes.Structure):
         (name, ctypes.c_size_t)
         for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
     ]
-
-
-def status(key: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return 1024 * int(line.split()[1])
-    raise LookupError(key)
 
 
 def stepper(
@@ -108,8 +99,10 @@ def measure(who: str, kind: str, number: int, toy: bool) -> dict[str, Any]:
     gc.collect()
     libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    before, files = status("VmRSS"), status("RssFile")
-    live, heap = ib.memory.stats().live, libc.mallinfo2()
+    memory = ib.memory.stats()
+    live, heap = memory.live, libc.mallinfo2()
+    # Pages that the allocator has ready will be used again.
+    before, files = status("VmRSS") - (memory.reserved - live), status("RssFile")
     given = number if kind == "size" else live + number * 2**20
     options = {"size": "micro_batch_size", "budget": "memory_budget"}
     step = stepper(who, model, {options[kind]: given})

@@ -105,9 +105,9 @@ def test_sizes_of_the_sweep_are_all_that_there_are():
     assert grid_sizes(10) == [1, 2, 3, 4, 5, 7, 9]
 
 
-SUITES = "time loop trainer budget coupled tape batchnorm sample losses heads mnist trainers lengths recompute selective resident".split()
+SUITES = "time loop trainer budget coupled tape batchnorm sample losses heads mnist trainers lengths recompute selective resident allocator".split()
 #: Every one takes two minutes with others beside it.
-RUN = SUITES if LONG else "budget coupled recompute resident".split()
+RUN = SUITES if LONG else "budget coupled recompute resident allocator".split()
 
 
 @pytest.fixture(scope="module")

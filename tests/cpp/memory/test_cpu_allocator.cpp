@@ -1,4 +1,5 @@
 #include "memory/cpu_allocator.hpp"
+#include "memory/pages.hpp"
 #include "memory/trace.hpp"
 #include "support.hpp"
 
@@ -129,6 +130,20 @@ TEST(CpuAllocator, LeavesNoHolesBetweenBlocks) {
   EXPECT_EQ(mallinfo2().arena, before);
 }
 #endif
+
+TEST(CpuAllocator, KeepsPagesOfLargeBlocksForTheNext) {
+  if (!Pages::supported()) GTEST_SKIP() << "AddressSanitizer, or no Linux since 6.17";
+  constexpr int64_t kBytes = 8 << 20;
+  const void* before = nullptr;
+  {
+    const at::Tensor large = block(kBytes);
+    before = large.data_ptr();
+  }
+  const Statistics now = stats(kCpu);
+  EXPECT_GE(now.reserved - now.live, kBytes);
+  EXPECT_EQ(block(kBytes).data_ptr(), before);
+  EXPECT_GT(available(kCpu), now.reserved - now.live);
+}
 
 TEST(CpuAllocator, GivesRawMemoryAndClones) {
   c10::Allocator& allocator = *c10::GetCPUAllocator();
