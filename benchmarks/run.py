@@ -59,7 +59,7 @@ ROUNDS = {
     "recompute": 5,
     "selective": 11,
     "resident": 1,
-    "allocator": 5,
+    "allocator": 4,
 }
 UNTUNED = {
     "time": 3,

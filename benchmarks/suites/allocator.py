@@ -26,7 +26,7 @@ EXPLANATION = (
     "contestant has one process, with malloc as it is by default or tuned as below, in an order that "
     "changes. Ratios are medians of the rounds' ratios with 95 % bootstrap intervals."
 )
-WARM_UP, STEPS = 4, 9
+WARM_UP, STEPS = 3, 5
 TORCH, OURS = "torch", "after import infinitybatch"
 PART = 32  # samples in a micro-batch of a loop by hand
 SLACK = 1.03
@@ -84,7 +84,7 @@ def run(settings: Settings, save: Callable[[Findings], None]) -> Findings:
     for index, workload in enumerate(for_time(settings.toy)):
         for part in (workload.batch_size, PART):
             found: dict[Contestant, list[dict[str, Any]]] = {each: [] for each in CONTESTANTS}
-            for turn in range(settings.rounds):
+            for turn in range(1 if settings.toy else settings.rounds):
                 first = turn % len(CONTESTANTS)
                 for each in CONTESTANTS[first:] + CONTESTANTS[:first]:
                     found[each].append(apart(each, index, part, settings))

@@ -9,6 +9,7 @@ import torch
 from . import _checks
 from ._C.memory import FailAllocation, Limit, PeakScope, Statistics, describe_cpu_allocator
 from ._C.memory import available as _available
+from ._C.memory import empty_cache as _empty_cache
 from ._C.memory import reset_peak as _reset_peak
 from ._C.memory import stats as _stats
 
@@ -19,6 +20,7 @@ __all__ = [
     "Statistics",
     "available",
     "describe_cpu_allocator",
+    "empty_cache",
     "fail_allocation",
     "limit",
     "peak",
@@ -47,6 +49,15 @@ def stats(device: Device = "cpu") -> Statistics:
 def reset_peak(device: Device = "cpu") -> None:
     """Lets `stats(device).peak` start anew at what is live now."""
     _reset_peak(_checks.device("device", device))
+
+
+def empty_cache() -> None:
+    """Gives the memory that the CPU's allocator keeps for the next tensors back to the system.
+
+    For a process that trains no longer: without this call it is looked at when a large tensor comes
+    or goes. Accelerators have `torch.accelerator.empty_cache`.
+    """
+    _empty_cache()
 
 
 def available(device: Device = "cpu") -> int:

@@ -73,6 +73,7 @@ void bind_statistics(py::module_& memory) {
       });
   memory.def("stats", &memory::stats, py::arg("device"));
   memory.def("reset_peak", &memory::reset_peak, py::arg("device"));
+  memory.def("empty_cache", &memory::empty_cache);
   memory.def("available", &memory::available, py::arg("device"));
   memory.def(
       "describe_cpu_allocator", [] { return memory::describe(memory::cpu_allocator_state()); },

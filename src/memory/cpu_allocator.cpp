@@ -48,14 +48,13 @@ static_assert(kAlignment >= sizeof(Header) + alignof(std::max_align_t));
 // front and behind keep freed neighbours from joining.
 enum class Source { malloc, pages, torch };
 
-// From malloc a large block leaves a hole between small ones; in whole pages it wastes at most
-// three per cent of its size.
+// From malloc a large block leaves a hole between small ones.
 constexpr int64_t kLarge = 128 << 10;
 // Where THP_MEM_ALLOC_ENABLE asks torch for huge pages, blocks of that size and more are torch's.
 constexpr int64_t kHugePage = 2 << 20;
 
 Source source_of(int64_t bytes) noexcept {
-  if (bytes < kLarge) return Source::malloc;
+  if (bytes < kLarge || bytes < Pages::worthwhile()) return Source::malloc;
   static const bool huge_pages = c10::utils::check_env("THP_MEM_ALLOC_ENABLE").value_or(false);
   if (bytes >= kHugePage && huge_pages) return Source::torch;
   return Pages::supported() ? Source::pages : Source::malloc;
@@ -211,6 +210,7 @@ CpuAllocator& cpu_allocator() {
 // Another library's allocator may keep books of its own, which ours would empty: it stays.
 const bool installed_at_load = [] {
   if (c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator()) return false;
+  Pages::supported();  // before there are other threads, or children
   c10::SetAllocator(c10::DeviceType::CPU, &cpu_allocator());
   return c10::GetCPUAllocator() == &cpu_allocator();
 }();
@@ -226,6 +226,10 @@ Thread& CpuAccounting::thread() noexcept {
 
 int64_t kept_pages() noexcept {
   return process_pages.kept();
+}
+
+void give_kept_pages_back() noexcept {
+  process_pages.give_all_back();
 }
 
 CpuAllocatorState cpu_allocator_state() noexcept {

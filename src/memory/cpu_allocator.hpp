@@ -23,6 +23,7 @@ inline bool cpu_allocator_installed() noexcept {
 
 /// Bytes of pages that the allocator holds for the next large tensors.
 int64_t kept_pages() noexcept;
+void give_kept_pages_back() noexcept;
 
 /// The state in one sentence, with a way out where there is something to mend.
 std::string describe(CpuAllocatorState state);

@@ -3,8 +3,17 @@
 #include <algorithm>
 
 #ifdef __linux__
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
+#endif
+
+#if defined(__SANITIZE_ADDRESS__)
+#define INFINITYBATCH_ADDRESS_SANITIZER 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define INFINITYBATCH_ADDRESS_SANITIZER 1
+#endif
 #endif
 
 namespace infinitybatch::memory {
@@ -28,7 +37,7 @@ void to_system(char* pages, size_t bytes) noexcept {
 }
 
 /// Puts pages in the place of others, without a copy. Where that fails nobody knows what is at
-/// `to`, which another thread may have been given meanwhile.
+/// either place, which another thread may have been given meanwhile: both are to be left alone.
 bool move(char* from, char* to, size_t bytes) noexcept {
   return mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) == to;
 }
@@ -50,6 +59,21 @@ bool moves_pages_together() noexcept {
   if (moved) to_system(third, 2 * size);
   return right;
 }
+
+/// Of this process; 0 where the system does not say.
+size_t count_mappings() noexcept {
+  const int file = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+  if (file < 0) return 0;
+  size_t lines = 0;
+  std::array<char, 16384> text;
+  for (;;) {
+    const ssize_t bytes = read(file, text.data(), text.size());
+    if (bytes <= 0) break;
+    lines += static_cast<size_t>(std::count(text.begin(), text.begin() + bytes, '\n'));
+  }
+  close(file);
+  return lines;
+}
 #else
 size_t page() noexcept {
   return 1;
@@ -64,6 +88,9 @@ bool move(char*, char*, size_t) noexcept {
 bool moves_pages_together() noexcept {
   return false;
 }
+size_t count_mappings() noexcept {
+  return 0;
+}
 #endif
 
 size_t in_pages(size_t bytes) noexcept {
@@ -73,12 +100,18 @@ size_t in_pages(size_t bytes) noexcept {
 }  // namespace
 
 bool Pages::supported() noexcept {
-#ifdef __SANITIZE_ADDRESS__
-  return false;
+#ifdef INFINITYBATCH_ADDRESS_SANITIZER
+  constexpr bool kWanted = false;
 #else
-  static const bool result = moves_pages_together();
-  return result;
+  constexpr bool kWanted = true;
 #endif
+  static const bool result = kWanted && moves_pages_together();
+  return result;
+}
+
+int64_t Pages::worthwhile() noexcept {
+  constexpr int64_t kPages = 32;
+  return kPages * static_cast<int64_t>(page());
 }
 
 bool Pages::enter() noexcept {
@@ -90,32 +123,55 @@ bool Pages::enter() noexcept {
 }
 
 void* Pages::take(size_t bytes, int64_t live, int64_t seconds) noexcept {
-  bytes = in_pages(bytes);
-  if (!enter()) return from_system(bytes);
-  const int64_t spare = room(live, seconds);
-  char* pages = take_kept(bytes);
-  if (pages == nullptr) {
-    pages = from_system(bytes);
-    if (pages != nullptr) pages = fill(pages, bytes, spare);
-    if (pages == nullptr && count_ > 0) {
-      keep_at_most(0);
-      pages = from_system(bytes);
+  const size_t whole = in_pages(bytes);
+  char* pages = nullptr;
+  // Who could not enter and is refused has not seen what is kept.
+  for (int tries = 0; tries < 2 && pages == nullptr; ++tries) {
+    if (enter()) {
+      pages = take_inside(whole, live, seconds);
+      leave();
+    } else {
+      pages = from_system(whole);
     }
   }
-  leave();
+  if (pages != nullptr) {
+    rounding_.fetch_add(static_cast<int64_t>(whole - bytes), std::memory_order_relaxed);
+  }
+  return pages;
+}
+
+char* Pages::take_inside(size_t bytes, int64_t live, int64_t seconds) noexcept {
+  tell_time(seconds);
+  char* pages = take_kept(bytes);
+  if (pages == nullptr) pages = gather(bytes, room(live));
+  if (pages == nullptr && count_ > 0) {
+    keep_at_most(0);
+    pages = from_system(bytes);
+  }
+  // What is refused is no peak.
+  if (pages != nullptr) most_ = std::max(most_, in_use(live));
   return pages;
 }
 
 void Pages::give_back(void* block, size_t bytes, int64_t live, int64_t seconds) noexcept {
-  bytes = in_pages(bytes);
+  const size_t whole = in_pages(bytes);
+  rounding_.fetch_sub(static_cast<int64_t>(whole - bytes), std::memory_order_relaxed);
   auto* pages = static_cast<char*>(block);
-  if (!enter()) return to_system(pages, bytes);
+  if (!enter()) return to_system(pages, whole);
+  tell_time(seconds);
+  most_ = std::max(most_, in_use(live));
   if (count_ == kMostRuns) {
     const Piece oldest = take_oldest(kept(), SIZE_MAX);
     to_system(oldest.begin, oldest.bytes);
   }
-  keep(pages, bytes);
-  keep_at_most(room(live, seconds));
+  keep(pages, whole);
+  keep_at_most(room(live));
+  leave();
+}
+
+void Pages::give_all_back() noexcept {
+  if (!enter()) return;
+  keep_at_most(0);
   leave();
 }
 
@@ -174,19 +230,22 @@ void Pages::keep_at_most(int64_t bytes) noexcept {
   }
 }
 
-char* Pages::fill(char* block, size_t bytes, int64_t spare) noexcept {
+char* Pages::gather(size_t bytes, int64_t spare) noexcept {
+  char* block = from_system(bytes);
   size_t filled = 0;
-  while (kept() > spare && filled < bytes && count_ > 0) {
+  while (block != nullptr && kept() > spare && filled < bytes && mappings_ < most_mappings_) {
     const Piece piece = take_oldest(kept() - spare, bytes - filled);
-    if (!move(piece.begin, block + filled, piece.bytes)) {
-      to_system(piece.begin, piece.bytes);
-      if (filled > 0) to_system(block, filled);
-      const size_t lost = filled + piece.bytes;
-      if (lost < bytes) to_system(block + lost, bytes - lost);
-      block = from_system(bytes);
-      break;
+    mappings_ += 2;
+    if (move(piece.begin, block + filled, piece.bytes)) {
+      filled += piece.bytes;
+      continue;
     }
-    filled += piece.bytes;
+    mappings_ = most_mappings_;
+    const size_t behind = filled + piece.bytes;
+    if (filled > 0) to_system(block, filled);
+    if (behind < bytes) to_system(block + behind, bytes - behind);
+    keep_at_most(spare);
+    block = from_system(bytes);
   }
   keep_at_most(spare);
   return block;
@@ -197,15 +256,18 @@ void Pages::remove(size_t run) noexcept {
   --count_;
 }
 
-int64_t Pages::room(int64_t live, int64_t seconds) noexcept {
-  if (seconds - since_ >= kSeconds) {
-    most_before_ = seconds - since_ < 2 * kSeconds ? most_ : 0;
-    most_ = 0;
-    since_ = seconds;
-  }
-  most_ = std::max(most_, live);
-  const int64_t most = std::max(most_, most_before_);
-  return most + most / 32 - live;
+void Pages::tell_time(int64_t seconds) noexcept {
+  if (seconds - since_ < kSeconds) return;
+  most_before_ = seconds - since_ < 2 * kSeconds ? most_ : 0;
+  most_ = 0;
+  since_ = seconds;
+  mappings_ = count_mappings();
+}
+
+int64_t Pages::room(int64_t live) const noexcept {
+  const int64_t now = in_use(live);
+  const int64_t most = std::max({most_, most_before_, now});
+  return most + std::max(most / 32, kSlack) - now;
 }
 
 }  // namespace infinitybatch::memory

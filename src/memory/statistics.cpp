@@ -46,6 +46,10 @@ void reset_peak(c10::Device device) {
   counters.peak.store(counters.live.load(std::memory_order_relaxed), std::memory_order_relaxed);
 }
 
+void empty_cache() noexcept {
+  give_kept_pages_back();
+}
+
 int64_t available(c10::Device device) {
   if (device.is_cpu()) return host_memory().available + kept_pages();
   const Accelerator accelerator(device);

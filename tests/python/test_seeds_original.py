@@ -391,7 +391,8 @@ def test_CudaMemorySnapShot():
         with pytest.raises(InfinityBatchError, match="MemorySnapShot"):
             tools.CudaMemorySnapShot(0)
         snapshot = tools.MemorySnapShot("cpu")
-        assert snapshot.free_cache == 0 <= snapshot.allocated <= snapshot.reserved < snapshot.total
+        assert 0 <= snapshot.allocated <= snapshot.reserved < snapshot.total
+        assert snapshot.free_cache == snapshot.reserved - snapshot.allocated
 
 
 def test_CudaHistory_is_a_list_of_named_snapshots_that_prints_itself():

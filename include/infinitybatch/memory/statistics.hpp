@@ -12,7 +12,7 @@ struct Statistics {
   int64_t live = 0;  ///< occupied now
   int64_t peak = 0;  ///< the most since `reset_peak`
   /// Held by the allocator: live, and free for the next tensors. On the CPU it stays within a
-  /// thirty-second part of the most that was live in the last minute or two.
+  /// thirty-second part, or 2 MiB, of the most that was live in the last minute or two.
   int64_t reserved = 0;
   std::optional<int64_t> limit;  ///< in force in this thread (CPU only)
   /// What the device has; on the CPU physical memory or the cgroup's limit, read once. 0 where an
@@ -31,6 +31,11 @@ int64_t live(c10::Device device);
 
 /// On accelerators this is the peak that `torch.accelerator.max_memory_allocated()` shows.
 void reset_peak(c10::Device device);
+
+/// Gives the memory that the CPU's allocator keeps for the next tensors back to the system, as a
+/// process wants that trains no longer: without that it is looked at when a large tensor comes or
+/// goes. Accelerators have `torch.accelerator.empty_cache`.
+void empty_cache() noexcept;
 
 /// Bytes that tensors on `device` could still be given now: on the CPU available physical memory or
 /// the cgroup's headroom, on accelerators free memory, and on both what the allocator holds unused
