@@ -97,12 +97,11 @@ def measure(who: str, kind: str, number: int, toy: bool) -> dict[str, Any]:
     model, inputs = workload.model(), workload.tensors(workload.batch_size)[0]
     stepper(who, model, {"micro_batch_size": FEW // 2})(inputs[:FEW])
     gc.collect()
+    ib.memory.empty_cache()
     libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    memory = ib.memory.stats()
-    live, heap = memory.live, libc.mallinfo2()
-    # Pages that the allocator has ready will be used again.
-    before, files = status("VmRSS") - (memory.reserved - live), status("RssFile")
+    before, files = status("VmRSS"), status("RssFile")
+    live, heap = ib.memory.stats().live, libc.mallinfo2()
     given = number if kind == "size" else live + number * 2**20
     options = {"size": "micro_batch_size", "budget": "memory_budget"}
     step = stepper(who, model, {options[kind]: given})
