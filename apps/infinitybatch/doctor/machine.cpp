@@ -1,6 +1,7 @@
 #include "device.hpp"
 #include "doctor/check.hpp"
 #include "memory/host_memory.hpp"
+#include "memory/pages.hpp"
 #include "output/numbers.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
@@ -140,9 +141,14 @@ Check check_malloc() {
   const std::string mmap = environment("MALLOC_MMAP_THRESHOLD_");
   const std::string trim = environment("MALLOC_TRIM_THRESHOLD_");
   const std::string preload = environment("LD_PRELOAD");
-  check.values = {
-      {"MALLOC_MMAP_THRESHOLD_", mmap}, {"MALLOC_TRIM_THRESHOLD_", trim}, {"LD_PRELOAD", preload}};
-  if (!preload.empty()) {
+  const bool own_pages = memory::Pages::supported();
+  check.values = {{"MALLOC_MMAP_THRESHOLD_", mmap},
+                  {"MALLOC_TRIM_THRESHOLD_", trim},
+                  {"LD_PRELOAD", preload},
+                  {"own_pages", own_pages}};
+  if (own_pages) {
+    check.finding = "large tensors come in pages that are kept for the next ones";
+  } else if (!preload.empty()) {
     check.finding = "LD_PRELOAD is " + preload;
   } else if (!mmap.empty() && !trim.empty()) {
     check.finding = "glibc keeps freed memory: MALLOC_MMAP_THRESHOLD_ is " + mmap +
