@@ -228,8 +228,9 @@ def as_table(rows: list[tuple[str, str, str]]) -> list[str]:
 
 
 def whole(folder: Path = RESULTS) -> str:
-    """Every row, and the sentences behind them."""
-    return "\n\n" + "\n".join([*as_table(table(folder)), "", " ".join(sentences(folder)), "", ""])
+    """Every row, and what they do not show."""
+    rest = [f"- {each}" for each in sentences(folder)]
+    return "\n\n" + "\n".join([*as_table(table(folder)), "", *rest, "", ""])
 
 
 def short(folder: Path = RESULTS) -> str:

@@ -14,22 +14,19 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 say "make tsan: builds the library and the tests with several threads instrumented, then runs them"
-build_tree tsan infinitybatch_threads_tests infinitybatch_offload_tests \
-  infinitybatch_memory_tests
+build_tree tsan infinitybatch_threads_tests infinitybatch_offload_tests infinitybatch_memory_tests
 export OMP_NUM_THREADS=1
 export TSAN_OPTIONS="ignore_noninstrumented_modules=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"
 # Addresses chosen at random may lie where the sanitizer has its shadow memory.
 run=()
 if setarch "$(uname -m)" -R true 2>/dev/null; then run=(setarch "$(uname -m)" -R); fi
 status=0
-# What is left out asserts times, and a program with the sanitizer is ten times slower.
-for tests in threads offload; do
-  say "infinitybatch_${tests}_tests"
-  "${run[@]}" "$BUILD/tsan/bin/infinitybatch_${tests}_tests" --gtest_brief=1 \
-    --gtest_filter=-Background.WhatComputationHidesIsTold "$@" || status=1
+# What is left out asserts times, and a program with the sanitizer is ten times slower; of the memory
+# tests those are wanted that share pages.
+for tests in "threads:-" "offload:-Background.WhatComputationHidesIsTold" "memory:PagesTest.*"; do
+  program=infinitybatch_${tests%%:*}_tests
+  say "$program"
+  "${run[@]}" "$BUILD/tsan/bin/$program" --gtest_brief=1 --gtest_filter="${tests#*:}" "$@" || status=1
 done
-say "infinitybatch_memory_tests"
-"${run[@]}" "$BUILD/tsan/bin/infinitybatch_memory_tests" --gtest_brief=1 \
-  --gtest_filter='PagesTest.*' || status=1
 [ "$status" -eq 0 ] || fail "ThreadSanitizer found a race, or a test failed"
 note "no race"

@@ -1,14 +1,12 @@
 """What importing infinitybatch does to native training on the CPU, whose large tensors it gives pages to."""
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from harness.apart import apart
 from harness.clock import Sample, Stopwatch
 from harness.machine import TUNED_MALLOC, status
 from harness.ratios import ratio_of
@@ -31,8 +29,9 @@ TORCH, OURS = "torch", "after import infinitybatch"
 PART = 32  # samples in a micro-batch of a loop by hand
 SLACK = 1.03
 Contestant = tuple[str, str]  # whose allocator, which malloc
+MALLOCS: dict[str, dict[str, str]] = {"default": {}, "tuned": TUNED_MALLOC}
 CONTESTANTS: tuple[Contestant, ...] = tuple(
-    (who, malloc) for malloc in ("default", "tuned") for who in (TORCH, OURS)
+    (who, malloc) for malloc in MALLOCS for who in (TORCH, OURS)
 )
 
 
@@ -62,23 +61,6 @@ def measure(who: str, index: int, part: int, toy: bool) -> dict[str, Any]:
     }
 
 
-def apart(contestant: Contestant, index: int, part: int, settings: Settings) -> dict[str, Any]:
-    who, malloc = contestant
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "suites.allocator"]
-        + [json.dumps([who, index, part, settings.toy, settings.threads])],
-        env=kept | (TUNED_MALLOC if malloc == "tuned" else {}) | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr[-2000:])
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def run(settings: Settings, save: Callable[[Findings], None]) -> Findings:
     findings = Findings()
     for index, workload in enumerate(for_time(settings.toy)):
@@ -87,7 +69,11 @@ def run(settings: Settings, save: Callable[[Findings], None]) -> Findings:
             for turn in range(1 if settings.toy else settings.rounds):
                 first = turn % len(CONTESTANTS)
                 for each in CONTESTANTS[first:] + CONTESTANTS[:first]:
-                    found[each].append(apart(each, index, part, settings))
+                    who, malloc = each
+                    arguments = [who, index, part, settings.toy, settings.threads]
+                    found[each].append(
+                        apart("suites.allocator", arguments, MALLOCS[malloc], settings.threads)
+                    )
             add(findings, workload.name, f"{workload.batch_size} samples, {part} at once", found)
             save(findings)
     return findings
@@ -111,10 +97,7 @@ def add(
     )
     findings.tables.append(table)
     for each, taken in samples.items():
-        ratios = {
-            malloc: ratio_of(taken, samples[TORCH, malloc], "cpu")
-            for malloc in ("default", "tuned")
-        }
+        ratios = {malloc: ratio_of(taken, samples[TORCH, malloc], "cpu") for malloc in MALLOCS}
         faults = sorted(sample.page_faults for sample in taken)[len(taken) // 2]
         table.rows.append(
             [*each, *map(str, ratios.values()), f"{faults:,}", f"{resident[each] / 2**20:.1f}"]

@@ -3,8 +3,6 @@
 import ctypes
 import gc
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import infinitybatch as ib
 import torch
+from harness.apart import apart
 from harness.machine import status
 from harness.results import Findings, Goal, Table
 from harness.settings import Settings
@@ -33,7 +32,7 @@ TIMED = False
 STEPS = 12
 FEW = 16  # samples of the batch that runs before
 MOST, SHARE = 8 * 2**20, 0.05  # beyond the tensors: bytes, or of the budget
-MALLOCS = {
+MALLOCS: dict[str, dict[str, str]] = {
     "64 KiB": {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
     "default": {},
 }
@@ -121,21 +120,6 @@ def measure(who: str, kind: str, number: int, toy: bool) -> dict[str, Any]:
     }
 
 
-def apart(case: tuple[str, str, int], malloc: str, toy: bool) -> dict[str, Any]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "suites.resident", json.dumps([*case, toy])],
-        env=kept | MALLOCS[malloc] | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr[-2000:])
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def run(settings: Settings, save: Callable[[Findings], None]) -> Findings:
     findings = Findings()
     for malloc in MALLOCS:
@@ -146,7 +130,9 @@ def run(settings: Settings, save: Callable[[Findings], None]) -> Findings:
         )
         findings.tables.append(table)
         for case in TOY_CASES if settings.toy else CASES:
-            add(findings, table, case, malloc, apart(case, malloc, settings.toy))
+            arguments = [*case, settings.toy]
+            found = apart("suites.resident", arguments, MALLOCS[malloc], threads=1)
+            add(findings, table, case, malloc, found)
             save(findings)
     return findings
 

@@ -12,7 +12,7 @@ struct Statistics {
   int64_t live = 0;  ///< occupied now
   int64_t peak = 0;  ///< the most since `reset_peak`
   /// Held by the allocator: live, and free for the next tensors. On the CPU it stays within a
-  /// thirty-second part, or 2 MiB, of the most that was live in the last minute or two.
+  /// thirty-second part, or 2 MiB, of the most that was live in the last minutes.
   int64_t reserved = 0;
   std::optional<int64_t> limit;  ///< in force in this thread (CPU only)
   /// What the device has; on the CPU physical memory or the cgroup's limit, read once. 0 where an
