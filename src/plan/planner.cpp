@@ -46,6 +46,23 @@ bool differ_in_what_is_kept(const Request& a, const Request& b) {
 }  // namespace
 
 void Planner::begin(const Request& request) {
+  begin_rehearsal(request);
+  if (!nothing_fits()) return;
+  if (request_.fails_on > 0) plan::refuse_larger(request_, /*needed=*/0);
+  const int64_t smallest = request_.size_under(plan::kSmallProbe);
+  find_smallest(learned().profile ? 0 : prediction().peak(smallest));
+}
+
+bool Planner::nothing_fits() const {
+  if (settled_plan_) return false;
+  // A device that refuses nothing would not say so by itself: there a bound is enough to refuse.
+  const bool bounded = request_.measured && request_.segments > 0 && learned().irregular;
+  if (request_.fails_on == 0 && !learned().profile && !bounded) return false;
+  // A bound on longer rows is no reason to refuse them.
+  return !plan::length_to_learn(request_, learned(), /*row=*/0) && candidates().empty();
+}
+
+void Planner::begin_rehearsal(const Request& request) {
   // The loss takes the same, whichever boundary activations are kept.
   std::optional<plan::WholeLoss> loss;
   if (kinds_.learned() != nullptr && differ_in_what_is_kept(request, given_)) {
@@ -74,14 +91,6 @@ void Planner::begin(const Request& request) {
     kinds_.stop_borrowing(request_);
     pack();
   }
-  // A device that refuses nothing would not say so by itself: there a bound is enough to refuse.
-  const bool bounded = request.measured && request.segments > 0 && learned().irregular;
-  if (request.fails_on == 0 && !learned().profile && !bounded) return;
-  // A bound on longer rows is no reason to refuse them.
-  if (plan::length_to_learn(request_, learned(), /*row=*/0) || !candidates().empty()) return;
-  if (request.fails_on > 0) plan::refuse_larger(request_, /*needed=*/0);
-  const int64_t smallest = request_.size_under(plan::kSmallProbe);
-  find_smallest(learned().profile ? 0 : prediction().peak(smallest));
 }
 
 void Planner::choose_lengths() {

@@ -32,6 +32,11 @@ class Planner {
  public:
   /// Begins a step. \throws BudgetExceeded where no size can fit
   void begin(const Request& request);
+  /// Begins a rehearsal of one, which nothing refuses: what it holds itself (recordings of other
+  /// sizes, say) is gone when the step begins, and the step holds copies that it does not.
+  void begin_rehearsal(const Request& request);
+  /// Whether no size can fit beside what was live at the beginning.
+  bool nothing_fits() const;
 
   /// The next stretch of the step; empty when all rows are done. Of a coupled loss it is the next
   /// stretch of a rehearsal instead, whose gradients are thrown away; empty as soon as enough is

@@ -93,6 +93,7 @@ std::optional<double> BoundaryChoice::rehearsed(const Strategy& strategy) {
     planner.begin(request(strategy));
     for (int round = 0; round < kRounds; ++round) {
       rehearse(strategy);
+      if (planner.nothing_fits()) return std::nullopt;
       planner.begin(request(strategy));
       if (planner.settled()) break;
     }

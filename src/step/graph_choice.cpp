@@ -10,6 +10,12 @@
 #include <utility>
 
 namespace infinitybatch {
+namespace {
+
+constexpr const char* kNoRoomForOne =
+    "graphs are not offloaded: one does not fit beside what else is there";
+
+}  // namespace
 
 void GraphChoices::add(const Request& request, const Plan& piece, const PassTimes& taken) {
   rehearsed_[request.signature][piece.micro_batch_size()].add(taken);
@@ -37,7 +43,7 @@ void GraphChoices::choose(const std::string& kind, Planner& planner, const offlo
   try {
     choice = compare(planner, store, again, asked, offload_way);
   } catch (const BudgetExceeded&) {
-    choice = {false, "graphs are not offloaded: one does not fit beside what else is there"};
+    choice = {false, kNoRoomForOne};
   } catch (const OffloadError& error) {
     choice = {false, std::string("graphs are not offloaded: ") + error.what_without_backtrace()};
   } catch (...) {
@@ -79,15 +85,16 @@ std::optional<GraphChoice> GraphChoices::compare(Planner& planner, const offload
       begin(in_turn);
       offload_way.rehearse();
     } catch (const BudgetExceeded&) {
-      if (in_turn && !offloaded) throw;
       continue;  // no size leaves that much room
     }
+    if (planner.nothing_fits()) continue;
     if (!planner.settled()) return std::nullopt;
     Timed found = timed(planner.plan(), offload_way.request(), store);
     if (offloaded && offloaded->seconds <= found.seconds) continue;
     offloaded = std::move(found);
     best_in_turn = in_turn;
   }
+  if (!offloaded) return GraphChoice{false, kNoRoomForOne};
   begin(best_in_turn);
   const auto all =
       static_cast<int64_t>(offloaded->times.bytes_per_sample(Operation::finish_offload) *

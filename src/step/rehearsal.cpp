@@ -29,7 +29,7 @@ void Rehearsal::run() {
   try {
     for (int pass = 0; pass < kPasses; ++pass) {
       begin();
-      planner.begin(request());
+      planner.begin_rehearsal(request());
       began = true;
       while (const std::optional<Piece> piece = planner.next()) {
         const int64_t row = piece->first_row;

@@ -252,7 +252,7 @@ void Ways::choose_offload(Strategy& strategy) const {
 void Ways::choose_graphs(const Setup& setup, int64_t budget) {
   const bool possible = setup.problem.loss.coupled() != nullptr && !setup.strategy.is_cut() &&
                         setup.strategy.offloads();
-  if (!possible || !facts_.planner.settled()) return;
+  if (!possible || !facts_.planner.settled() || facts_.planner.nothing_fits()) return;
   const std::string kind = facts_.kind.shapes();
   if (facts_.graph_choices.find(kind) != nullptr) return;
   Setup offload = setup;

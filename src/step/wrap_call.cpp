@@ -176,7 +176,7 @@ void ForwardCall::choose_boundaries() {
 /// Under a plan, once it is known what the loss needs: whether graphs are offloaded, or run again
 /// as far as they do not fit.
 void ForwardCall::choose_graphs() {
-  if (!may_offload_graphs() || !planner().settled()) return;
+  if (!may_offload_graphs() || !planner().settled() || planner().nothing_fits()) return;
   GraphChoices& choices = wrapped_->graph_choices[planner_];
   const std::string kind = kind_.shapes();
   if (choices.find(kind) != nullptr) return;

@@ -285,6 +285,57 @@ def test_what_is_too_small_says_what_would_do() -> None:
     assert smallest is not None and smallest - before <= 0.4 * native
 
 
+class Feature(nn.Module):
+    """Leaves a tensor beside its outputs, some numbers of which a rehearsal holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.norm, self.out = nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Linear(9, 3)
+        self.feature: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inlet(x)
+        self.feature = h.detach()
+        return self.out(self.norm(h))
+
+
+class Shifted(nn.Module):
+    """Adds a number, which a recording holds: with `static_graph` a rehearsal holds one of each
+    size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.norm, self.out = nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Linear(9, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.inlet(x) + 0.1))
+
+
+@pytest.mark.parametrize(
+    ("make", "offload", "static_graph"),
+    [(Feature, "never", False), (Feature, "auto", False), (Shifted, "auto", True)],
+)
+@pytest.mark.filterwarnings("ignore::infinitybatch.LeftTensorNotice")
+def test_what_would_do_does(make: type[nn.Module], offload: str, static_graph: bool) -> None:
+    """Beside a rehearsal other bytes are live than beside the step: only the step is refused."""
+    torch.manual_seed(0)
+    inner = make().double()
+    x = torch.randn(80, 5, dtype=torch.float64)
+
+    def run(budget: int) -> None:
+        options: dict[str, Any] = {"offload": offload, "static_graph": static_graph}
+        ib.wrap(copy.deepcopy(inner), memory_budget=budget, **options)(x)
+
+    native = peak_of(inner, lambda module: module(x).square().mean().backward())
+    with pytest.raises(ib.BudgetExceeded) as raised:
+        run(live() + native // 4)
+    smallest = raised.value.smallest_feasible
+    assert smallest is not None
+    del raised  # its traceback leads to the model
+    live()
+    run(smallest)
+
+
 def across() -> nn.Module:
     """A function of the whole batch between BatchNorms."""
 

@@ -1,6 +1,8 @@
 // The planner where forward runs twice unless its graph is kept.
 #include "plan/planner_machine.hpp"
 
+#include <infinitybatch/core/errors.hpp>
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -169,6 +171,21 @@ TEST(Timings, TellThePartOfAMicroBatchThatIsWorthAnother) {
   const double again = 1e-3 + 2e-3 / 16;
   EXPECT_NEAR(timings.part_that_pays(16), 8e-3 / (16 * again), 1e-9);
   EXPECT_NEAR(timings.part_that_pays(15), timings.part_that_pays(16), 1e-9);
+}
+
+/// What is live beside a rehearsal is not what is live beside the step.
+TEST(Planner, OnlyTheStepIsRefused) {
+  const TwoPassMachine machine;
+  Planner planner;
+  machine.settle(planner, 40);
+  Request beside_more = TwoPassMachine::request(40);
+  beside_more.baseline_bytes = beside_more.budget_bytes;
+  planner.begin_rehearsal(beside_more);
+  EXPECT_TRUE(planner.nothing_fits());
+  EXPECT_FALSE(planner.next().has_value());
+  EXPECT_THROW(planner.begin(beside_more), BudgetExceeded);
+  planner.begin(TwoPassMachine::request(40));
+  EXPECT_FALSE(planner.nothing_fits());
 }
 
 TEST(Planner, KnowsWhereThereIsNothingToRehearse) {
