@@ -45,9 +45,12 @@ def native(case: Case, skipped: frozenset[int] = frozenset()) -> tuple[list[Stat
 
 
 class Ours:
-    """The library's side; a budget in bytes takes the place of the case's."""
+    """The library's side; a room in bytes, beside what is there anyway, takes the place of the
+    case's budget."""
 
-    def __init__(self, case: Case, needed: int, budget: int | None = None) -> None:
+    def __init__(self, case: Case, needed: int, room: int | None = None) -> None:
+        if case.way.budget is not None:
+            gc.collect()  # what goes later is not there anyway
         self.case, self.side = case, Side(case)
         options = dict(case.way.options)
         #: Bytes that are there anyway.
@@ -55,7 +58,8 @@ class Ours:
         if case.way.size is not None:
             options["micro_batch_size"] = case.way.size
         if case.way.budget is not None:
-            self.budget = budget or self.live + int(case.way.budget * needed)
+            room = int(case.way.budget * needed) if room is None else room
+            self.budget = self.live + room
             options["memory_budget"] = self.budget
         elif case.way.size is None and "micro_batch_tokens" not in options:
             options["micro_batch_size"] = max(case.rows)
@@ -144,12 +148,12 @@ def ours(case: Case, states: list[State], needed: int) -> Outcome:
         same_again(us.states, again.states)
     del us
     if outcome.smallest is not None and case.fault is None:
-        gc.collect(0)
-        budget = outcome.smallest + max(0, ib.memory.stats().live - live)
-        second = Ours(case, needed, budget).run(states)
+        again = Ours(case, needed, room=outcome.smallest - live)
+        second = again.run(states)
         if second.smallest is not None:
             raise Found(
-                "smallest_feasible is too small", f"{outcome.text}; with {budget}: {second.text}"
+                "smallest_feasible is too small",
+                f"{outcome.text}; with {again.budget}: {second.text}",
             )
     return outcome
 
