@@ -2,6 +2,7 @@
 
 #include "memory/cpu_accounting.hpp"
 #include "memory/pages.hpp"
+#include "memory/seams.hpp"
 
 #include <infinitybatch/core/bytes.hpp>
 #include <infinitybatch/core/errors.hpp>
@@ -28,7 +29,8 @@ using Thread = CpuAccounting::Thread;
 
 // They outlive every static tensor: they are constants at load time and have no destructor.
 constinit Counters process_counters;
-constinit Pages process_pages;
+constinit Seams process_seams;
+constinit Pages process_pages(process_seams);
 constinit thread_local Thread this_thread;
 
 c10::Device cpu() {
@@ -78,7 +80,11 @@ Header& header_of(void* data) noexcept {
 }
 
 void* take(size_t size, int64_t bytes, int64_t live) {
-  switch (source_of(bytes)) {
+  const Source source = source_of(bytes);
+  if (source != Source::pages && process_pages.too_many(live)) [[unlikely]] {
+    process_pages.trim(live, seconds_now());
+  }
+  switch (source) {
     case Source::malloc:
       return std::malloc(size);
     case Source::pages:

@@ -1,5 +1,7 @@
 #include "memory/pages.hpp"
 
+#include "memory/seams.hpp"
+
 #include <algorithm>
 
 #ifdef __linux__
@@ -42,21 +44,26 @@ bool move(char* from, char* to, size_t bytes) noexcept {
   return mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to) == to;
 }
 
-/// Whether the system moves what has been moved together: Linux does since 6.17. Without that free
-/// pages are of use only where enough of them lie in a row, as in malloc, and there would be faults
-/// where malloc has none.
-bool moves_pages_together() noexcept {
+/// Pages that no others lie beside: there is a hole in front and one behind.
+char* alone_from_system(size_t bytes) noexcept {
+  char* const hole = from_system(bytes + 2 * page());
+  if (hole == nullptr) return nullptr;
+  munmap(hole, page());
+  munmap(hole + page() + bytes, page());
+  return hole + page();
+}
+
+/// Whether the system moves pages, and what is in them.
+bool moves_pages() noexcept {
   const size_t size = page();
   char* const first = from_system(2 * size);
   char* const second = from_system(2 * size);
-  char* const third = from_system(2 * size);
-  if (first == nullptr || second == nullptr || third == nullptr) return false;
+  if (first == nullptr || second == nullptr) return false;
   first[0] = 'b';
   first[size] = 'a';
-  const bool moved = move(first + size, second, size) && move(first, second + size, size) &&
-                     move(second, third, 2 * size);
-  const bool right = moved && third[0] == 'a' && third[size] == 'b';
-  if (moved) to_system(third, 2 * size);
+  if (!move(first + size, second, size) || !move(first, second + size, size)) return false;
+  const bool right = second[0] == 'a' && second[size] == 'b';
+  to_system(second, 2 * size);
   return right;
 }
 
@@ -85,7 +92,10 @@ void to_system(char*, size_t) noexcept {}
 bool move(char*, char*, size_t) noexcept {
   return false;
 }
-bool moves_pages_together() noexcept {
+char* alone_from_system(size_t) noexcept {
+  return nullptr;
+}
+bool moves_pages() noexcept {
   return false;
 }
 size_t count_mappings() noexcept {
@@ -105,7 +115,7 @@ bool Pages::supported() noexcept {
 #else
   constexpr bool kWanted = true;
 #endif
-  static const bool result = kWanted && moves_pages_together();
+  static const bool result = kWanted && moves_pages();
   return result;
 }
 
@@ -122,6 +132,13 @@ bool Pages::enter() noexcept {
   return false;
 }
 
+void Pages::leave() noexcept {
+  constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+  const int64_t beside = kept() + rounding_.load(std::memory_order_relaxed);
+  live_up_to_.store(kept() == 0 ? kNever : ceiling(/*now=*/0) - beside, std::memory_order_relaxed);
+  inside_.clear(std::memory_order_release);
+}
+
 void* Pages::take(size_t bytes, int64_t live, int64_t seconds) noexcept {
   const size_t whole = in_pages(bytes);
   char* pages = nullptr;
@@ -131,7 +148,7 @@ void* Pages::take(size_t bytes, int64_t live, int64_t seconds) noexcept {
       pages = take_inside(whole, live, seconds);
       leave();
     } else {
-      pages = from_system(whole);
+      pages = alone_from_system(whole);  // where they join others is known to who is inside alone
     }
   }
   if (pages != nullptr) {
@@ -146,7 +163,7 @@ char* Pages::take_inside(size_t bytes, int64_t live, int64_t seconds) noexcept {
   if (pages == nullptr) pages = gather(bytes, room(live));
   if (pages == nullptr && count_ > 0) {
     keep_at_most(0);
-    pages = from_system(bytes);
+    pages = fresh(bytes);
   }
   // What is refused is no peak.
   if (pages != nullptr) most_ = std::max(most_, in_use(live));
@@ -161,10 +178,17 @@ void Pages::give_back(void* block, size_t bytes, int64_t live, int64_t seconds) 
   tell_time(seconds);
   most_ = std::max(most_, in_use(live));
   if (count_ == kMostRuns) {
-    const Piece oldest = take_oldest(kept(), SIZE_MAX);
-    to_system(oldest.begin, oldest.bytes);
+    drop(take_oldest(kept(), SIZE_MAX));
   }
   keep(pages, whole);
+  keep_at_most(room(live));
+  leave();
+}
+
+void Pages::trim(int64_t live, int64_t seconds) noexcept {
+  if (!enter()) return;
+  tell_time(seconds);
+  most_ = std::max(most_, in_use(live));
   keep_at_most(room(live));
   leave();
 }
@@ -212,40 +236,52 @@ void Pages::keep(char* begin, size_t bytes) noexcept {
   }
 }
 
-Pages::Piece Pages::take_oldest(int64_t excess, size_t at_most) noexcept {
+Pages::Piece Pages::take_oldest(int64_t excess, size_t at_most, bool to_move) noexcept {
   const auto oldest = std::min_element(runs_.begin(), runs_.begin() + count_,
                                        [](const Run& a, const Run& b) { return a.age < b.age; });
-  const size_t bytes = std::min({oldest->bytes, in_pages(static_cast<size_t>(excess)), at_most});
+  size_t bytes = std::min({oldest->bytes, in_pages(static_cast<size_t>(excess)), at_most});
+  char* const end = oldest->begin + oldest->bytes;
+  if (to_move) bytes = seams_.in_front(end, bytes);
   oldest->bytes -= bytes;
   kept_.fetch_sub(static_cast<int64_t>(bytes), std::memory_order_relaxed);
-  const Piece piece{oldest->begin + oldest->bytes, bytes};
   if (oldest->bytes == 0) remove(static_cast<size_t>(oldest - runs_.begin()));
-  return piece;
+  return {end - bytes, bytes};
+}
+
+char* Pages::fresh(size_t bytes) noexcept {
+  char* const pages = from_system(bytes);
+  if (pages != nullptr) seams_.add(pages, bytes);
+  return pages;
+}
+
+void Pages::drop(Piece piece) noexcept {
+  seams_.remove(piece.begin, piece.bytes);
+  to_system(piece.begin, piece.bytes);
 }
 
 void Pages::keep_at_most(int64_t bytes) noexcept {
-  while (kept() > bytes && count_ > 0) {
-    const Piece piece = take_oldest(kept() - bytes, SIZE_MAX);
-    to_system(piece.begin, piece.bytes);
-  }
+  while (kept() > bytes && count_ > 0) drop(take_oldest(kept() - bytes, SIZE_MAX));
 }
 
 char* Pages::gather(size_t bytes, int64_t spare) noexcept {
-  char* block = from_system(bytes);
+  char* block = fresh(bytes);
   size_t filled = 0;
-  while (block != nullptr && kept() > spare && filled < bytes && mappings_ < most_mappings_) {
-    const Piece piece = take_oldest(kept() - spare, bytes - filled);
+  while (block != nullptr && kept() > spare && filled < bytes && mappings_ < most_mappings_ &&
+         !seams_.lost()) {
+    const Piece piece = take_oldest(kept() - spare, bytes - filled, /*to_move=*/true);
+    seams_.remove(piece.begin, piece.bytes);
     mappings_ += 2;
     if (move(piece.begin, block + filled, piece.bytes)) {
+      seams_.add(block + filled, piece.bytes);
       filled += piece.bytes;
       continue;
     }
     mappings_ = most_mappings_;
     const size_t behind = filled + piece.bytes;
-    if (filled > 0) to_system(block, filled);
-    if (behind < bytes) to_system(block + behind, bytes - behind);
+    if (filled > 0) drop({block, filled});
+    if (behind < bytes) drop({block + behind, bytes - behind});
     keep_at_most(spare);
-    block = from_system(bytes);
+    block = fresh(bytes);
   }
   keep_at_most(spare);
   return block;
@@ -264,10 +300,9 @@ void Pages::tell_time(int64_t seconds) noexcept {
   mappings_ = count_mappings();
 }
 
-int64_t Pages::room(int64_t live) const noexcept {
-  const int64_t now = in_use(live);
+int64_t Pages::ceiling(int64_t now) const noexcept {
   const int64_t most = std::max({most_, most_before_, now});
-  return most + std::max(most / 32, kSlack) - now;
+  return most + std::max(most / 32, kSlack);
 }
 
 }  // namespace infinitybatch::memory

@@ -4,8 +4,11 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 namespace infinitybatch::memory {
+
+class Seams;
 
 /// Whole pages for large blocks, from the system. Pages that are given back are kept for the next
 /// blocks, for the system takes longer to hand out a page than most layers do to fill it; but only
@@ -23,10 +26,12 @@ class Pages {
   /// those of others, are enough.
   static constexpr size_t kMostMappings = 20'000;
 
-  explicit constexpr Pages(size_t most_mappings = kMostMappings) : most_mappings_(most_mappings) {}
+  /// \param seams of these pages alone
+  explicit constexpr Pages(Seams& seams, size_t most_mappings = kMostMappings)
+      : seams_(seams), most_mappings_(most_mappings) {}
 
-  /// Whether this system and this build have it: Linux since 6.17, without AddressSanitizer, which
-  /// knows of malloc's blocks alone. Found by trying, in the first call.
+  /// Whether this system and this build have it: Linux, without AddressSanitizer, which knows of
+  /// malloc's blocks alone. Found by trying, in the first call.
   static bool supported() noexcept;
 
   /// The least bytes for which whole pages waste little, at most three per cent.
@@ -40,6 +45,15 @@ class Pages {
   /// \param bytes as they were asked for
   /// \param live bytes of all tensors, without these
   void give_back(void* block, size_t bytes, int64_t live, int64_t seconds) noexcept;
+
+  /// Whether with so many live bytes more is kept than may be. Costs little: for each block that
+  /// comes from elsewhere.
+  bool too_many(int64_t live) const noexcept {
+    return live > live_up_to_.load(std::memory_order_relaxed);
+  }
+
+  /// Keeps no more than may be kept.
+  void trim(int64_t live, int64_t seconds) noexcept;
 
   /// Gives what nobody uses back to the system.
   void give_all_back() noexcept;
@@ -64,24 +78,28 @@ class Pages {
 
   /// \returns whether nobody else is inside
   bool enter() noexcept;
-  void leave() noexcept { inside_.clear(std::memory_order_release); }
+  void leave() noexcept;
 
   // What follows is for the thread that is inside.
   char* take_inside(size_t bytes, int64_t live, int64_t seconds) noexcept;
   /// Out of the smallest run that has so many bytes; null where none has.
   char* take_kept(size_t bytes) noexcept;
   void keep(char* begin, size_t bytes) noexcept;
-  /// The last pages of the run that has been free for longest.
-  Piece take_oldest(int64_t excess, size_t at_most) noexcept;
+  /// The last pages of the run that has been free for longest, for a move no more than one does.
+  Piece take_oldest(int64_t excess, size_t at_most, bool to_move = false) noexcept;
   /// Gives the oldest runs back to the system until at most so many bytes are left.
   void keep_at_most(int64_t bytes) noexcept;
   /// A new block, of what is kept beyond `spare` as far as that goes, then of fresh pages.
   char* gather(size_t bytes, int64_t spare) noexcept;
+  char* fresh(size_t bytes) noexcept;
+  void drop(Piece piece) noexcept;
   void remove(size_t run) noexcept;
 
   void tell_time(int64_t seconds) noexcept;
+  /// What may be in use and kept.
+  int64_t ceiling(int64_t now) const noexcept;
   /// What may be kept beside so many live bytes.
-  int64_t room(int64_t live) const noexcept;
+  int64_t room(int64_t live) const noexcept { return ceiling(in_use(live)) - in_use(live); }
   /// With what is used to the ends of pages.
   int64_t in_use(int64_t live) const noexcept {
     return live + rounding_.load(std::memory_order_relaxed);
@@ -93,10 +111,12 @@ class Pages {
   uint64_t times_ = 0;  ///< how often runs were given back
   std::atomic<int64_t> kept_{0};
   std::atomic<int64_t> rounding_{0};
+  std::atomic<int64_t> live_up_to_{std::numeric_limits<int64_t>::max()};
   // The most that was in use since `since_`, and in the time before that.
   int64_t since_ = 0;
   int64_t most_ = 0;
   int64_t most_before_ = 0;
+  Seams& seams_;
   // As they were counted at `since_`, and two for each move since.
   size_t mappings_ = 0;
   size_t most_mappings_;

@@ -1,21 +1,68 @@
 #include "memory/pages.hpp"
+#include "memory/seams.hpp"
 
 #include <gtest/gtest.h>
 
+#include <fcntl.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <cstdarg>
 #include <cstdint>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <random>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
+
+namespace {
+
+std::atomic<int> refused_moves{0};
+std::function<void()> while_moving;
+
+/// Where the mapping with this address ends, as Linux says since 6.11; before it refuses moves of
+/// several mappings itself.
+uintptr_t end_of_mapping(uintptr_t address) {
+  struct Query {  // procmap_query of linux/fs.h
+    uint64_t size, flags, address, begin, end;
+    uint64_t rest[9];
+  };
+  static_assert(sizeof(Query) == 112);
+  static const int maps = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+  Query query{.size = 104, .flags = 0, .address = address, .begin = 0, .end = 0, .rest = {}};
+  constexpr unsigned long kQuery = 0xC0686611;  // PROCMAP_QUERY
+  return ioctl(maps, kQuery, &query) == 0 ? query.end : UINTPTR_MAX;
+}
+
+}  // namespace
+
+/// In place of the C library's, for this program and what it is linked with: as Linux before 6.17,
+/// which refuses to move several mappings at once and by then has unmapped what was at the new
+/// place.
+extern "C" void* mremap(void* from, size_t bytes, size_t new_bytes, int flags, ...) noexcept {
+  va_list rest;
+  va_start(rest, flags);
+  void* const to = va_arg(rest, void*);
+  va_end(rest);
+  if (while_moving) while_moving();
+  const auto begin = reinterpret_cast<uintptr_t>(from);
+  if (end_of_mapping(begin) < begin + bytes) {
+    ++refused_moves;
+    munmap(to, new_bytes);
+    errno = EFAULT;
+    return MAP_FAILED;
+  }
+  return reinterpret_cast<void*>(syscall(SYS_mremap, from, bytes, new_bytes, flags, to));
+}
 
 namespace infinitybatch::memory {
 namespace {
@@ -46,9 +93,10 @@ int64_t page_faults() {
 class Taken : public testing::Test {
  protected:
   void SetUp() override {
-    if (!Pages::supported())
-      GTEST_SKIP() << "AddressSanitizer, or no Linux since 6.17: blocks are malloc's";
+    if (!Pages::supported()) GTEST_SKIP() << "AddressSanitizer, or no Linux: blocks are malloc's";
   }
+
+  void TearDown() override { EXPECT_EQ(refused_moves.exchange(0), 0); }
 
   char* take(size_t bytes) {
     live_ += static_cast<int64_t>(bytes);
@@ -60,13 +108,28 @@ class Taken : public testing::Test {
     pages_.give_back(block, bytes, live_, seconds_);
   }
 
-  Pages pages_;
+  Seams seams_;
+  Pages pages_{seams_};
   int64_t live_ = 0;
   int64_t most_ = 0;
   int64_t seconds_ = 1000;
 };
 
 using PagesTest = Taken;
+
+TEST_F(PagesTest, AreMovedHereAsByLinuxBefore617) {
+  const auto map = [](size_t bytes, int protection) {
+    return static_cast<char*>(mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  };
+  constexpr int kBoth = PROT_READ | PROT_WRITE;
+  char* const two = map(2 * kUnit, kBoth);
+  ASSERT_EQ(mprotect(two, kUnit, PROT_READ), 0);
+  char* const place = map(2 * kUnit, kBoth);
+  EXPECT_EQ(mremap(two, 2 * kUnit, 2 * kUnit, MREMAP_MAYMOVE | MREMAP_FIXED, place), MAP_FAILED);
+  const bool linux_refuses = end_of_mapping(reinterpret_cast<uintptr_t>(two)) == UINTPTR_MAX;
+  EXPECT_EQ(refused_moves.exchange(0), linux_refuses ? 0 : 1);
+  munmap(two, 2 * kUnit);
+}
 
 TEST_F(PagesTest, AreKeptForTheNextBlock) {
   char* const first = take(3 * kUnit);
@@ -192,7 +255,8 @@ TEST_F(PagesTest, MoveToWhereTheyAreNeeded) {
 /// A process may have 65,530 mappings, and every move may make two more.
 TEST_F(PagesTest, AreOfFewMappingsHoweverOftenTheyMove) {
   const size_t most = mappings() + 1000;
-  Pages pages(most);
+  Seams seams;
+  Pages pages(seams, most);
   std::mt19937 random(1);
   std::vector<std::pair<char*, size_t>> blocks;
   const auto give_one_back = [&] {
@@ -250,6 +314,92 @@ TEST_F(PagesTest, AreForAllThreads) {
     if (turn == 0) before = mapped();  // with the threads' stacks, which are kept
   }
   EXPECT_LE(mapped() - before, static_cast<int64_t>(16 * kUnit)) << "none is lost";
+}
+
+/// A block that a thread had from the system while another was inside is moved, too.
+TEST_F(PagesTest, OfThreadsThatFoundOthersInsideMoveAsFarAsOneMappingGoes) {
+  std::mt19937 random(1);
+  std::vector<std::pair<char*, size_t>> blocks;
+  const auto take_one = [&] {
+    const size_t bytes = 4096 * (1 + random() % (random() % 10 == 0 ? 1024 : 64));
+    blocks.emplace_back(take(bytes), bytes);
+    ASSERT_NE(blocks.back().first, nullptr);
+    for (size_t page = 0; page < bytes; page += 4096) blocks.back().first[page] = 1;
+  };
+  int found_others = 0;
+  while_moving = [&] {
+    ++found_others;
+    take_one();
+  };
+  for (int i = 0; i < 20'000; ++i) {
+    if (blocks.size() < 40 && random() % 2 == 0) {
+      take_one();
+    } else if (!blocks.empty()) {
+      std::swap(blocks[random() % blocks.size()], blocks.back());
+      const auto [block, bytes] = blocks.back();
+      blocks.pop_back();
+      give_back(block, bytes);
+    }
+  }
+  while_moving = nullptr;
+  EXPECT_GT(found_others, 100);
+  for (const auto& [block, bytes] : blocks) give_back(block, bytes);
+}
+
+TEST_F(PagesTest, LeaveNoSeams) {
+  std::vector<char*> blocks;
+  for (size_t i = 0; i < 64; ++i) blocks.push_back(take(kUnit));
+  for (size_t i = 0; i < 64; i += 2) give_back(blocks[i], kUnit);
+  give_back(take(20 * kUnit), 20 * kUnit);
+  EXPECT_GT(seams_.count(), 0);
+  for (size_t i = 1; i < 64; i += 2) give_back(blocks[i], kUnit);
+  pages_.give_all_back();
+  EXPECT_EQ(seams_.count(), 0);
+}
+
+/// Blocks from elsewhere make no call of take().
+TEST_F(PagesTest, AreTrimmedWhereOthersNeedTheRoom) {
+  give_back(take(64 * kUnit), 64 * kUnit);
+  live_ += 8 * kUnit;
+  EXPECT_FALSE(pages_.too_many(live_)) << "a thirty-second part or 2 MiB may be kept";
+  live_ += kUnit;
+  EXPECT_TRUE(pages_.too_many(live_));
+  pages_.trim(live_, seconds_);
+  EXPECT_EQ(pages_.kept(), 63 * kUnit);
+  EXPECT_FALSE(pages_.too_many(live_));
+  pages_.give_all_back();
+  EXPECT_FALSE(pages_.too_many(INT64_MAX)) << "there is nothing to give";
+}
+
+TEST(SeamsTest, AreFoundInFrontOfAnAddress) {
+  std::vector<char> memory(100);
+  char* const at = memory.data();
+  Seams seams;
+  EXPECT_EQ(seams.in_front(at + 50, 40), 40);
+  seams.add(at, 30);
+  seams.add(at + 30, 20);
+  EXPECT_EQ(seams.count(), 3);
+  EXPECT_EQ(seams.in_front(at + 50, 40), 20);
+  EXPECT_EQ(seams.in_front(at + 50, 10), 10);
+  EXPECT_EQ(seams.in_front(at + 40, 40), 10);
+  EXPECT_EQ(seams.in_front(at + 30, 40), 30);
+  seams.add(at + 10, 30);
+  EXPECT_EQ(seams.count(), 4) << "the one within it is gone";
+  EXPECT_EQ(seams.in_front(at + 40, 40), 30);
+  seams.remove(at + 40, 10);
+  EXPECT_EQ(seams.count(), 2);
+  seams.remove(at, 100);
+  EXPECT_EQ(seams.count(), 0);
+}
+
+TEST(SeamsTest, AreLostWhereThereAreTooMany) {
+  std::vector<char> memory(2 * Seams::kMost + 2);
+  Seams seams;
+  for (size_t i = 0; i < Seams::kMost / 2; ++i) seams.add(&memory[4 * i], 1);
+  EXPECT_EQ(seams.count(), Seams::kMost);
+  EXPECT_FALSE(seams.lost());
+  seams.add(&memory.back() - 1, 1);
+  EXPECT_TRUE(seams.lost());
 }
 
 }  // namespace
