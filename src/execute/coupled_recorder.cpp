@@ -175,6 +175,7 @@ CoupledRecorder::Recording CoupledRecorder::record(Rows rows, const Batch& input
   tape::trim(recorded->tape, is_static ? std::function<bool(const tape::Op&)>() : left_already);
   cut(*recorded);
   found_.share(recorded->tape, ops_.first() != nullptr ? &ops_.first()->tape : nullptr);
+  tape::share_with_last(recorded->tape);
   learn_draws(rows, inputs, recorded->tape, watch, forward);
   ops_.meet(recorded);
   if (check) {

@@ -24,8 +24,9 @@ bool same_number(const tape::External& a, const tape::External& b) {
 }  // namespace
 
 void FoundValues::share(tape::Tape& tape, const tape::Tape* first) {
-  for (size_t i = 0; i < tape.externals.size(); ++i) {
-    tape::External& external = tape.externals[i];
+  std::vector<tape::External>& externals = tape.externals.own();
+  for (size_t i = 0; i < externals.size(); ++i) {
+    tape::External& external = externals[i];
     if (first != nullptr && i < first->externals.size() &&
         same_number(external, first->externals[i])) {
       external = first->externals[i];

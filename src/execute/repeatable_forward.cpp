@@ -46,6 +46,7 @@ Batch RepeatableForward::first(const Batch& inputs, bool keep, bool read,
     tape::Recorder recorder(inputs, model_.buffers, model_.devices);
     outputs = recorder.run(run);
     tape_ = recorder.finish(outputs);
+    tape::share_with_last(tape_);
     recorded_ = true;
     if (tape_.refusal && needs_tape) {
       throw Unsupported(*tape_.refusal +

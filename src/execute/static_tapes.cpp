@@ -35,7 +35,7 @@ void StaticTapes::meet(int64_t rows, const Recorded& recorded) {
   Entry& entry = by_rows[rows];
   if (!entry.recorded) {
     const auto kept = std::make_shared<Recorded>(recorded);
-    for (tape::External& external : kept->tape.externals) {
+    for (tape::External& external : kept->tape.externals.own()) {
       external.version.reset();  // parameters change from step to step
     }
     entry.recorded = kept;

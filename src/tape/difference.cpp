@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 
 namespace infinitybatch::tape {
 namespace {
@@ -29,7 +30,7 @@ bool same_list(c10::ArrayRef<c10::IValue> a, c10::ArrayRef<c10::IValue> b) {
 }
 
 template <typename T>
-auto stretch(const std::vector<T>& all, Range range) {
+auto stretch(const SharedVector<T>& all, Range range) {
   return c10::ArrayRef<T>(all).slice(range.begin, range.end - range.begin);
 }
 
@@ -55,6 +56,16 @@ bool same_found(const External& a, const External& b) {
   if (a.value != b.value || a.input_leaf != b.input_leaf) return false;
   if (a.tensor.is_same(b.tensor) || a.before.defined() || b.before.defined()) return true;
   return a.tensor.defined() && b.tensor.defined() && same_bits(a.tensor, b.tensor);
+}
+
+/// The very same, for whoever replays.
+bool same_argument(const c10::IValue& a, const c10::IValue& b) {
+  return a.isGenerator() && b.isGenerator() ? a.is(b) : same_number(a, b);
+}
+
+bool same_external(const External& a, const External& b) {
+  return a.value == b.value && a.input_leaf == b.input_leaf && a.is_buffer == b.is_buffer &&
+         a.version == b.version && a.tensor.is_same(b.tensor) && a.before.is_same(b.before);
 }
 
 std::string name_of(const Op& op) {
@@ -96,6 +107,33 @@ std::optional<std::string> difference(const Tape& a, const Tape& b) {
   }
   if (a.result_values != b.result_values) return "other outputs";
   return std::nullopt;
+}
+
+void share_with_last(Tape& tape) {
+  thread_local struct {
+    SharedVector<Op>::Known ops;
+    SharedVector<uint32_t>::Known memories;
+    SharedVector<int64_t>::Known memory_bytes;
+    SharedVector<External>::Known externals;
+    SharedVector<c10::IValue>::Known arguments;
+    SharedVector<Slot>::Known slots;
+    SharedVector<ValueId>::Known elements, outputs, releases, result_values;
+    SharedVector<Modes>::Known modes;
+    SharedVector<uint32_t>::Known origins;
+  } last;
+  const auto share = [](auto& all, auto& known) { all.share(known, std::equal_to<>()); };
+  share(tape.ops, last.ops);
+  share(tape.memories, last.memories);
+  share(tape.memory_bytes, last.memory_bytes);
+  tape.externals.share(last.externals, same_external);
+  tape.arguments.share(last.arguments, same_argument);
+  share(tape.slots, last.slots);
+  share(tape.elements, last.elements);
+  share(tape.outputs, last.outputs);
+  share(tape.releases, last.releases);
+  share(tape.modes, last.modes);
+  share(tape.origins, last.origins);
+  share(tape.result_values, last.result_values);
 }
 
 }  // namespace infinitybatch::tape

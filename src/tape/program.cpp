@@ -56,8 +56,8 @@ struct Lengths {
 };
 thread_local Lengths last_lengths;
 
-template <typename T>
-uint32_t position(const std::vector<T>& array) {
+template <typename Array>
+uint32_t position(const Array& array) {
   return static_cast<uint32_t>(array.size());
 }
 
@@ -94,11 +94,11 @@ Program::Program(const Batch& inputs, const std::vector<at::Tensor>& buffers,
   values_.reserve(last_lengths.values);
   numbers_.reserve(last_lengths.values);
   memories_.reserve(last_lengths.values);
-  tape_.ops.reserve(last_lengths.ops);
-  tape_.arguments.reserve(last_lengths.arguments);
-  tape_.slots.reserve(last_lengths.slots);
-  tape_.outputs.reserve(last_lengths.outputs);
-  tape_.externals.reserve(last_lengths.externals);
+  tape_.ops.own().reserve(last_lengths.ops);
+  tape_.arguments.own().reserve(last_lengths.arguments);
+  tape_.slots.own().reserve(last_lengths.slots);
+  tape_.outputs.own().reserve(last_lengths.outputs);
+  tape_.externals.own().reserve(last_lengths.externals);
   for (const at::Device& device : devices) {
     if (device.is_cpu()) continue;
     streams_.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
@@ -251,7 +251,7 @@ void Program::take_argument(const c10::IValue& argument, size_t position_in_op) 
     slot.first = use(tensor, access);
     if (op_.aside && position_in_op == 1) scaled_by_.push_back(slot.first);
     tape_.slots.push_back(slot);
-    tape_.arguments.emplace_back();
+    tape_.arguments.push_back(c10::IValue());
     return;
   }
   const bool optional = argument.isOptionalTensorList();
@@ -270,7 +270,7 @@ void Program::take_argument(const c10::IValue& argument, size_t position_in_op) 
   }
   slot.count = position(tape_.elements) - slot.first;
   tape_.slots.push_back(slot);
-  tape_.arguments.emplace_back();
+  tape_.arguments.push_back(c10::IValue());
 }
 
 void Program::take_generator(const at::Generator& generator) {
@@ -453,8 +453,8 @@ Tape Program::finish(const Batch& outputs) {
                   tape_.slots.size(), tape_.outputs.size(), tape_.externals.size()};
   tape_.result = Batch(std::move(leaves), outputs.structure());
   tape_.value_count = values_.size();
-  tape_.memories.assign(values_.size(), kNoMemory);
-  memories_.number(tape_.memories, tape_.memory_bytes);
+  tape_.memories.own().assign(values_.size(), kNoMemory);
+  memories_.number(tape_.memories.own(), tape_.memory_bytes.own());
   const bool strayed = generators_.strayed();
   tape_.strayed = tape_.strayed || strayed;
   if (strayed || generators_.drew()) tape_.initial = generators_.initial();

@@ -94,19 +94,22 @@ void trim(Tape& tape, const std::function<bool(const Op&)>& may_go) {
     if (external.before.defined()) released[external.value] = true;  // its end may be asked for
   }
   // From the last op on: each value goes to the first that is met.
-  tape.releases.reserve(tape.value_count);
-  for (size_t i = tape.ops.size(); i-- > 0;) {
+  std::vector<ValueId>& releases = tape.releases.own();
+  std::vector<ValueId>& outputs = tape.outputs.own();
+  std::vector<Op>& ops = tape.ops.own();
+  releases.reserve(tape.value_count);
+  for (size_t i = ops.size(); i-- > 0;) {
     if (!keep[i]) continue;
-    Op& op = tape.ops[i];
+    Op& op = ops[i];
     const auto last_use = [&](ValueId value) {
       if (released[value]) return;
       released[value] = true;
-      tape.releases.push_back(value);
+      releases.push_back(value);
     };
-    op.releases.begin = static_cast<uint32_t>(tape.releases.size());
+    op.releases.begin = static_cast<uint32_t>(releases.size());
     if (op.facts == nullptr) last_use(restored[i]);
     for (uint32_t o = op.outputs.begin; o < op.outputs.end; ++o) {
-      ValueId& output = tape.outputs[o];
+      ValueId& output = outputs[o];
       if (output == kNoValue) continue;
       if (!needed[output]) {
         output = kNoValue;
@@ -115,22 +118,23 @@ void trim(Tape& tape, const std::function<bool(const Op&)>& may_go) {
       }
     }
     for_each_argument(tape, op, [&](ValueId value, const Slot&) { last_use(value); });
-    op.releases.end = static_cast<uint32_t>(tape.releases.size());
+    op.releases.end = static_cast<uint32_t>(releases.size());
   }
   const bool costs = !tape.costs.ops.empty();
-  if (costs) tape.costs.ops.resize(tape.ops.size());
-  tape.origins.reserve(kept);
-  for (size_t i = 0; i < tape.ops.size(); ++i) {
+  if (costs) tape.costs.ops.resize(ops.size());
+  std::vector<uint32_t>& origins = tape.origins.own();
+  origins.reserve(kept);
+  for (size_t i = 0; i < ops.size(); ++i) {
     if (!keep[i]) continue;
-    const size_t position = tape.origins.size();
+    const size_t position = origins.size();
     if (costs) tape.costs.ops[position] = tape.costs.ops[i];
-    tape.ops[position] = tape.ops[i];
-    tape.origins.push_back(static_cast<uint32_t>(i));
+    ops[position] = ops[i];
+    origins.push_back(static_cast<uint32_t>(i));
   }
-  tape.ops.resize(kept);
+  ops.resize(kept);
   if (costs) tape.costs.ops.resize(kept);
   // What only dropped ops read need not be held.
-  std::erase_if(tape.externals, [&](const External& external) { return !needed[external.value]; });
+  std::erase_if(tape.externals.own(), [&](const External& external) { return !needed[external.value]; });
 }
 
 std::string Tape::describe() const {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "core/generator_state.hpp"
+#include "core/shared_vector.hpp"
 #include "tape/modes.hpp"
 #include "tape/op_facts.hpp"
 
@@ -30,12 +31,14 @@ struct Slot {
   uint16_t argument = 0;  ///< position in the op's arguments
   uint32_t first = 0;     ///< tensor: its ValueId; lists: first index into Tape::elements
   uint32_t count = 0;     ///< lists: elements
+  bool operator==(const Slot&) const = default;
 };
 
 /// A stretch of one of the tape's flat arrays.
 struct Range {
   uint32_t begin = 0;
   uint32_t end = 0;
+  bool operator==(const Range&) const = default;
 };
 
 /// A public ATen (or custom) operator with its arguments, or the restoring of memory that was
@@ -53,6 +56,7 @@ struct Op {
   bool drew = false;               ///< it took numbers from a generator
   bool aside = false;              ///< scaled rows of a weight: replays find them scaled
   uint32_t witness = kNoWitness;   ///< index into Tape::witnesses; see `Recorder::witness`
+  bool operator==(const Op&) const = default;
 };
 
 /// What an op showed user code of tensors' values while it was recorded.
@@ -98,26 +102,26 @@ struct Draw {
 /// be promised `opaque` says why, and the user's code has to be run again instead; where even that
 /// would not be exact, `refusal` says why.
 struct Tape {
-  std::vector<Op> ops;
+  SharedVector<Op> ops;
   size_t value_count = 0;
   /// For each value: a number of the memory that it lies in; values with the same one are aliases.
-  std::vector<uint32_t> memories;
-  std::vector<int64_t> memory_bytes;  ///< of each memory, when it was met
-  std::vector<External> externals;
+  SharedVector<uint32_t> memories;
+  SharedVector<int64_t> memory_bytes;  ///< of each memory, when it was met
+  SharedVector<External> externals;
 
-  std::vector<c10::IValue> arguments;
-  std::vector<Slot> slots;
-  std::vector<ValueId> elements;  ///< of list arguments; kNoValue for None
-  std::vector<ValueId> outputs;   ///< of ops, flat; kNoValue where nothing needs it
+  SharedVector<c10::IValue> arguments;
+  SharedVector<Slot> slots;
+  SharedVector<ValueId> elements;  ///< of list arguments; kNoValue for None
+  SharedVector<ValueId> outputs;   ///< of ops, flat; kNoValue where nothing needs it
   std::vector<Draw> draws;
-  std::vector<ValueId> releases;
-  std::vector<Modes> modes;
+  SharedVector<ValueId> releases;
+  SharedVector<Modes> modes;
   /// For ops without facts, in order: the bytes of all of the memory that the value lies in.
   std::vector<std::pair<ValueId, at::Tensor>> restores;
 
   std::vector<Witness> witnesses;  ///< of ops through which user code may see values
 
-  std::vector<uint32_t> origins;  ///< for each op: its position before `trim`
+  SharedVector<uint32_t> origins;  ///< for each op: its position before `trim`
   Costs costs;
 
   bool scales_rows = false;   ///< of weights, that replays find scaled and do not scale
@@ -126,7 +130,7 @@ struct Tape {
   std::vector<Draw> initial;  ///< the default generators when the recording began; empty where
                               ///< nothing was drawn
   Batch result;               ///< what the model returned; tensors left out
-  std::vector<ValueId> result_values;  ///< for each leaf of `result`; kNoValue for objects
+  SharedVector<ValueId> result_values;  ///< for each leaf of `result`; kNoValue for objects
 
   std::optional<std::string> opaque;
   std::optional<std::string> refusal;
@@ -141,6 +145,10 @@ struct Tape {
 /// \param may_go asked of ops that leave something in buffers alone which nothing else on the tape
 ///               reads: whether replays need not leave it there. Null: they do
 void trim(Tape& tape, const std::function<bool(const Op&)>& may_go = nullptr);
+
+/// Micro-batches run the same program, mostly: what is the same in the last tape that this thread
+/// gave here, while that is there, they hold together.
+void share_with_last(Tape& tape);
 
 /// Runs the tape again, in the modes of the recording, and returns what the model returned then.
 /// The random state of the default generators is as before afterwards.

@@ -143,7 +143,7 @@ void Program::before_write(const at::Tensor& tensor, ValueId value) {
     }
     if (known.external < 0) continue;
     if (++externals > 1) return give_up("forward writes into memory that two tensors share");
-    External& external = tape_.externals[static_cast<size_t>(known.external)];
+    External& external = tape_.externals.own()[static_cast<size_t>(known.external)];
     if (external.before.defined()) continue;
     if (original.requires_grad()) return give_up("forward writes into an input that requires grad");
     if (external.is_buffer && lent) external.before = lent(original);
@@ -178,7 +178,7 @@ void Program::begin_scaling(const at::Tensor& weight) {
   tape_.scales_rows = op_.aside = true;
   for (const ValueId alias : memory->values) {
     const int64_t index = values_[alias].external;
-    if (index >= 0) tape_.externals[static_cast<size_t>(index)].version.reset();
+    if (index >= 0) tape_.externals.own()[static_cast<size_t>(index)].version.reset();
   }
   written_.push_back(weight);
 }
@@ -245,7 +245,7 @@ void Program::judge_write(const at::Tensor& tensor) {
 void Program::judge_leftovers() {
   if (leftovers_.empty()) return;
   // Replays start from copies of what is written: let go, and see who else holds it.
-  for (External& external : tape_.externals) {
+  for (External& external : tape_.externals.own()) {
     if (external.before.defined()) external.tensor.reset();
   }
   for (const auto& [storage, reason] : leftovers_) {
