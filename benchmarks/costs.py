@@ -181,8 +181,8 @@ def allocator(native: Quoted) -> str:
     held = [a["resident"] / b["resident"] for a, b in zip(ours, torch, strict=True)]
     return (
         "Native training itself, with malloc as it is by default, takes "
-        f"{min(ratios):.2f} to {max(ratios):.2f} of the time after `import infinitybatch` (Linux "
-        f"since 6.17), and the process holds {min(held):.2f} to {max(held):.2f} of the memory: large "
+        f"{min(ratios):.2f} to {max(ratios):.2f} of the time after `import infinitybatch` "
+        f"(Linux), and the process holds {min(held):.2f} to {max(held):.2f} of the memory: large "
         "tensors come in pages that are kept for the next ones."
     )
 

@@ -134,7 +134,8 @@ void trim(Tape& tape, const std::function<bool(const Op&)>& may_go) {
   ops.resize(kept);
   if (costs) tape.costs.ops.resize(kept);
   // What only dropped ops read need not be held.
-  std::erase_if(tape.externals.own(), [&](const External& external) { return !needed[external.value]; });
+  std::erase_if(tape.externals.own(),
+                [&](const External& external) { return !needed[external.value]; });
 }
 
 std::string Tape::describe() const {

@@ -2,9 +2,6 @@
 withheld. What the allocator counts is what the process takes."""
 
 import gc
-import os
-import platform
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -279,12 +276,6 @@ print(resident() - begin, peak - before)
 """
 
 
-# Before Linux 6.17 large blocks are malloc's, and what it keeps is its own; so each goes back to the
-# system when it is freed.
-OWN_PAGES = [int(each) for each in re.findall(r"\d+", platform.release())[:2]] >= [6, 17]
-MALLOC = {} if OWN_PAGES else {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
-
-
 @pytest.mark.parametrize(
     "who",
     [
@@ -300,7 +291,6 @@ def test_the_process_takes_what_the_allocator_counts(who):
     for how in ("little", "much"):
         done = subprocess.run(
             [sys.executable, "-c", RESIDENT, who, how],
-            env=os.environ | MALLOC,
             capture_output=True,
             text=True,
             check=False,

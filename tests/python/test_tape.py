@@ -1,5 +1,7 @@
 """What a tape replays: everything that goes through the dispatcher, bit for bit."""
 
+import ctypes
+
 import infinitybatch as ib
 import numpy as np
 import pytest
@@ -451,3 +453,32 @@ class TestOutputs:
         w = leaf(3)
         x = {"a": torch.randn(3).double(), "b": [torch.randn(3).double(), 4]}
         replays(lambda x: x["a"] * w + x["b"][0] * x["b"][1], x, wanted=[w])
+
+
+def test_equal_programs_take_the_memory_of_one():
+    """Beside the tensors: what malloc has between the two passes."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("no glibc")
+    numbers = [(name, ctypes.c_size_t) for name in ("", "", "", "", "mapped", "", "", "used")]
+    numbers = [(name or f"other{i}", kind) for i, (name, kind) in enumerate(numbers)]
+    info = type(
+        "Info", (ctypes.Structure,), {"_fields_": [*numbers, ("last", 2 * ctypes.c_size_t)]}
+    )
+    libc.mallinfo2.restype = info
+
+    def beside_tensors():
+        now = libc.mallinfo2()
+        return now.used + now.mapped - ib.memory.stats().live
+
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Tanh()) for _ in range(20)]
+    wrapped = ib.wrap(nn.Sequential(*layers), micro_batch_size=1)
+    taken = {}
+    for samples in (16, 16, 144, 144):
+        before = beside_tensors()
+        loss = wrapped(torch.randn(samples, 4)).logsumexp(0).sum()
+        taken[samples] = beside_tensors() - before
+        loss.backward()
+        del loss
+    # Each has its own: a state of the random generator, its output.
+    assert (taken[144] - taken[16]) / 128 < 6000

@@ -132,7 +132,7 @@ TEST(CpuAllocator, LeavesNoHolesBetweenBlocks) {
 #endif
 
 TEST(CpuAllocator, KeepsPagesOfLargeBlocksForTheNext) {
-  if (!Pages::supported()) GTEST_SKIP() << "AddressSanitizer, or no Linux since 6.17";
+  if (!Pages::supported()) GTEST_SKIP() << "AddressSanitizer, or no Linux";
   constexpr int64_t kBytes = 8 << 20;
   const void* before = nullptr;
   {

@@ -101,7 +101,7 @@ def test_doctor_notes_what_could_be_better():
     assert re.search(threads, plain.stdout, re.MULTILINE), plain.stdout
     torch.empty(2**20)
     memory = ib.memory.stats()
-    if memory.reserved > memory.live:  # else large blocks are malloc's, as before Linux 6.17
+    if memory.reserved > memory.live:  # else large blocks are malloc's
         malloc = r"^ok +malloc +large tensors come in pages"
     else:
         malloc = r"^note +malloc .*\n +-> .*MALLOC_TRIM_THRESHOLD_"

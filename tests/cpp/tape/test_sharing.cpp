@@ -1,0 +1,116 @@
+// Tapes of micro-batches hold what is the same in them together.
+#include "tape/recorder.hpp"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+namespace infinitybatch::tape {
+namespace {
+
+const at::Tensor& weight() {
+  static const at::Tensor made = at::randn({6, 6}, at::kDouble).requires_grad_();
+  return made;
+}
+
+Tape record(const std::function<at::Tensor(const at::Tensor&)>& forward, int64_t rows = 4) {
+  weight();  // made before
+  const Batch inputs = Batch(at::randn({rows, 6}, at::kDouble));
+  Recorder recorder(inputs, {}, {at::Device(at::kCPU)});
+  const Batch outputs =
+      recorder.run([&] { return Batch(forward(inputs.leaves().front().tensor)); });
+  Tape tape = recorder.finish(outputs);
+  EXPECT_FALSE(tape.opaque) << *tape.opaque;
+  share_with_last(tape);
+  return tape;
+}
+
+/// How many of them begin at the same address.
+int shared(const Tape& a, const Tape& b) {
+  int count = 0;
+  const auto look = [&count](const auto& x, const auto& y) {
+    count += !x.empty() && x.data() == y.data() ? 1 : 0;
+  };
+  look(a.ops, b.ops);
+  look(a.memories, b.memories);
+  look(a.memory_bytes, b.memory_bytes);
+  look(a.externals, b.externals);
+  look(a.arguments, b.arguments);
+  look(a.slots, b.slots);
+  look(a.outputs, b.outputs);
+  look(a.releases, b.releases);
+  look(a.modes, b.modes);
+  look(a.origins, b.origins);
+  look(a.result_values, b.result_values);
+  return count;
+}
+
+constexpr int kAll = 11;
+
+TEST(Sharing, OfEqualProgramsIsOfAllArrays) {
+  const auto forward = [](const at::Tensor& x) { return at::linear(x, weight()).tanh() * 2; };
+  const Tape first = record(forward);
+  const Tape second = record(forward);
+  EXPECT_EQ(shared(first, second), kAll);
+  const Tape third = record(forward);
+  EXPECT_EQ(shared(first, third), kAll);
+}
+
+TEST(Sharing, LeavesOtherNumbersApart) {
+  double factor = 2;
+  const auto forward = [&](const at::Tensor& x) { return at::linear(x, weight()) * factor++; };
+  const Tape first = record(forward);
+  const Tape second = record(forward);
+  EXPECT_EQ(shared(first, second), kAll - 1);
+  const Batch inputs = Batch(at::randn({4, 6}, at::kDouble));
+  const at::Tensor plain = at::linear(inputs.leaves().front().tensor, weight());
+  EXPECT_TRUE(replay(first, inputs).leaves().front().tensor.equal(plain * 2));
+  EXPECT_TRUE(replay(second, inputs).leaves().front().tensor.equal(plain * 3));
+}
+
+TEST(Sharing, LeavesOtherFoundTensorsApart) {
+  const at::Tensor other = at::randn({6, 6}, at::kDouble);
+  const Tape first = record([](const at::Tensor& x) { return at::linear(x, weight()); });
+  const Tape second = record([&](const at::Tensor& x) { return at::linear(x, other); });
+  EXPECT_EQ(shared(first, second), kAll - 1);
+}
+
+TEST(Sharing, LeavesOtherRandomStatesApart) {
+  const auto forward = [](const at::Tensor& x) {
+    return at::dropout(at::linear(x, weight()), 0.5, true);
+  };
+  const Tape first = record(forward);
+  const Tape second = record(forward);
+  EXPECT_EQ(shared(first, second), kAll);
+  ASSERT_EQ(first.initial.size(), 1u);
+  EXPECT_FALSE(first.initial[0].state == second.initial[0].state);
+}
+
+TEST(Sharing, LeavesOtherGeneratorsApart) {
+  const auto forward = [](const at::Tensor& x) {
+    at::Generator generator = at::detail::createCPUGenerator(7);
+    return at::linear(x, weight()) + at::rand({6}, generator, x.options());
+  };
+  const Tape first = record(forward);
+  const Tape second = record(forward);
+  EXPECT_NE(first.arguments.data(), second.arguments.data());
+  EXPECT_EQ(first.ops.data(), second.ops.data());
+}
+
+TEST(Sharing, EndsWithTheTapes) {
+  const auto forward = [](const at::Tensor& x) { return at::linear(x, weight()); };
+  const size_t before = weight().use_count();
+  record(forward);
+  EXPECT_EQ(weight().use_count(), before) << "nothing holds what the tapes held";
+}
+
+TEST(Sharing, OfACopyEndsWhereItIsChanged) {
+  const Tape first = record([](const at::Tensor& x) { return at::linear(x, weight()); });
+  Tape copy = first;
+  EXPECT_EQ(shared(first, copy), kAll);
+  copy.externals.own().clear();
+  EXPECT_FALSE(first.externals.empty());
+  EXPECT_EQ(shared(first, copy), kAll - 1);
+}
+
+}  // namespace
+}  // namespace infinitybatch::tape
