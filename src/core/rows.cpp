@@ -206,7 +206,10 @@ Batch concatenate(std::vector<Batch> parts, const std::vector<int64_t>& row_coun
     const std::string leaf_name = describe(name, joined, leaf);
     const int64_t dim = follows_rows(parts, row_counts, leaf, leaf_name);
     std::vector<at::Tensor> tensors;
-    for (const Batch& part : parts) tensors.push_back(part.leaves()[leaf].tensor);
+    // One leaf's parts are let go of before the next one is joined.
+    for (Batch& part : parts) {
+      tensors.push_back(std::exchange(part.leaves()[leaf].tensor, at::Tensor()));
+    }
     Leaf& made = joined.leaves()[leaf];
     made.batch_dim = dim;
     if (tensors.size() > 1) made.tensor = join_rows(tensors, made, leaf_name);

@@ -250,32 +250,63 @@ std::vector<MicroBatchProfile::Share> MicroBatchProfile::shares_at(int64_t lengt
   return shares;
 }
 
-MicroBatchProfile::Effect MicroBatchProfile::effect(Step step, RowsAtLength micro_batch,
-                                                    bool first) const {
+double MicroBatchProfile::bytes_of(uint32_t block, double rows,
+                                   const std::vector<Share>& shares) const {
+  if (block == ProfileEvent::kNoBlock) return 0.0;
+  const double bytes = blocks_[block].at(rows);
+  if (shares.empty()) return std::max(0.0, bytes);
+  double ratio = 0;
+  for (const auto& [known, weight] : shares) ratio += weight * known->ratios[block];
+  return std::max(0.0, bytes * ratio);
+}
+
+std::pair<size_t, size_t> MicroBatchProfile::events_of(Step step) const {
   auto place = std::find(steps_.begin(), steps_.end(), step);
   if (place == steps_.end() && step.again) {
     step.again = false;
     place = std::find(steps_.begin(), steps_.end(), step);
   }
-  if (place == steps_.end()) return {};
-  const std::vector<Share> shares = shares_at(micro_batch.length);
-  const auto bytes_of = [&](uint32_t block) {
-    if (block == ProfileEvent::kNoBlock) return 0.0;
-    const double bytes = blocks_[block].at(micro_batch.rows);
-    if (shares.empty()) return std::max(0.0, bytes);
-    double ratio = 0;
-    for (const auto& [known, weight] : shares) ratio += weight * known->ratios[block];
-    return std::max(0.0, bytes * ratio);
-  };
+  if (place == steps_.end()) return {0, 0};
   const auto index = static_cast<size_t>(place - steps_.begin());
-  const size_t begin = operation_starts_[index];
   const size_t end =
       index + 1 < operation_starts_.size() ? operation_starts_[index + 1] : events_.size();
+  return {operation_starts_[index], end};
+}
+
+int64_t MicroBatchProfile::largest_block(Step step, RowsAtLength micro_batch) const {
+  const std::vector<Share> shares = shares_at(micro_batch.length);
+  const auto [begin, end] = events_of(step);
+  double most = 0;
+  for (size_t i = begin; i < end; ++i) {
+    if (events_[i].kind != ProfileEvent::Kind::allocate) continue;
+    most = std::max(most, bytes_of(events_[i].block, micro_batch.rows, shares));
+  }
+  return std::llround(most);
+}
+
+int64_t MicroBatchProfile::largest_left(RowsAtLength micro_batch) const {
+  std::unordered_set<uint32_t> gone;
+  for (const ProfileEvent& event : events_) {
+    if (event.kind != ProfileEvent::Kind::allocate) gone.insert(event.block);
+  }
+  const std::vector<Share> shares = shares_at(micro_batch.length);
+  double most = 0;
+  for (const ProfileEvent& event : events_) {
+    if (gone.contains(event.block)) continue;
+    most = std::max(most, bytes_of(event.block, micro_batch.rows, shares));
+  }
+  return std::llround(most);
+}
+
+MicroBatchProfile::Effect MicroBatchProfile::effect(Step step, RowsAtLength micro_batch,
+                                                    bool first) const {
+  const std::vector<Share> shares = shares_at(micro_batch.length);
+  const auto [begin, end] = events_of(step);
   double live = 0;
   double rise = 0;
   for (size_t i = begin; i < end; ++i) {
     const ProfileEvent& event = events_[i];
-    const double bytes = bytes_of(event.block);
+    const double bytes = bytes_of(event.block, micro_batch.rows, shares);
     switch (event.kind) {
       case ProfileEvent::Kind::allocate:
         live += bytes;

@@ -10,6 +10,7 @@
 #include <compare>
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace infinitybatch {
@@ -120,6 +121,10 @@ class MicroBatchProfile {
   ///              was not told of two
   /// \param first whether this is the first micro-batch, whose gradients become the buffers
   Effect effect(Step step, RowsAtLength micro_batch, bool first) const;
+  /// Of all blocks that the step allocates the largest one.
+  int64_t largest_block(Step step, RowsAtLength micro_batch) const;
+  /// Of all blocks that are left when the micro-batch is over, but for gradients, the largest one.
+  int64_t largest_left(RowsAtLength micro_batch) const;
 
   /// How many micro-batches the traces were of.
   int micro_batches() const noexcept {
@@ -142,6 +147,9 @@ class MicroBatchProfile {
     double weight;
   };
   std::vector<Share> shares_at(int64_t length) const;
+  double bytes_of(uint32_t block, double rows, const std::vector<Share>& shares) const;
+  /// The step's events, the last excluded; none where it is no step of the story.
+  std::pair<size_t, size_t> events_of(Step step) const;
 
   std::vector<AffineBytes> blocks_;
   int64_t length_ = 0;

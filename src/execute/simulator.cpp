@@ -16,6 +16,11 @@ RowsAtLength rows_at(const Plan& plan, size_t index) {
   return {rows, plan.lengths.empty() ? 0 : plan.lengths[index]};
 }
 
+/// Allocates what each output's gradient takes.
+Step seed_of_outputs(const Plan& plan) {
+  return {Operation::seed, plan.strategy == "cut" ? plan.segments - 1 : -1};
+}
+
 /// The effects of one plan's instructions. Most micro-batches are alike: each distinct (operation,
 /// size, first) is told once.
 class Effects {
@@ -153,8 +158,15 @@ class Effects {
 }  // namespace
 
 int64_t outputs_of(const MicroBatchProfile& profile, const Plan& plan, size_t index) {
-  const int64_t segment = plan.strategy == "cut" ? plan.segments - 1 : -1;
-  return profile.effect({Operation::seed, segment}, rows_at(plan, index), /*first=*/true).net;
+  return profile.effect(seed_of_outputs(plan), rows_at(plan, index), /*first=*/true).net;
+}
+
+int64_t largest_joined(const MicroBatchProfile& profile, const Plan& plan) {
+  // Each has the rows of all, at the length of the longest, which come first.
+  const RowsAtLength all(static_cast<double>(plan.batch_size), rows_at(plan, 0).length);
+  const int64_t largest = profile.largest_block(seed_of_outputs(plan), all);
+  // Where none wants a gradient they are what a micro-batch leaves.
+  return largest > 0 ? largest : profile.largest_left(all);
 }
 
 int64_t simulate_peak(const Plan& plan, const MicroBatchProfile& profile, int64_t baseline,

@@ -20,4 +20,7 @@ int64_t simulate_peak(const Plan& plan, const MicroBatchProfile& profile, int64_
 /// \param index of the micro-batch
 int64_t outputs_of(const MicroBatchProfile& profile, const Plan& plan, size_t index);
 
+/// Of all outputs, joined for the whole batch, the largest one's bytes.
+int64_t largest_joined(const MicroBatchProfile& profile, const Plan& plan);
+
 }  // namespace infinitybatch

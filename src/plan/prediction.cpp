@@ -33,7 +33,8 @@ int64_t Prediction::peak(int64_t size) const {
 }
 
 std::optional<int64_t> Prediction::measured_step(int64_t size) const {
-  if (learned_.irregular || request_.packing) return std::nullopt;
+  // A step that joins outputs is measured up to there.
+  if (learned_.irregular || request_.packing || request_.joins_streamed) return std::nullopt;
   const auto found = learned_.steps.find({request_.batch_size, size});
   if (found == learned_.steps.end()) return std::nullopt;
   return request_.baseline_bytes + found->second;
@@ -64,28 +65,28 @@ int64_t Prediction::two_pass_above(int64_t size, int64_t kept, bool overlap) con
 }
 
 double Prediction::streamed_above(int64_t size) const {
+  const auto simulate = [&](Plan plan) {
+    plan.batch_size = request_.batch_size;  // whose outputs are joined
+    plan.instructions.push_back({Operation::whole_loss});
+    return simulate_peak(plan, *learned_.profile, /*baseline=*/0, /*begun=*/false,
+                         request_.joins_streamed ? join_of(plan) : Effect());
+  };
+  const auto simulate_all = [&] {
+    return simulate(streamed_plan(request_, size, /*penalty=*/false));
+  };
   if (request_.packing) {  // no two micro-batches are alike
-    const auto simulate_all = [&] {
-      const Plan plan = streamed_plan(request_, size, /*penalty=*/false);
-      return simulate_peak(plan, *learned_.profile, /*baseline=*/0);
-    };
     return static_cast<double>(request_.packing->remembered({size, 0, false, 0, 0}, simulate_all));
   }
-  const auto simulate = [&](std::vector<int64_t> sizes) {
-    const Plan plan = stream_plan(std::move(sizes), /*penalty=*/false);
-    return simulate_peak(plan, *learned_.profile, request_.baseline_bytes) -
-           request_.baseline_bytes;
-  };
   constexpr int64_t kShort = 8;
   const int64_t count = request_.count_under(size);
-  if (count <= kShort) {
-    return static_cast<double>(simulate(split_evenly(request_.batch_size, size)));
-  }
+  if (count <= kShort) return static_cast<double>(simulate_all());
   // From the second micro-batch on all are alike: what one leaves behind (kept outputs), all leave.
-  const int64_t largest = request_.size_under(size);
-  const int64_t shorter = simulate(std::vector<int64_t>(kShort - 1, largest));
-  const int64_t longer = simulate(std::vector<int64_t>(kShort, largest));
-  return static_cast<double>(longer + (longer - shorter) * (count - kShort));
+  const auto alike = [&](int64_t micro_batches) {
+    const std::vector<int64_t> sizes(static_cast<size_t>(micro_batches), request_.size_under(size));
+    return simulate(stream_plan(sizes, /*penalty=*/false));
+  };
+  const int64_t longer = alike(kShort);
+  return static_cast<double>(longer + (longer - alike(kShort - 1)) * (count - kShort));
 }
 
 /// Without a profile. Activations grow with the samples, and no faster: what more of them took is a
@@ -233,10 +234,26 @@ bool Prediction::knows_whole_loss(size_t micro_batches) const {
          learned_.whole_loss.knows({request_.batch_size, micro_batches == 1, request_.length});
 }
 
+bool Prediction::copies_outputs(const Plan& plan) const {
+  const bool several = plan.micro_batch_sizes.size() > 1;
+  return learned_.profile && (request_.whole_loss || request_.joins_streamed) &&
+         (several || request_.copies_one);
+}
+
+Prediction::Effect Prediction::join_of(const Plan& plan) const {
+  if (!copies_outputs(plan) || request_.outputs_elsewhere) return {};
+  // One output after the other, each of which is let go of in parts.
+  Effect effect{largest_joined(*learned_.profile, plan), /*net=*/0};
+  // All parts come back first.
+  for (size_t i = 0; request_.outputs_offload && i < plan.micro_batch_sizes.size(); ++i) {
+    effect.rise += outputs_of(*learned_.profile, plan, i);
+  }
+  return effect;
+}
+
 int64_t Prediction::held_beside_joined(const Plan& plan) const {
   const auto count = std::ssize(plan.micro_batch_sizes);
-  const bool copied = count > 1 || request_.copies_one;
-  if (!learned_.profile || !request_.whole_loss || !copied || plan.offloads_graphs) return 0;
+  if (!copies_outputs(plan) || plan.offloads_graphs) return 0;
   int64_t bytes = 0;
   for (int64_t i = count - plan.retained; i < count; ++i) {
     bytes += outputs_of(*learned_.profile, plan, static_cast<size_t>(i));
@@ -246,7 +263,7 @@ int64_t Prediction::held_beside_joined(const Plan& plan) const {
 
 Prediction::Effect Prediction::whole_loss_of(const Plan& plan) const {
   const auto known = whole_loss(plan.micro_batch_sizes.size());
-  if (!known) return {};
+  if (!known) return join_of(plan);
   const int64_t held = held_beside_joined(plan);
   return {known->rise + held, known->net + held};
 }

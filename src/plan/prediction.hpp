@@ -72,6 +72,9 @@ class Prediction {
   double bound_above(int64_t size) const;
   double bound_alone(int64_t size) const;
   Effect whole_loss_of(const Plan& plan) const;
+  bool copies_outputs(const Plan& plan) const;
+  /// What joining the outputs of all does: part of what the loss on them is measured to take.
+  Effect join_of(const Plan& plan) const;
 
   const Request& request_;
   const Learned& learned_;

@@ -40,9 +40,11 @@ struct Request {
   bool goes_back = true;         ///< with `segments`: up to the inputs, not to the loss alone
   bool offloaded = false;        ///< what waits leaves the device, so no graph is kept there
   bool outputs_offload = false;  ///< outputs of a coupled loss and their gradients among it
-  bool keeps_graphs = true;      ///< with `two_pass`: as many as fit
-  bool offloads_graphs = false;  ///< with `offloaded`: all are kept, away from the device
-  bool whole_loss = true;        ///< with `two_pass`: the loss is computed on the outputs of all
+  bool outputs_elsewhere = false;  ///< a coupled loss computes on another device
+  bool keeps_graphs = true;        ///< with `two_pass`: as many as fit
+  bool offloads_graphs = false;    ///< with `offloaded`: all are kept, away from the device
+  bool whole_loss = true;          ///< with `two_pass`: the loss is computed on the outputs of all
+  bool joins_streamed = false;     ///< without `two_pass`: outputs are kept, and joined in the end
   /// Nothing refuses what passes the budget (accelerators): only sizes that fit by all that is
   /// known are tried, from two samples on, and blocks are rounded.
   bool measured = false;

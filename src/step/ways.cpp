@@ -194,9 +194,11 @@ Request Ways::request(const Setup& setup, int64_t budget) const {
   if (setup.strategy.cuts == Strategy::Cuts::whole_batch_ops) {
     plan_with(request, setup.strategy.kept, facts_.memory->boundaries);
   }
-  request.outputs_offload =
-      request.offloaded && setup.problem.loss.coupled() != nullptr &&
-      setup.problem.loss.coupled()->device().value_or(setup.problem.device) == setup.problem.device;
+  if (const CoupledLoss* const loss = setup.problem.loss.coupled(); loss != nullptr) {
+    request.outputs_elsewhere =
+        loss->device().value_or(setup.problem.device) != setup.problem.device;
+    request.outputs_offload = request.offloaded && !request.outputs_elsewhere;
+  }
   request.dims = lengths_of(*setup.problem.inputs, *setup.problem.targets);
   if (setup.problem.trimming) plan_by_length(request, *setup.problem.trimming);
   request.baseline_bytes = memory::live(setup.problem.device);

@@ -31,6 +31,7 @@ Request request_of(Wrapped& wrapped, const Setup& setup, const Batch& inputs, co
   if (with_gradients) request.gradient_bytes = gradient_bytes(problem.parameters, problem.device);
   request.two_pass = with_gradients || strategy.is_cut();
   request.copies_one = true;
+  request.joins_streamed = !request.two_pass;
   request.measured = !problem.device.is_cpu();
   {
     const std::lock_guard<std::mutex> lock(wrapped.mutex);

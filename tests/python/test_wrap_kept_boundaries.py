@@ -336,6 +336,53 @@ def test_what_would_do_does(make: type[nn.Module], offload: str, static_graph: b
     run(smallest)
 
 
+class Wide(nn.Module):
+    """Outputs that take far more than all else."""
+
+    def __init__(self, outputs: int, norm: bool) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
+        self.out = nn.ModuleList(nn.Linear(8, 512) for _ in range(outputs))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        h = self.norm(self.inlet(x))
+        return [out(h) for out in self.out]
+
+
+@pytest.mark.parametrize(
+    ("norm", "gradients"),
+    [(False, True), (True, True), (False, False)],
+    ids=["whole tapes", "cut", "without gradients"],
+)
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("offload", ["never", "auto"])
+def test_what_would_do_has_room_to_join_outputs(
+    offload: str, outputs: int, norm: bool, gradients: bool
+) -> None:
+    """Parts and what is joined from them are live at once, one output after the other."""
+    torch.manual_seed(0)
+    inner = Wide(outputs, norm)
+    x = torch.randn(256, 4)
+
+    def run(budget: int) -> int:
+        wrapped = ib.wrap(copy.deepcopy(inner), memory_budget=budget, offload=offload)
+        with torch.set_grad_enabled(gradients):
+            wrapped(x)
+        peak = wrapped.last_report.peak_bytes
+        assert peak is not None
+        return peak
+
+    before = live()
+    with pytest.raises(ib.BudgetExceeded) as raised:
+        run(before + (200 << 10))
+    smallest = raised.value.smallest_feasible
+    assert smallest is not None
+    del raised  # its traceback leads to the model
+    live()
+    assert run(smallest) == pytest.approx(smallest, rel=0.02)
+
+
 def across() -> nn.Module:
     """A function of the whole batch between BatchNorms."""
 
