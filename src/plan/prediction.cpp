@@ -51,7 +51,13 @@ double Prediction::correction(int64_t size) const {
 double Prediction::simulated_above(int64_t size) const {
   if (!request_.two_pass) return streamed_above(size);
   const bool overlap = request_.offloads_graphs && !learned_.shortages.in_turn();
-  return static_cast<double>(two_pass_above(size, /*kept=*/0, overlap));
+  const int64_t above = two_pass_above(size, /*kept=*/0, overlap);
+  if (!request_.rehearses_sizes() || whole_loss(static_cast<size_t>(request_.count_under(size))))
+    return static_cast<double>(above);
+  // Until a loss has been seen a size is rehearsed first, where its outputs have a gradient.
+  const Plan rehearsed = measured_plan(request_, {size});
+  const int64_t alone = simulate_peak(rehearsed, *learned_.profile, /*baseline=*/0);
+  return static_cast<double>(std::max(above, alone));
 }
 
 int64_t Prediction::two_pass_above(int64_t size, int64_t kept, bool overlap) const {

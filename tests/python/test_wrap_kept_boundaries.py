@@ -336,6 +336,39 @@ def test_what_would_do_does(make: type[nn.Module], offload: str, static_graph: b
     run(smallest)
 
 
+class Together(nn.Module):
+    """Takes least as one micro-batch of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.norm, self.out = nn.Linear(5, 6), nn.BatchNorm2d(2), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.inlet(x).unflatten(1, (2, 3, 1))).flatten(1)
+        a, b = (h * 1.0).split(3, 1)
+        h = torch.cat([a * b, b], 1)
+        h = h + ib.across_batch(lambda rows: rows.softmax(0) * len(rows), h)
+        return self.out(h)
+
+
+def test_what_would_do_has_room_for_the_rehearsal() -> None:
+    """Before a size is planned it goes through a rehearsal, where its outputs have a gradient."""
+    torch.manual_seed(0)
+    inner = Together().double()
+    x = torch.randn(201, 5, dtype=torch.float64)
+
+    def run(budget: int) -> None:
+        ib.wrap(copy.deepcopy(inner), memory_budget=budget, offload="never")(x)
+
+    with pytest.raises(ib.BudgetExceeded) as raised:
+        run(live() + (50 << 10))
+    smallest = raised.value.smallest_feasible
+    assert smallest is not None
+    del raised  # its traceback leads to the model
+    live()
+    run(smallest)
+
+
 class Wide(nn.Module):
     """Outputs that take far more than all else."""
 
