@@ -14,6 +14,7 @@
 #include <ATen/Functions.h>
 
 #include <sstream>
+#include <utility>
 
 namespace infinitybatch {
 namespace {

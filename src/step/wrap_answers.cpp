@@ -9,6 +9,7 @@
 #include <infinitybatch/memory/statistics.hpp>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 namespace infinitybatch {
