@@ -117,7 +117,7 @@ def compared(case: Case, found: State, wanted: State, step: int) -> None:
             if found[name] is None or wanted[name] is None:
                 del errors[name]
     wrong = {name: error for name, error in errors.items() if error > TOLERANCE}
-    if wrong and max(wrong.values()) < 1e-3:
+    if wrong and min(wrong.values()) < 1e-3:
         moves = moved(case, step)
         wrong = {name: error for name, error in wrong.items() if error > 10 * moves.get(name, 0)}
     if wrong:
