@@ -131,10 +131,11 @@ std::optional<AtLength> length_to_learn(const Request& request, const Learned& l
   const int64_t length = std::max(*place, lengths[static_cast<size_t>(at)]);
   const bool is_known = std::find(known.begin(), known.end(), length) != known.end();
   if (is_known && learned.wanted_length != length) return std::nullopt;
-  if (at < row || length >= learned.too_long) return std::nullopt;
   // Rows without any padding may take another way through forward: some are given a position more.
   const bool more = length < lengths.front() && learned.other_stories % 2 == 1;
-  return AtLength{at, more ? length + 1 : length};
+  const int64_t padded = more ? length + 1 : length;
+  if (at < row || padded >= learned.too_long) return std::nullopt;
+  return AtLength{at, padded};
 }
 
 bool is_traced(const Request& request, const Learned& learned, int64_t size, int64_t rows) {

@@ -2,6 +2,7 @@
 // formulas of rows and length.
 #include "plan/packing.hpp"
 #include "plan/planner.hpp"
+#include "plan/probes.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -299,6 +300,29 @@ TEST(Packing, OneRowThatNeedsMoreThanThereIsIsRefused) {
   lengths[0] = 2000;
   EXPECT_THROW(run(planner, machine, request(lengths, 400'000)), BudgetExceeded);
   EXPECT_EQ(run(planner, machine, request(log_normal(100, 4), 400'000)).restarts, 0);
+}
+
+/// Some rows are given a position more. Where that is as long as what did not fit, the step began
+/// again and again with the same.
+TEST(Packing, APositionMoreIsNotTriedWhereItIsTooLong) {
+  const Machine machine;
+  Request asked = request({12, 12, 11, 11, 9, 9, 9, 6, 6, 6, 6, 6}, 400'000);
+  plan::Learned learned;
+  for (const int64_t rows : {2, 4, 2}) {
+    MicroBatchTrace trace = machine.trace(rows, 6, learned.traces.empty());
+    trace.length = 6;
+    if (!learned.profile) learned.learn(std::move(trace), asked);
+  }
+  ASSERT_TRUE(learned.profile);
+  asked.packing = std::make_shared<plan::Packing>(asked, *learned.profile);
+  learned.other_stories = 1;
+  learned.wanted_length = 9;
+  learned.too_long = 11;
+  const auto found = plan::length_to_learn(asked, learned, /*row=*/0);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->length, 10);
+  learned.too_long = 10;
+  EXPECT_FALSE(plan::length_to_learn(asked, learned, /*row=*/0));
 }
 
 TEST(Packing, TheFastestSizeNeedNotBeTheLargest) {
