@@ -302,7 +302,7 @@ void Pages::tell_time(int64_t seconds) noexcept {
 
 int64_t Pages::ceiling(int64_t now) const noexcept {
   const int64_t most = std::max({most_, most_before_, now});
-  return most + std::max(most / 32, kSlack);
+  return most + std::max(most / 32, std::min(most / 8, kSlack));
 }
 
 }  // namespace infinitybatch::memory

@@ -12,8 +12,9 @@ class Seams;
 
 /// Whole pages for large blocks, from the system. Pages that are given back are kept for the next
 /// blocks, for the system takes longer to hand out a page than most layers do to fill it; but only
-/// so many that the process holds at most a thirty-second part (or 2 MiB, if that is more) beyond
-/// what was live at most in the last minutes, which is looked at whenever a block comes or goes.
+/// so many that the process holds at most a thirty-second part (of little an eighth, up to 2 MiB)
+/// beyond what was live at most in the last minutes, which is looked at whenever a block comes or
+/// goes.
 /// malloc has no such bound, for its free blocks lie between live ones; pages are moved to where
 /// they are needed.
 ///
