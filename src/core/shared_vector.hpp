@@ -34,24 +34,28 @@ class SharedVector {
   std::vector<T>& own() {
     if (!all_) {
       all_ = std::make_shared<std::vector<T>>();
-    } else if (all_.use_count() > 1) {
+    } else if (known_ || all_.use_count() > 1) {  // others may be reading
       all_ = std::make_shared<std::vector<T>>(*all_);
     }
+    known_ = false;
     return *all_;
   }
   void push_back(T value) { own().push_back(std::move(value)); }
 
   /// Shares `known`'s elements where they are the same; else these are known from now on.
   /// \param same `bool(const T&, const T&)`
+  /// \returns whether it shares them
   template <typename Same>
-  void share(Known& known, Same&& same) {
-    if (empty()) return;
+  bool share(Known& known, Same&& same) {
+    if (empty()) return false;
+    known_ = true;
     const std::shared_ptr<std::vector<T>> others = known.lock();
     if (others && std::equal(all_->begin(), all_->end(), others->begin(), others->end(), same)) {
       all_ = others;
-    } else {
-      known = all_;
+      return true;
     }
+    known = all_;
+    return false;
   }
 
   bool operator==(const SharedVector& other) const { return all() == other.all(); }
@@ -60,6 +64,7 @@ class SharedVector {
   inline static const std::vector<T> kNone;
 
   std::shared_ptr<std::vector<T>> all_;
+  bool known_ = false;  ///< a `Known` may find them
 };
 
 }  // namespace infinitybatch

@@ -81,7 +81,7 @@ Header& header_of(void* data) noexcept {
 
 void* take(size_t size, int64_t bytes, int64_t live) {
   const Source source = source_of(bytes);
-  if (source != Source::pages && process_pages.too_many(live)) [[unlikely]] {
+  if (source == Source::malloc && process_pages.too_many(live)) [[unlikely]] {
     process_pages.trim(live, seconds_now());
   }
   switch (source) {

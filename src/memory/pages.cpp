@@ -148,13 +148,23 @@ void* Pages::take(size_t bytes, int64_t live, int64_t seconds) noexcept {
       pages = take_inside(whole, live, seconds);
       leave();
     } else {
-      pages = alone_from_system(whole);  // where they join others is known to who is inside alone
+      pages = take_outside(whole);
     }
   }
   if (pages != nullptr) {
     rounding_.fetch_add(static_cast<int64_t>(whole - bytes), std::memory_order_relaxed);
   }
   return pages;
+}
+
+char* Pages::take_outside(size_t bytes) noexcept {
+  // Where they join others only the thread inside may note, so they lie apart; of so many that the
+  // system would refuse mappings nothing is noted, and nothing moved from then on.
+  if (mappings_.fetch_add(1, std::memory_order_relaxed) < most_mappings_) {
+    return alone_from_system(bytes);
+  }
+  most_mappings_ = 0;
+  return from_system(bytes);
 }
 
 char* Pages::take_inside(size_t bytes, int64_t live, int64_t seconds) noexcept {
@@ -186,10 +196,12 @@ void Pages::give_back(void* block, size_t bytes, int64_t live, int64_t seconds) 
 }
 
 void Pages::trim(int64_t live, int64_t seconds) noexcept {
-  if (!enter()) return;
+  if (inside_.test_and_set(std::memory_order_acquire)) return;  // the next block asks again
   tell_time(seconds);
   most_ = std::max(most_, in_use(live));
-  keep_at_most(room(live));
+  constexpr int64_t kAhead = 256 << 10;  // not a page for each small block
+  const int64_t room = this->room(live);
+  keep_at_most(room - std::min(room / 8, kAhead));
   leave();
 }
 
@@ -266,8 +278,8 @@ void Pages::keep_at_most(int64_t bytes) noexcept {
 char* Pages::gather(size_t bytes, int64_t spare) noexcept {
   char* block = fresh(bytes);
   size_t filled = 0;
-  while (block != nullptr && kept() > spare && filled < bytes && mappings_ < most_mappings_ &&
-         !seams_.lost()) {
+  while (block != nullptr && count_ > 0 && kept() > spare && filled < bytes &&
+         mappings_ < most_mappings_ && !seams_.lost()) {
     const Piece piece = take_oldest(kept() - spare, bytes - filled, /*to_move=*/true);
     seams_.remove(piece.begin, piece.bytes);
     mappings_ += 2;
@@ -276,7 +288,10 @@ char* Pages::gather(size_t bytes, int64_t spare) noexcept {
       filled += piece.bytes;
       continue;
     }
-    mappings_ = most_mappings_;
+    // What was to be moved may be lost, which must not go on: it may be a rule of the system's.
+    constexpr int kMostFailures = 3;
+    if (++failed_moves_ == kMostFailures) most_mappings_ = 0;
+    mappings_ = most_mappings_.load();
     const size_t behind = filled + piece.bytes;
     if (filled > 0) drop({block, filled});
     if (behind < bytes) drop({block + behind, bytes - behind});

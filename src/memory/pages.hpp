@@ -81,6 +81,9 @@ class Pages {
   bool enter() noexcept;
   void leave() noexcept;
 
+  /// For a thread that found another one inside.
+  char* take_outside(size_t bytes) noexcept;
+
   // What follows is for the thread that is inside.
   char* take_inside(size_t bytes, int64_t live, int64_t seconds) noexcept;
   /// Out of the smallest run that has so many bytes; null where none has.
@@ -100,7 +103,10 @@ class Pages {
   /// What may be in use and kept.
   int64_t ceiling(int64_t now) const noexcept;
   /// What may be kept beside so many live bytes.
-  int64_t room(int64_t live) const noexcept { return ceiling(in_use(live)) - in_use(live); }
+  int64_t room(int64_t live) const noexcept {
+    const int64_t now = in_use(live);  // once: other threads change it
+    return ceiling(now) - now;
+  }
   /// With what is used to the ends of pages.
   int64_t in_use(int64_t live) const noexcept {
     return live + rounding_.load(std::memory_order_relaxed);
@@ -118,9 +124,10 @@ class Pages {
   int64_t most_ = 0;
   int64_t most_before_ = 0;
   Seams& seams_;
-  // As they were counted at `since_`, and two for each move since.
-  size_t mappings_ = 0;
-  size_t most_mappings_;
+  // As they were counted at `since_`, and what moves and blocks that lie apart may have made since.
+  std::atomic<size_t> mappings_{0};
+  std::atomic<size_t> most_mappings_;  ///< 0: nothing is moved any more
+  int failed_moves_ = 0;
 };
 
 }  // namespace infinitybatch::memory

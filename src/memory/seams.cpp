@@ -27,6 +27,7 @@ void Seams::remove(char* begin, size_t bytes) noexcept {
   char** const end = sorted_.begin() + count_;
   char** const first = std::lower_bound(sorted_.begin(), end, begin);
   char** const behind = std::upper_bound(first, end, begin + bytes);
+  if (behind == first) return;
   std::copy(behind, end, first);
   count_ -= static_cast<size_t>(behind - first);
 }

@@ -10,7 +10,7 @@ namespace infinitybatch::memory {
 /// time, without a destructor and without allocations, for it serves an allocator.
 class Seams {
  public:
-  /// More than the mappings that Linux lets a process have.
+  /// As many as the mappings that Linux lets a process have. Joined ones count apart here.
   static constexpr size_t kMost = size_t{1} << 16;
 
   /// Pages that the system has just given, or that were moved there.

@@ -31,7 +31,8 @@ Request request_of(Wrapped& wrapped, const Setup& setup, const Batch& inputs, co
   if (with_gradients) request.gradient_bytes = gradient_bytes(problem.parameters, problem.device);
   request.two_pass = with_gradients || strategy.is_cut();
   request.copies_one = true;
-  request.joins_streamed = !request.two_pass;
+  // On accelerators a bound refuses: what else a micro-batch leaves may be larger than its outputs.
+  request.joins_streamed = !request.two_pass && problem.device.is_cpu();
   request.measured = !problem.device.is_cpu();
   {
     const std::lock_guard<std::mutex> lock(wrapped.mutex);

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <bit>
 #include <functional>
+#include <utility>
 
 namespace infinitybatch::tape {
 namespace {
@@ -18,6 +19,14 @@ bool same_number(const c10::IValue& a, const c10::IValue& b) {
   if (a.tagKind() != b.tagKind()) return false;
   if (a.isDouble()) {  // the bits: NaN equals NaN
     return std::bit_cast<uint64_t>(a.toDouble()) == std::bit_cast<uint64_t>(b.toDouble());
+  }
+  if (a.isComplexDouble()) {  // and a zero's sign is seen by a logarithm
+    const auto bits = [](const c10::IValue& number) {
+      const c10::complex<double> value = number.toComplexDouble();
+      return std::pair(std::bit_cast<uint64_t>(value.real()),
+                       std::bit_cast<uint64_t>(value.imag()));
+    };
+    return bits(a) == bits(b);
   }
   if (a.isGenerator()) return true;  // forward may make one each time
   if (a.isList()) return same_list(a.toListRef(), b.toListRef());
@@ -121,12 +130,15 @@ void share_with_last(Tape& tape) {
     SharedVector<Modes>::Known modes;
     SharedVector<uint32_t>::Known origins;
   } last;
-  const auto share = [](auto& all, auto& known) { all.share(known, std::equal_to<>()); };
-  share(tape.ops, last.ops);
+  const auto share = [](auto& all, auto& known) { return all.share(known, std::equal_to<>()); };
+  const bool same_ops = share(tape.ops, last.ops);
   share(tape.memories, last.memories);
   share(tape.memory_bytes, last.memory_bytes);
   tape.externals.share(last.externals, same_external);
-  tape.arguments.share(last.arguments, same_argument);
+  // An empty list is told from another by the op alone that takes it.
+  tape.arguments.share(last.arguments, [same_ops](const c10::IValue& a, const c10::IValue& b) {
+    return same_ops && same_argument(a, b);
+  });
   share(tape.slots, last.slots);
   share(tape.elements, last.elements);
   share(tape.outputs, last.outputs);

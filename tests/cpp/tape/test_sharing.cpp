@@ -67,6 +67,19 @@ TEST(Sharing, LeavesOtherNumbersApart) {
   EXPECT_TRUE(replay(second, inputs).leaves().front().tensor.equal(plain * 3));
 }
 
+TEST(Sharing, LeavesOtherZerosOfComplexNumbersApart) {
+  double imaginary = 0.0;
+  const auto forward = [&](const at::Tensor& x) {
+    const c10::complex<double> number(-1.0, imaginary);
+    imaginary = -0.0;
+    return at::linear(x, weight()).mul(number).log();
+  };
+  const Tape first = record(forward);
+  const Tape second = record(forward);
+  EXPECT_EQ(first.ops.data(), second.ops.data());
+  EXPECT_NE(first.arguments.data(), second.arguments.data());
+}
+
 TEST(Sharing, LeavesOtherFoundTensorsApart) {
   const at::Tensor other = at::randn({6, 6}, at::kDouble);
   const Tape first = record([](const at::Tensor& x) { return at::linear(x, weight()); });
