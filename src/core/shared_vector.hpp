@@ -17,9 +17,6 @@ class SharedVector {
   /// Finds the elements for as long as a vector has them.
   using Known = std::weak_ptr<std::vector<T>>;
 
-  SharedVector() = default;
-  SharedVector(std::vector<T> all) : all_(std::make_shared<std::vector<T>>(std::move(all))) {}
-
   const std::vector<T>& all() const noexcept { return all_ ? *all_ : kNone; }
   operator const std::vector<T>&() const noexcept { return all(); }
   const T& operator[](size_t index) const noexcept { return (*all_)[index]; }
@@ -44,7 +41,7 @@ class SharedVector {
 
   /// Shares `known`'s elements where they are the same; else these are known from now on.
   /// \param same `bool(const T&, const T&)`
-  /// \returns whether it shares them
+  /// \returns whether it did
   template <typename Same>
   bool share(Known& known, Same&& same) {
     if (empty()) return false;

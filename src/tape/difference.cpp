@@ -7,7 +7,8 @@
 
 #include <algorithm>
 #include <bit>
-#include <functional>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 
 namespace infinitybatch::tape {
@@ -68,14 +69,21 @@ bool same_found(const External& a, const External& b) {
 }
 
 /// The very same, for whoever replays.
-bool same_argument(const c10::IValue& a, const c10::IValue& b) {
-  return a.isGenerator() && b.isGenerator() ? a.is(b) : same_number(a, b);
-}
-
-bool same_external(const External& a, const External& b) {
-  return a.value == b.value && a.input_leaf == b.input_leaf && a.is_buffer == b.is_buffer &&
-         a.version == b.version && a.tensor.is_same(b.tensor) && a.before.is_same(b.before);
-}
+struct TheSame {
+  template <typename T>
+  bool operator()(const T& a, const T& b) const {
+    return a == b;
+  }
+  bool operator()(const External& a, const External& b) const {
+    return a.value == b.value && a.input_leaf == b.input_leaf && a.is_buffer == b.is_buffer &&
+           a.version == b.version && a.tensor.is_same(b.tensor) && a.before.is_same(b.before);
+  }
+  bool operator()(const c10::IValue& a, const c10::IValue& b) const {
+    if (a.isGenerator() && b.isGenerator()) return a.is(b);
+    if (!same_number(a, b)) return false;
+    return !a.isList() || *a.toList().elementType() == *b.toList().elementType();  // of empty ones
+  }
+};
 
 std::string name_of(const Op& op) {
   return op.facts != nullptr ? op.facts->name() : "memory written outside of the dispatcher";
@@ -119,33 +127,16 @@ std::optional<std::string> difference(const Tape& a, const Tape& b) {
 }
 
 void share_with_last(Tape& tape) {
-  thread_local struct {
-    SharedVector<Op>::Known ops;
-    SharedVector<uint32_t>::Known memories;
-    SharedVector<int64_t>::Known memory_bytes;
-    SharedVector<External>::Known externals;
-    SharedVector<c10::IValue>::Known arguments;
-    SharedVector<Slot>::Known slots;
-    SharedVector<ValueId>::Known elements, outputs, releases, result_values;
-    SharedVector<Modes>::Known modes;
-    SharedVector<uint32_t>::Known origins;
-  } last;
-  const auto share = [](auto& all, auto& known) { return all.share(known, std::equal_to<>()); };
-  const bool same_ops = share(tape.ops, last.ops);
-  share(tape.memories, last.memories);
-  share(tape.memory_bytes, last.memory_bytes);
-  tape.externals.share(last.externals, same_external);
-  // An empty list is told from another by the op alone that takes it.
-  tape.arguments.share(last.arguments, [same_ops](const c10::IValue& a, const c10::IValue& b) {
-    return same_ops && same_argument(a, b);
-  });
-  share(tape.slots, last.slots);
-  share(tape.elements, last.elements);
-  share(tape.outputs, last.outputs);
-  share(tape.releases, last.releases);
-  share(tape.modes, last.modes);
-  share(tape.origins, last.origins);
-  share(tape.result_values, last.result_values);
+  thread_local auto last = std::apply(
+      [](auto&... arrays) {
+        return std::tuple(typename std::remove_reference_t<decltype(arrays)>::Known()...);
+      },
+      shared_arrays(tape));
+  std::apply(
+      [&](auto&... arrays) {
+        std::apply([&](auto&... known) { (arrays.share(known, TheSame()), ...); }, last);
+      },
+      shared_arrays(tape));
 }
 
 }  // namespace infinitybatch::tape

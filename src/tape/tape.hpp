@@ -14,6 +14,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace infinitybatch::tape {
@@ -145,6 +146,13 @@ struct Tape {
 /// \param may_go asked of ops that leave something in buffers alone which nothing else on the tape
 ///               reads: whether replays need not leave it there. Null: they do
 void trim(Tape& tape, const std::function<bool(const Op&)>& may_go = nullptr);
+
+/// The arrays that tapes of the same program may hold together.
+auto shared_arrays(auto& tape) {
+  return std::tie(tape.ops, tape.memories, tape.memory_bytes, tape.externals, tape.arguments,
+                  tape.slots, tape.elements, tape.outputs, tape.releases, tape.modes, tape.origins,
+                  tape.result_values);
+}
 
 /// Micro-batches run the same program, mostly: what is the same in the last tape that this thread
 /// gave here, while that is there, they hold together.

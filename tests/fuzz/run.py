@@ -7,6 +7,7 @@ python tests/fuzz/run.py --known                  # whether known failures still
 
 import argparse
 import collections
+import faulthandler
 import json
 import pathlib
 import sys
@@ -22,6 +23,9 @@ from fuzz.known import KNOWN, known  # noqa: E402
 from fuzz.minimise import minimised  # noqa: E402
 from fuzz.schedules import KINDS, tried  # noqa: E402
 from fuzz.script import script_of  # noqa: E402
+
+#: No program takes nearly as long, unless a step of it begins again for ever.
+SECONDS = 120
 
 
 def report(case: Case, outcome: Outcome, minimise: bool, folder: str | None) -> None:
@@ -86,7 +90,10 @@ def main() -> int:
     schedules: collections.Counter[str] = collections.Counter()
     since = time.perf_counter()
     for seed in range(begin, end):
+        print(f"\rseed {seed} ", end="", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
         case, outcome = tried(options.kind, seed)
+        faulthandler.cancel_dump_traceback_later()
         schedules.update(outcome.schedules)
         kind = outcome.kind
         if kind == "finding" and (reason := known(case, outcome)) is not None:

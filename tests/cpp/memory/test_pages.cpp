@@ -29,6 +29,7 @@ namespace {
 
 std::atomic<int> refused_moves{0};
 std::function<void()> while_moving;
+bool refuses_all_moves = false;
 
 /// Where the mapping with this address ends, as Linux says since 6.11; before it refuses moves of
 /// several mappings itself.
@@ -56,7 +57,7 @@ extern "C" void* mremap(void* from, size_t bytes, size_t new_bytes, int flags, .
   va_end(rest);
   if (while_moving) while_moving();
   const auto begin = reinterpret_cast<uintptr_t>(from);
-  if (end_of_mapping(begin) < begin + bytes) {
+  if (refuses_all_moves || end_of_mapping(begin) < begin + bytes) {
     ++refused_moves;
     munmap(to, new_bytes);
     errno = EFAULT;
@@ -347,6 +348,49 @@ TEST_F(PagesTest, OfThreadsThatFoundOthersInsideMoveAsFarAsOneMappingGoes) {
   while_moving = nullptr;
   EXPECT_GE(found_others, 20);
   for (const auto& [block, bytes] : blocks) give_back(block, bytes);
+}
+
+/// What was to be moved is left alone where it was, which must not happen each minute.
+TEST_F(PagesTest, MoveNoMoreWhereTheSystemRefusesItForGood) {
+  refuses_all_moves = true;
+  for (int minute = 0; minute < 10; ++minute, seconds_ += 60) {
+    std::vector<char*> blocks;
+    for (size_t i = 0; i < 64; ++i) blocks.push_back(take(kUnit));
+    for (size_t i = 0; i < 64; i += 2) give_back(blocks[i], kUnit);
+    char* const large = take(32 * kUnit);
+    std::memset(large, 1, 32 * kUnit);
+    give_back(large, 32 * kUnit);
+    for (size_t i = 1; i < 64; i += 2) give_back(blocks[i], kUnit);
+    pages_.give_all_back();
+  }
+  refuses_all_moves = false;
+  EXPECT_EQ(refused_moves.exchange(0), 3);
+}
+
+/// Each block that lies apart is a mapping; of too many the system would refuse any.
+TEST_F(PagesTest, LieApartOnlyAsFarAsThereAreMappings) {
+  constexpr size_t kMost = 100;
+  Seams seams;
+  Pages pages(seams, kMost);
+  constexpr size_t kLarge = 32 * kUnit;
+  std::vector<char*> apart;
+  while_moving = [&] {
+    while_moving = nullptr;
+    for (size_t i = 0; i < 2000; ++i) {
+      apart.push_back(static_cast<char*>(pages.take(kUnit, 0, /*seconds=*/0)));
+    }
+  };
+  std::vector<char*> blocks;
+  for (size_t i = 0; i < 64; ++i) {
+    blocks.push_back(static_cast<char*>(pages.take(kUnit, int64_t(i) * kUnit, /*seconds=*/0)));
+  }
+  for (size_t i = 0; i < 64; i += 2) pages.give_back(blocks[i], kUnit, 32 * kUnit, 0);
+  const size_t before = mappings();
+  pages.give_back(pages.take(kLarge, 64 * kUnit, 0), kLarge, 32 * kUnit, 0);
+  ASSERT_EQ(apart.size(), 2000);
+  EXPECT_LT(mappings(), before + 2 * kMost);
+  for (char* const each : apart) pages.give_back(each, kUnit, 0, 0);
+  for (size_t i = 1; i < 64; i += 2) pages.give_back(blocks[i], kUnit, 0, 0);
 }
 
 TEST_F(PagesTest, LeaveNoSeams) {

@@ -2,7 +2,10 @@
 #include "tape/recorder.hpp"
 
 #include <gtest/gtest.h>
+#include <torch/library.h>
 #include <torch/torch.h>
+
+#include <functional>
 
 namespace infinitybatch::tape {
 namespace {
@@ -24,27 +27,20 @@ Tape record(const std::function<at::Tensor(const at::Tensor&)>& forward, int64_t
   return tape;
 }
 
-/// How many of them begin at the same address.
+/// How many of their arrays are the same ones.
 int shared(const Tape& a, const Tape& b) {
-  int count = 0;
-  const auto look = [&count](const auto& x, const auto& y) {
-    count += !x.empty() && x.data() == y.data() ? 1 : 0;
-  };
-  look(a.ops, b.ops);
-  look(a.memories, b.memories);
-  look(a.memory_bytes, b.memory_bytes);
-  look(a.externals, b.externals);
-  look(a.arguments, b.arguments);
-  look(a.slots, b.slots);
-  look(a.outputs, b.outputs);
-  look(a.releases, b.releases);
-  look(a.modes, b.modes);
-  look(a.origins, b.origins);
-  look(a.result_values, b.result_values);
-  return count;
+  return std::apply(
+      [&](const auto&... of_a) {
+        return std::apply(
+            [&](const auto&... of_b) {
+              return (0 + ... + int{!of_a.empty() && of_a.data() == of_b.data()});
+            },
+            shared_arrays(b));
+      },
+      shared_arrays(a));
 }
 
-constexpr int kAll = 11;
+constexpr int kAll = 11;  // without elements of lists of tensors, of which there are none
 
 TEST(Sharing, OfEqualProgramsIsOfAllArrays) {
   const auto forward = [](const at::Tensor& x) { return at::linear(x, weight()).tanh() * 2; };
@@ -107,6 +103,53 @@ TEST(Sharing, LeavesOtherGeneratorsApart) {
   const Tape second = record(forward);
   EXPECT_NE(first.arguments.data(), second.arguments.data());
   EXPECT_EQ(first.ops.data(), second.ops.data());
+}
+
+at::Tensor with_integers(const at::Tensor& x, at::IntArrayRef) {
+  return x.clone();
+}
+at::Tensor with_numbers(const at::Tensor& x, at::ArrayRef<double>) {
+  return x.clone();
+}
+TORCH_LIBRARY(sharing_tests, library) {
+  library.def("with_integers(Tensor x, int[] numbers) -> Tensor");
+  library.def("with_numbers(Tensor x, float[] numbers) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(sharing_tests, CompositeExplicitAutograd, library) {
+  library.impl("with_integers", with_integers);
+  library.impl("with_numbers", with_numbers);
+}
+
+TEST(Sharing, LeavesEmptyListsOfOtherKindsApart) {
+  const auto call = [](const char* name, const c10::IValue& numbers) {
+    return [=](const at::Tensor& x) {
+      std::vector<c10::IValue> stack{x, numbers};
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow((std::string("sharing_tests::") + name).c_str(), "")
+          .callBoxed(&stack);
+      return stack.front().toTensor();
+    };
+  };
+  const Tape first = record(call("with_integers", c10::List<int64_t>()));
+  const Tape second = record(call("with_numbers", c10::List<double>()));
+  EXPECT_EQ(first.slots.data(), second.slots.data());
+  EXPECT_NE(first.arguments.data(), second.arguments.data());
+}
+
+/// Another thread may be comparing them.
+TEST(Sharing, IsOfArraysThatNobodyChanges) {
+  SharedVector<int> numbers, others;
+  SharedVector<int>::Known known;
+  numbers.push_back(1);
+  others.push_back(1);
+  const int* const place = numbers.data();
+  EXPECT_FALSE(numbers.share(known, std::equal_to<>()));
+  EXPECT_TRUE(others.share(known, std::equal_to<>()));
+  EXPECT_EQ(others.data(), place);
+  others = {};
+  const std::vector<int>& own = numbers.own();
+  EXPECT_NE(own.data(), place);
+  EXPECT_TRUE(known.expired());
 }
 
 TEST(Sharing, EndsWithTheTapes) {
