@@ -35,23 +35,10 @@ def pytest_configure(config):
     device = config.getoption("--device")
     if device == "cpu":
         return
-    sys.path[:0] = [str(SIM), str(SIM.parent / "python")]
-    if device == "sim":
-        import simulated_device  # noqa: F401
-    if is_real(config):
-        import real_device
+    sys.path.insert(0, str(SIM))
+    from chosen import choose
 
-        sys.modules["simulated_device"] = real_device
-        # Tests compare bits and give budgets of some MiB: no kernels that add in any order, and no
-        # workspace of 64 MiB, which the first product would leave on the device.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    import torch
-
-    if is_real(config):
-        torch.backends.cudnn.deterministic = True
-        torch.backends.cudnn.allow_tf32 = False
-
-    torch.set_default_device(device)
+    choose(device, is_real(config))
 
 
 def pytest_ignore_collect(collection_path, config):

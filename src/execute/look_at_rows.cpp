@@ -199,10 +199,7 @@ void RowChecks::compare_rows() {
   try {
     seen = look.find();
     // Nothing else sees what a look takes of an accelerator.
-    if (seen.grew && memory::Limit::is_passed()) {
-      known.share /= 2;
-      throw LookedTooFar();
-    }
+    if (seen.grew && memory::Limit::is_passed()) throw LookedTooFar();
     memory::Limit::check();
   } catch (const NoRoomToLook&) {
     // With ops of the whole batch one sample may be cut for memory, so that forward of it never

@@ -20,7 +20,7 @@ const std::vector<Recovery>& recovery_table() {
       {Failure::nothing_to_cut, {stop_cutting}},
       {Failure::coupling, {cut, stop_cutting, whole_batch}},
       {Failure::no_room_to_look, {drop_graphs, drop_boundaries}},
-      {Failure::looked_too_far, {record_anew}},
+      {Failure::looked_too_far, {look_less}},
       {Failure::no_plan,
        {drop_graphs, second_forwards, recompute, offload, checkpoint, drop_boundaries}},
       {Failure::no_room_to_offload, {second_forwards}},

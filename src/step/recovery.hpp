@@ -36,6 +36,7 @@ enum class Failure : uint8_t {
 enum class Answer : uint8_t {
   rerun_forwards,         ///< second forwards run the model, not its tape
   record_anew,            ///< each micro-batch
+  look_less,              ///< rows are looked at in less of the room
   follow_segments,        ///< the plan is made for the number that was found
   cut,                    ///< tapes are cut where ops see the whole batch
   stop_cutting,           ///< they cannot be, or need not be

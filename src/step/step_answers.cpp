@@ -92,6 +92,11 @@ Answers StepAnswers::answers(Setup& setup, const std::optional<int64_t>& budget)
   Answers answers{
       {Answer::rerun_forwards, [&] { return begin_reruns(setup); }},
       {Answer::record_anew, [] { return true; }},
+      {Answer::look_less,
+       [&setup] {
+         setup.resources.findings->rows_seen.share /= 2;
+         return true;
+       }},
       {Answer::follow_segments, [&] { return follow_segments(setup); }},
       {Answer::cut, [&] { return begin_cuts(setup); }},
       {Answer::stop_cutting, [&] { return end_cuts(setup); }},

@@ -57,6 +57,7 @@ class ForwardCall {
   }
   bool answer(const memory::Limit* limit);
   Answers answers();
+  bool look_less();
   bool follow_segments();
   bool make_others_go_forward_again();
   bool begin_cuts();

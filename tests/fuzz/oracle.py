@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+from .device import generator_state
+
 #: Relative, in fp64; where a case is more sensitive than that, what native itself moves decides.
 TOLERANCE = 1e-12
 
@@ -34,6 +36,7 @@ def state_of(side: Any) -> State:
     model: nn.Module = side.model
     state: State = {
         "generator torch": torch.get_rng_state(),
+        "generator of the device": generator_state(),
         "generator Python": random.getstate(),
         "generator NumPy": [*np.random.get_state()],
     }

@@ -13,9 +13,11 @@ import pathlib
 import sys
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+TESTS = pathlib.Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "sim")]
 
 import torch  # noqa: E402
+from chosen import choose  # noqa: E402
 
 from fuzz.case import Case  # noqa: E402
 from fuzz.found import Outcome
@@ -72,12 +74,15 @@ def main() -> int:
     )
     parser.add_argument("--seeds", default="0:200", help="from and up to, without the last")
     parser.add_argument("--kind", default="any", choices=KINDS, help="of programs")
+    parser.add_argument("--device", default="cpu", help="cpu, sim (a simulated accelerator), cuda")
     parser.add_argument("--script", action="store_true", help="print the cases, run none")
     parser.add_argument("--known", action="store_true", help="run the known failures alone")
     parser.add_argument("--as-is", action="store_true", help="do not minimise")
     parser.add_argument("--folder", help="where scripts go, in place of being printed")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.device != "cpu":
+        choose(options.device, real=options.device != "sim")
     if options.known:
         return still_known()
     begin, end = map(int, options.seeds.split(":"))

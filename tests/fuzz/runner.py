@@ -7,6 +7,7 @@ from typing import Any
 import infinitybatch as ib
 
 from .case import Case
+from .device import live, peak
 from .faults import tried
 from .found import Found, Outcome, compared, guard_of, same_again
 from .oracle import State, outputs_of
@@ -31,8 +32,8 @@ def native(case: Case, skipped: frozenset[int] = frozenset()) -> tuple[list[Stat
             states.append({})
             continue
         begin(side, step)
-        before = ib.memory.stats().live
-        with ib.memory.peak() as scope:
+        before = live()
+        with peak() as scope:
             state = drive(side, side.model, step, rows, lambda _, run: run())
         needed = max(needed, scope.peak - before)
         if case.evaluate:
@@ -54,7 +55,7 @@ class Ours:
         self.case, self.side = case, Side(case)
         options = dict(case.way.options)
         #: Bytes that are there anyway.
-        self.live = ib.memory.stats().live
+        self.live = live()
         if case.way.size is not None:
             options["micro_batch_size"] = case.way.size
         if case.way.budget is not None:
@@ -141,14 +142,14 @@ def refusal(case: Case, step: int, error: Exception) -> Outcome:
 
 def ours(case: Case, states: list[State], needed: int) -> Outcome:
     us = Ours(case, needed)
-    outcome, live = us.run(states), us.live
+    outcome, before = us.run(states), us.live
     if "random" in case.tags and outcome.kind == "exact" and case.way.budget is None:
         again = Ours(case, needed)
         again.run(states)
         same_again(us.states, again.states)
     del us
     if outcome.smallest is not None and case.fault is None:
-        again = Ours(case, needed, room=outcome.smallest - live)
+        again = Ours(case, needed, room=outcome.smallest - before)
         second = again.run(states)
         if second.smallest is not None:
             raise Found(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from .case import Case
+from .device import moved_there
 from .oracle import State, outputs_of, state_of
 from .statement import WIDTH
 
@@ -41,7 +42,15 @@ class Side:
 
     def batch(self, step: int, rows: int, further: bool = False) -> tuple[dict[str, Any], Any]:
         """Inputs and targets of a step; with `further` another batch of it."""
-        g = torch.Generator().manual_seed(self.case.seed * 100 + 10 * further + step)
+        with torch.device("cpu"):
+            inputs, targets = self.drawn(self.case.seed * 100 + 10 * further + step, rows)
+        inputs, targets = moved_there((inputs, targets))
+        if self.case.way.input_gradient:
+            inputs["x"].requires_grad_()
+        return inputs, targets
+
+    def drawn(self, seed: int, rows: int) -> tuple[dict[str, Any], Any]:
+        g = torch.Generator().manual_seed(seed)
         real = {"generator": g, "dtype": torch.float64}
         inputs: dict[str, Any] = {"x": torch.randn(rows, 5, **real)}
         made: dict[str, Callable[[], Any]] = {
@@ -55,8 +64,6 @@ class Side:
             "mask": lambda: self.space["padded"](rows, self.case.words, self.case.left, g),
         }
         inputs |= {name: make() for name, make in made.items() if name in self.case.inputs}
-        if self.case.way.input_gradient:
-            inputs["x"].requires_grad_()
         kind = self.case.criterion.targets
         if kind == "numbers":
             return inputs, torch.randn(rows, CLASSES, **real)

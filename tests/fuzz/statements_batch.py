@@ -216,7 +216,7 @@ h = h + h.gather(1, torch.multinomial(h.detach().softmax(1), 2)).sum(1, keepdim=
     of(
         "own generator",
         "h = h + 0.1 * torch.rand(h.shape, generator=self.g$, dtype=h.dtype)",
-        "self.g$ = torch.Generator().manual_seed(5)",
+        "self.g$ = torch.Generator(torch.get_default_device()).manual_seed(5)",
         tags="random own_generator",
     ),
     of(

@@ -264,7 +264,7 @@ h = h[:, order$]""",
     ),
     of(
         "through NumPy",
-        "h = h + torch.from_numpy(np.sin(h.detach().numpy()))",
+        "h = h + torch.from_numpy(np.sin(h.detach().cpu().numpy())).to(h)",
         tags="opaque host_read",
     ),
 ]

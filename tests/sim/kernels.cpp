@@ -115,13 +115,20 @@ void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blockin
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
+  TORCH_CHECK_NOT_IMPLEMENTED(!to.is_conj() && !to.is_neg(), "a copy into a conjugate view");
   if (is_ours(from) && is_ours(to)) {
     copy_on_device(from, to);
   } else if (is_ours(to)) {
-    copy_to_device(from, to, non_blocking);
+    copy_to_device(from.resolve_conj().resolve_neg(), to, non_blocking);
+    return to;
   } else {
     copy_to_host(from, to, non_blocking);
   }
+  // What was copied are bytes, which say nothing of the bits that a view has.
+  const at::Tensor copied = is_ours(to) ? alias_of(to) : to;
+  const Hidden hidden;
+  if (from.is_conj()) copied.conj_physical_();
+  if (from.is_neg()) copied.neg_();
   return to;
 }
 
@@ -264,6 +271,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
   m.impl("_fused_sdp_choice", sdp_choice);
+}
+
+// Torch's way around the bits of conjugate views is a copy, and would come here again for ever.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace
