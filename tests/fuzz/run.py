@@ -20,7 +20,7 @@ import torch  # noqa: E402
 from chosen import choose  # noqa: E402
 
 from fuzz.case import Case  # noqa: E402
-from fuzz.found import Outcome
+from fuzz.found import Outcome  # noqa: E402
 from fuzz.known import KNOWN, known  # noqa: E402
 from fuzz.minimise import minimised  # noqa: E402
 from fuzz.schedules import KINDS, tried  # noqa: E402
