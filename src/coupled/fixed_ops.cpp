@@ -196,7 +196,6 @@ std::unique_ptr<tape::OpContext> FixedOps::meet(const tape::SeenOp& op) {
   auto replaced = std::make_unique<Replaced>();
   replaced->draw = fixed_draw(name, inputs);
   strayed_ = strayed_ || draws_seeds(name, inputs);
-  if (replaced->draw) strayed_ = strayed_ || moved();  // by a draw that nobody fixes
   const bool norm = std::find(kNorms.begin(), kNorms.end(), name) != kNorms.end();
   replaced->across = name == kAcross;
   // Computed by batch_norm, over each sample.
@@ -213,6 +212,8 @@ std::unique_ptr<tape::OpContext> FixedOps::meet(const tape::SeenOp& op) {
     strayed_ = true;
   }
   replaced->inside = replaced->inside || replaced->hidden;
+  // By a draw that nobody fixes: behind this one generators are put back.
+  if (replaced->draw || !replaced->still.empty()) strayed_ = strayed_ || moved();
   if (!replaced->draw && !replaced->inside && replaced->still.empty()) return nullptr;
   stood_in_ = stood_in_ || replaced->across;
   if (norm && in_training(inputs) && !watch_.is_parameter(inputs[0])) {

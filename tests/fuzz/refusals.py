@@ -5,6 +5,7 @@ from collections.abc import Callable
 import infinitybatch as ib
 
 from .case import Case
+from .device import on_host
 
 Rule = tuple[type[ib.Error], Callable[[Case], bool], str]
 
@@ -97,6 +98,15 @@ RULES: list[Rule] = [
         ib.CouplingError,
         lambda c: _option("match_native_rng")(c) and _has("odd_draw")(c),
         "numbers that are not known for the whole batch",
+    ),
+    (
+        ib.CouplingError,
+        lambda c: (
+            not on_host()
+            and _option("match_native_rng")(c)
+            and any(s.name == "attention with dropout" for s in c.statements)
+        ),
+        "on accelerators attention draws within its kernel",
     ),
 ]
 

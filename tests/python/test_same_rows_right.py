@@ -40,11 +40,20 @@ class Drawn(nn.Module):
         return F.rrelu(z, training=True) + torch.randint(3, (len(x), 1))
 
 
+def drawn_in_front_of_attention(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """By rejection, which nobody can fix, in front of an op that could have drawn."""
+    h = self.net(x)
+    h = h + torch.poisson(h.detach().abs())
+    q = h.unflatten(1, (1, 5))
+    return h + F.scaled_dot_product_attention(q, q, q).flatten(1)
+
+
 INNOCENT: dict[str, Callable[[], nn.Module]] = {
     **{f"draws by {draw}": partial(coupled_model, nn.Identity(), draw) for draw in DRAWS},
     "linear": lambda: nn.Linear(6, 5),
     "chaotic": Chaotic,
     "drawn": Drawn,
+    "drawn in front of attention": lambda: Calls(drawn_in_front_of_attention, net=nn.Linear(6, 5)),
     "dropout": lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 5)),
     "BatchNorm": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)),
     "eval of a transformer": lambda: Calls(
