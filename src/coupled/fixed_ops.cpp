@@ -72,8 +72,13 @@ std::vector<c10::IValue> still_arguments(const DrawsInside& op, const tape::Seen
 }
 
 /// cuDNN draws for recurrent layers by a state of its own, which no generator tells of.
-bool draws_hidden(const DrawsInside& op, c10::ArrayRef<const c10::IValue> inputs) {
+bool draws_hidden(const DrawsInside& op, const tape::SeenOp& seen) {
   if (op.argument != "dropout") return false;
+  const auto inputs = seen.inputs();
+  const auto& schema = seen.facts()->handle.schema();
+  const auto train = schema.argumentIndexWithName("train");
+  const size_t hidden = inputs.size() - schema.arguments().size();
+  if (train && !inputs[hidden + static_cast<size_t>(*train)].toBool()) return false;
   bool drops = false, elsewhere = false;
   for (const c10::IValue& input : inputs) {
     drops = drops || (input.isDouble() && input.toDouble() > 0);
@@ -193,6 +198,13 @@ std::unique_ptr<tape::OpContext> FixedOps::meet(const tape::SeenOp& op) {
   if (inside_ > 0) return nullptr;
   const std::string_view name = op.name();
   const auto inputs = op.inputs();
+  for (const c10::IValue& input : inputs) {
+    if (!input.isGenerator()) continue;
+    const at::Generator generator = input.toGenerator();
+    const bool known = std::any_of(generators_.begin(), generators_.end(),
+                                   [&](const auto& each) { return each.first == generator; });
+    if (!known) generators_.emplace_back(generator, GeneratorState(generator));
+  }
   auto replaced = std::make_unique<Replaced>();
   replaced->draw = fixed_draw(name, inputs);
   strayed_ = strayed_ || draws_seeds(name, inputs);
@@ -205,7 +217,7 @@ std::unique_ptr<tape::OpContext> FixedOps::meet(const tape::SeenOp& op) {
   // The graph of an op that kept its draws would be another than that of what replaced its result;
   // dropout keeps nothing but the mask, which is replaced too.
   const bool known = still != kDrawsInside.end() && op.facts() != nullptr;
-  replaced->hidden = known && draws_hidden(*still, inputs);
+  replaced->hidden = known && draws_hidden(*still, op);
   if (known && (!backward_ || still == kDrawsInside.begin())) {
     replaced->still = still_arguments(*still, op);
   } else if (replaced->hidden) {
@@ -227,13 +239,6 @@ std::unique_ptr<tape::OpContext> FixedOps::meet(const tape::SeenOp& op) {
     const Unwatched unseen;
     replaced->means = means_of_rows(inputs[0].toTensorVector());
   }
-  for (const c10::IValue& input : inputs) {
-    if (!replaced->draw || !input.isGenerator()) continue;
-    const at::Generator generator = input.toGenerator();
-    const bool known = std::any_of(generators_.begin(), generators_.end(),
-                                   [&](const auto& each) { return each.first == generator; });
-    if (!known) generators_.emplace_back(generator, GeneratorState(generator));
-  }
   if (replaced->inside) ++inside_;  // nothing can fail from here on, so that its end comes
   return replaced;
 }
@@ -249,7 +254,10 @@ void FixedOps::run_still(const tape::SeenOp& op, Replaced& replaced) {
   const auto outputs = op.outputs();
   for (size_t i = 0; i < outputs.size() && i < stack.size(); ++i) {
     if (!outputs[i].isTensor() || !outputs[i].toTensor().defined()) continue;
-    if (!replaceable(outputs[i].toTensor())) return;  // and so this has strayed
+    if (!replaceable(outputs[i].toTensor())) {
+      strayed_ = true;
+      return;
+    }
     outputs[i].toTensor().variable_data().copy_(stack[i].toTensor());
   }
   put_back();

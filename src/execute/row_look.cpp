@@ -367,7 +367,14 @@ RowLook::Seen RowLook::find_on_accelerator() const {
   for (int64_t fewer = std::max<int64_t>(1, more / 2);; fewer = std::min(rows, more / 2)) {
     const int64_t live = memory::live(device);
     const memory::HighWater watch(device);
-    const Seen here = compare_at(*this, places, fewer, /*some=*/false);
+    Seen here;
+    try {
+      here = compare_at(*this, places, fewer, /*some=*/false);
+    } catch (...) {
+      // The device has less room than the budget.
+      if (seen.grew && is_out_of_memory(std::current_exception())) throw LookedTooFar();
+      throw;
+    }
     if (here.differs) return here;
     if (seen.dims.empty()) seen.dims = here.dims;
     seen.compared = seen.compared || here.compared;

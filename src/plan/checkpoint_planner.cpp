@@ -21,6 +21,7 @@ constexpr size_t kFinest = 4;
 constexpr size_t kPrograms = 8;
 // After running out of memory: what the estimate is taken to have been short by, at least.
 constexpr double kShort = 1.25;
+constexpr double kFarShort = 4;
 // Larger segments are looked for where there is so much more room, as a share of what there was.
 constexpr int64_t kMoreRoom = 16;
 
@@ -138,7 +139,7 @@ void CheckpointPlanner::search(const tape::Tape& tape, const std::vector<uint32_
   size_t begin = 0;
   known.cuts.clear();
   known.estimate = 0;
-  known.smallest = false;
+  known.smallest = true;  // where there is nothing to cut
   for (size_t stretch = 0; stretch <= ops.size(); ++stretch) {
     const uint32_t last = stretch < ops.size() ? ops[stretch] : positions.back();
     size_t end = begin;
@@ -166,7 +167,7 @@ void CheckpointPlanner::add_cuts(const plan::CutSearch& search, Known& known) co
     return sums + static_cast<int64_t>(static_cast<double>(peak - sums) * correction_);
   };
   if (corrected(choice.peak) < known.estimate) return;
-  known.smallest = choice.smallest;
+  known.smallest = choice.smallest || choice.peak <= sums;  // no cut would take less
   known.sums = sums;
   known.estimate = corrected(choice.peak);
   known.overlapped = corrected(choice.overlapped);
@@ -209,7 +210,8 @@ bool CheckpointPlanner::ran_out_of_memory() {
   const bool kept = std::any_of(guides.begin(), guides.end(),
                                 [](const auto& guide) { return !guide.second.places.empty(); });
   if (!chosen_ && !kept) return false;
-  correction_ *= kShort;
+  // What is short by so much says nothing: larger and larger steps, so that few are taken.
+  correction_ *= correction_ < kFarShort ? kShort : correction_;
   start_over();
   return true;
 }

@@ -54,10 +54,11 @@ bool is_first(const Request& request, const Learned& learned) {
   return request.measured && learned.peaks.empty();
 }
 
-int64_t small_probe(const Request& request, const Prediction& prediction) {
+/// \param largest size that has not run out of memory
+int64_t small_probe(const Request& request, const Prediction& prediction, int64_t largest) {
   int64_t size = kSmallProbe;
   if (!request.measured) return size;
-  while (4 * size <= kMostProbed && 16 * size <= request.batch_size &&
+  while (4 * size <= kMostProbed && 16 * size <= request.batch_size && 2 * size <= largest &&
          prediction.fits_alone(4 * size)) {
     size *= 2;
   }
@@ -91,7 +92,7 @@ std::optional<int64_t> probe_size(const Request& request, const Learned& learned
   }
   const Prediction prediction(request, learned);
   const bool none = learned.traces.empty();
-  const int64_t small = none ? small_probe(request, prediction) : learned.traces.front().size;
+  const int64_t small = none ? small_probe(request, prediction, largest) : learned.traces.front().size;
   const int64_t large = small * (kLargeProbe / kSmallProbe);
   if (request.measured && !prediction.fits_alone(none ? small : large)) return std::nullopt;
   if (none) return small;

@@ -17,10 +17,11 @@ bool is_of_this_thread(Wrapped& wrapped) {
 }
 
 /// Whose memory on `device` a call of `wrapped` may ask for.
-std::vector<std::shared_ptr<WrappedCall>> calls_beside(const Wrapped& wrapped, at::Device device) {
+std::vector<std::shared_ptr<WrappedCall>> calls_beside(const Wrapped& wrapped, at::Device device,
+                                                       int64_t before) {
   std::vector<std::shared_ptr<WrappedCall>> calls = WaitingCalls::all();
   std::erase_if(calls, [&](const std::shared_ptr<WrappedCall>& call) {
-    if (call->store != nullptr || call->device != device) return true;
+    if (call->store != nullptr || call->device != device || call->place >= before) return true;
     return call->wrapped.get() != &wrapped && !is_of_this_thread(*call->wrapped);
   });
   return calls;
@@ -38,6 +39,13 @@ void WaitingCalls::add(const std::shared_ptr<WrappedCall>& call) {
   const std::lock_guard<std::mutex> lock(waiting.mutex_);
   std::erase_if(waiting.calls_, [](const auto& each) { return each.expired(); });
   waiting.calls_.push_back(call);
+  call->place = waiting.count_++;
+}
+
+int64_t WaitingCalls::count() {
+  WaitingCalls& waiting = instance();
+  const std::lock_guard<std::mutex> lock(waiting.mutex_);
+  return waiting.count_;
 }
 
 std::vector<std::shared_ptr<WrappedCall>> WaitingCalls::all() {
@@ -79,15 +87,18 @@ void hear_of_room(Wrapped& wrapped, size_t planner) {
   wrapped.planners[planner].saw_whole_loss(asked->plan, {asked->bytes, /*net=*/0});
 }
 
-bool drop_graphs(const Wrapped& wrapped, at::Device device) {
+bool drop_graphs(const Wrapped& wrapped, at::Device device, int64_t before) {
   bool any = false;
-  for (const auto& call : calls_beside(wrapped, device)) any = call->run->drop_graphs() || any;
+  for (const auto& call : calls_beside(wrapped, device, before)) {
+    any = call->run->drop_graphs() || any;
+  }
   return any;
 }
 
-bool drop_boundaries(const Wrapped& wrapped, at::Device device, const WrappedCall* asking) {
+bool drop_boundaries(const Wrapped& wrapped, at::Device device, int64_t before,
+                     const WrappedCall* asking) {
   bool any = false;
-  for (const auto& call : calls_beside(wrapped, device)) {
+  for (const auto& call : calls_beside(wrapped, device, before)) {
     if (call.get() != asking) any = call->run->drop_boundaries() || any;
   }
   return any;

@@ -55,7 +55,7 @@ Answers ForwardCall::answers() {
       {Answer::whole_batch, [this] { return begin_whole_batch(); }},
       {Answer::larger_micro_batches, [this] { return begin_larger(); }},
       {Answer::drop_graphs,
-       [this] { return budget_ && drop_graphs(*wrapped_, setup_.problem.device); }},
+       [this] { return budget_ && drop_graphs(*wrapped_, setup_.problem.device, before_); }},
       {Answer::smaller_micro_batches, [this] { return plan_smaller(); }},
       {Answer::second_forwards, [this] { return give_up_graphs(); }},
       {Answer::recompute, [this] { return begin_recompute(); }},
@@ -119,7 +119,7 @@ bool ForwardCall::give_up_graphs() {
 /// Their next plans leave the room.
 bool ForwardCall::make_others_go_forward_again() {
   const at::Device device = setup_.problem.device;
-  if (!budget_ || !failed_.refusal || !drop_boundaries(*wrapped_, device)) return false;
+  if (!budget_ || !failed_.refusal || !drop_boundaries(*wrapped_, device, before_)) return false;
   ask_for_room(*failed_.refusal, device);
   return true;
 }

@@ -88,6 +88,7 @@ std::vector<at::Tensor> run_within_budget(WrappedCall& call,
                          "loss on them, its gradient)",
                          with_gradients);
   }
+  const int64_t waiting = WaitingCalls::count();
   for (int64_t restarts = 0;; ++restarts) {
     const memory::Limit limit(budget, call.device);
     try {
@@ -103,7 +104,7 @@ std::vector<at::Tensor> run_within_budget(WrappedCall& call,
       // `run` has consumed some of what this call kept. Without the rest, wherever it waits:
       const bool kept = restarts == 0 && call.report->retained > 0;
       const bool dropped = call.run->drop_graphs();
-      if (!call.run->cut() && (drop_graphs(*call.wrapped, call.device) || dropped || kept))
+      if (!call.run->cut() && (drop_graphs(*call.wrapped, call.device, waiting) || dropped || kept))
         continue;
       const int64_t refused = limit.refused();
       if (refused == 0) throw;  // by the system
@@ -113,7 +114,7 @@ std::vector<at::Tensor> run_within_budget(WrappedCall& call,
                                        "holds),",
                                    with_gradients);
       if (call.run->keep_fewer_boundaries(refused - budget)) continue;
-      if (drop_boundaries(*call.wrapped, call.device, &call) && call.run->begin_anew()) {
+      if (drop_boundaries(*call.wrapped, call.device, waiting, &call) && call.run->begin_anew()) {
         ask_for_room(refusal, call.device);
         continue;
       }

@@ -102,8 +102,8 @@ Batch ForwardCall::run_attempts() {
     rerunnable_.check();
     const at::Device device = setup_.problem.device;
     const int64_t live = memory::live(device);
-    if (budget_ && live > *budget_ && !drop_graphs(*wrapped_, device) &&
-        !drop_boundaries(*wrapped_, device)) {
+    if (budget_ && live > *budget_ && !drop_graphs(*wrapped_, device, before_) &&
+        !drop_boundaries(*wrapped_, device, before_)) {
       throw BudgetExceeded(live, *budget_, std::nullopt,
                            "What is allocated before forward (parameters, gradients, optimizer "
                            "state, inputs, what other calls keep for their backward)",

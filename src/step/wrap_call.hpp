@@ -3,6 +3,7 @@
 #include "memory/foreign_storage.hpp"
 #include "memory/high_water.hpp"
 #include "step/recovery.hpp"
+#include "step/waiting_calls.hpp"
 #include "step/wrap_budget.hpp"
 #include "step/wrap_forward.hpp"
 
@@ -97,6 +98,7 @@ class ForwardCall {
   Piece piece_;
   bool planned_ = false;    // the planner knows of the attempt at work
   bool finishing_ = false;  // the last attempt failed while outputs were joined
+  const int64_t before_ = WaitingCalls::count();  // that wait for their backward
   int64_t restarts_ = 0;
   int64_t failed_rows_ = 0;  // see `FewestRows`; of the last attempt
   const Rerunnable rerunnable_;

@@ -194,6 +194,7 @@ struct WrappedCall {
   bool is_planned() const { return !piece.plan.micro_batch_sizes.empty(); }  ///< no size was given
   size_t planner = 0;
   uint64_t begun = 0;
+  int64_t place = 0;  ///< among `WaitingCalls`
   std::shared_ptr<WrapReport> report;
   std::unique_ptr<memory::ForeignStorages> counted;
   std::unique_ptr<memory::HighWater> high_water;   ///< from the beginning of forward on

@@ -218,6 +218,7 @@ void Program::begin_op(const SeenOp& op) {
   // Autocast forgets its casts where the outermost region ends.
   if (!tape_.modes[op_.modes].in_autocast) casts_.clear();
   const uint32_t arguments = position(tape_.arguments);
+  given_.clear();
   op_.slots.begin = position(tape_.slots);
   op_.draws.begin = position(tape_.draws);
   if (facts.draws) generators_.before_draw(tape_.draws);
@@ -278,24 +279,35 @@ void Program::take_generator(const at::Generator& generator) {
   Draw draw{generator, GeneratorState(generator), /*passed=*/true};
   const auto known = std::find_if(passed_.begin(), passed_.end(),
                                   [&](const Draw& other) { return other.generator == generator; });
+  const auto index = static_cast<size_t>(known - passed_.begin());
   if (known == passed_.end()) {
     passed_.push_back(draw);
     passed_after_.push_back(draw.state);
-  } else if (!(passed_after_[static_cast<size_t>(known - passed_.begin())] == draw.state)) {
+  } else if (!(passed_after_[index] == draw.state)) {
     tape_.strayed = true;
   }
+  given_.push_back(index);
   if (!tape_.opaque) tape_.draws.push_back(std::move(draw));
 }
 
-/// Whether the op at work moved a generator that it was given.
-bool Program::passed_drew() {
+/// Whether the op at work moved a generator that it was given. What moves others is no op.
+bool Program::given_drew() {
   bool drew = false;
-  for (size_t i = 0; i < passed_.size(); ++i) {
+  for (const size_t i : given_) {
     GeneratorState now(passed_[i].generator);
     drew = drew || !(now == passed_after_[i]);
     passed_after_[i] = std::move(now);
   }
+  given_.clear();
   return drew;
+}
+
+/// Whether what is no op moved one of the user's own generators behind its last draw.
+bool Program::passed_strayed() const {
+  for (size_t i = 0; i < passed_.size(); ++i) {
+    if (!(GeneratorState(passed_[i].generator) == passed_after_[i])) return true;
+  }
+  return false;
 }
 
 void Program::note_cast(const SeenOp& op) {
@@ -337,9 +349,10 @@ void Program::end_op(const SeenOp& op) {
     }
     if (copied) restore_raw(tensor, value);
   }
+  const bool own = given_drew();
   if (facts_->draws) {
     op_.drew = generators_.after_draw();
-    if (passed_drew()) op_.drew = true;
+    if (own) op_.drew = true;
   }
   if (disturb && disturb(tape_, op_)) disturb_outputs(outputs);
   op_.outputs.begin = position(tape_.outputs);
@@ -456,7 +469,7 @@ Tape Program::finish(const Batch& outputs) {
   tape_.memories.own().assign(values_.size(), kNoMemory);
   memories_.number(tape_.memories.own(), tape_.memory_bytes.own());
   const bool strayed = generators_.strayed();
-  tape_.strayed = tape_.strayed || strayed;
+  tape_.strayed = tape_.strayed || strayed || passed_strayed();
   if (strayed || generators_.drew()) tape_.initial = generators_.initial();
   return std::move(tape_);
 }

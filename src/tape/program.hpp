@@ -70,7 +70,8 @@ class Program final : public OpListener {
   void watch_end(const SeenOp& op);
   void take_argument(const c10::IValue& argument, size_t position);
   void take_generator(const at::Generator& generator);
-  bool passed_drew();
+  bool given_drew();
+  bool passed_strayed() const;
   void disturb_outputs(c10::ArrayRef<c10::IValue> outputs) const;
   void note_cast(const SeenOp& op);
   uint32_t modes_index();
@@ -127,6 +128,7 @@ class Program final : public OpListener {
   UnseenMemory unseen_;
   std::vector<Draw> passed_;                  // the user's own generators, as the call found them
   std::vector<GeneratorState> passed_after_;  // as ops have left them
+  std::vector<size_t> given_;                 // of these, to the op at work
   std::vector<c10::Stream> streams_;
   size_t saved_tensor_hooks_ = 0;
 

@@ -132,6 +132,21 @@ def test_seeds_inside_of_forward():
 
     refused(seeds_its_own, "seeds a random generator")
 
+    def with_a_draw_between(self, x):
+        noise = torch.rand(6, generator=GENERATOR, dtype=x.dtype)
+        GENERATOR.manual_seed(7)
+        h = F.dropout(self.first(x) * noise, 0.3)
+        return self.last(h + torch.rand(6, generator=GENERATOR))
+
+    refused(with_a_draw_between, "seeds a random generator")
+
+    def behind_its_last_draw(self, x):
+        noise = torch.rand(6, generator=GENERATOR, dtype=x.dtype)
+        GENERATOR.manual_seed(7)
+        return self.last(F.dropout(self.first(x) * noise, 0.3))
+
+    refused(behind_its_last_draw, "seeds a random generator")
+
 
 def test_numbers_of_python_and_numpy_for_each_sample():
     def by_sample(self, x):

@@ -1,0 +1,65 @@
+"""On an accelerator, too, a step that begins again has changed something each time."""
+
+from typing import Any
+
+import infinitybatch as ib
+import pytest
+import simulated_device as sim
+import torch
+from support import Calls
+from torch import nn
+
+MiB = 1 << 20
+MOST = 1000  #: forwards of a step that ends
+
+
+def with_a_mask(bytes_of_pair: int, calls: list[int]) -> nn.Module:
+    """Forward makes a mask of all pairs of samples, which no tape shows."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        assert calls[0] < MOST
+        torch.empty(len(x) ** 2 * bytes_of_pair, dtype=torch.uint8)
+        return self.linear(x)
+
+    torch.manual_seed(0)
+    return Calls(forward, linear=nn.Linear(4, 1))
+
+
+def stepped(model: Any, way: str, budget: int) -> Any:
+    """The report of a step whose gradients are native's."""
+    torch.manual_seed(1)
+    x, y = torch.randn(64, 4), torch.randn(64, 1)
+    if way == "wrap":
+        wrapped = ib.wrap(model, memory_budget=budget)
+        nn.functional.mse_loss(wrapped(x), y).backward()
+        report = wrapped.last_report
+    else:
+        report = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=budget).backward(x, y)
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    nn.functional.mse_loss(model.linear(x), y).backward()
+    torch.testing.assert_close(found, [p.grad for p in model.parameters()])
+    return report
+
+
+def live() -> int:
+    return ib.memory.stats(torch.get_default_device()).live
+
+
+@pytest.mark.parametrize("way", ["stream", "wrap"])
+def test_a_probe_that_does_not_fit_is_not_tried_again(way: str) -> None:
+    """Two samples say little of eight where memory grows with their square."""
+    calls = [0]
+    budget = live() + 48 * MiB
+    report = stepped(with_a_mask(MiB, calls), way, budget)
+    assert max(report.micro_batch_sizes) <= 6
+
+
+@pytest.mark.parametrize("way", ["stream", "wrap"])
+def test_a_look_at_more_rows_than_the_device_has_room_for(way: str) -> None:
+    """The budget had the room; plans became smaller for it, until one sample did not fit."""
+    calls = [0]
+    with sim.settings(capacity=live() + 64 * MiB):
+        report = stepped(with_a_mask(MiB // 16, calls), way, 900 * MiB)
+    assert max(report.micro_batch_sizes) > 1
