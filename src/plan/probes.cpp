@@ -92,7 +92,8 @@ std::optional<int64_t> probe_size(const Request& request, const Learned& learned
   }
   const Prediction prediction(request, learned);
   const bool none = learned.traces.empty();
-  const int64_t small = none ? small_probe(request, prediction, largest) : learned.traces.front().size;
+  const int64_t small =
+      none ? small_probe(request, prediction, largest) : learned.traces.front().size;
   const int64_t large = small * (kLargeProbe / kSmallProbe);
   if (request.measured && !prediction.fits_alone(none ? small : large)) return std::nullopt;
   if (none) return small;

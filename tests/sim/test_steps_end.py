@@ -4,7 +4,6 @@ from typing import Any
 
 import infinitybatch as ib
 import pytest
-import simulated_device as sim
 import torch
 from support import Calls
 from torch import nn
@@ -59,7 +58,15 @@ def test_a_probe_that_does_not_fit_is_not_tried_again(way: str) -> None:
 @pytest.mark.parametrize("way", ["stream", "wrap"])
 def test_a_look_at_more_rows_than_the_device_has_room_for(way: str) -> None:
     """The budget had the room; plans became smaller for it, until one sample did not fit."""
-    calls = [0]
-    with sim.settings(capacity=live() + 64 * MiB):
-        report = stepped(with_a_mask(MiB // 16, calls), way, 900 * MiB)
+    sizes: list[int] = []
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        assert len(sizes) < MOST
+        if len(x) > 24:
+            raise torch.OutOfMemoryError("the device has no room")
+        return self.linear(x)
+
+    torch.manual_seed(0)
+    report = stepped(Calls(forward, linear=nn.Linear(4, 1)), way, live() + 900 * MiB)
     assert max(report.micro_batch_sizes) > 1
