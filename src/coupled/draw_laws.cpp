@@ -286,7 +286,7 @@ void check_draws(const tape::Tape& tape) {
         "parts, which run one by one where a layer sees the whole batch, would draw other numbers; "
         "seed before the step, or draw by ops of torch's own");
   }
-  if (tape.strayed) {
+  if (tape.strayed || (tape.seeds_own && tape.whole_draws)) {
     throw CouplingError(
         "torch.manual_seed",
         "forward seeds a random generator, or an op that does not say so draws from it, so "

@@ -198,13 +198,6 @@ std::unique_ptr<tape::OpContext> FixedOps::meet(const tape::SeenOp& op) {
   if (inside_ > 0) return nullptr;
   const std::string_view name = op.name();
   const auto inputs = op.inputs();
-  for (const c10::IValue& input : inputs) {
-    if (!input.isGenerator()) continue;
-    const at::Generator generator = input.toGenerator();
-    const bool known = std::any_of(generators_.begin(), generators_.end(),
-                                   [&](const auto& each) { return each.first == generator; });
-    if (!known) generators_.emplace_back(generator, GeneratorState(generator));
-  }
   auto replaced = std::make_unique<Replaced>();
   replaced->draw = fixed_draw(name, inputs);
   strayed_ = strayed_ || draws_seeds(name, inputs);
@@ -238,6 +231,13 @@ std::unique_ptr<tape::OpContext> FixedOps::meet(const tape::SeenOp& op) {
     const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
     const Unwatched unseen;
     replaced->means = means_of_rows(inputs[0].toTensorVector());
+  }
+  for (const c10::IValue& input : inputs) {
+    if (!replaced->draw || !input.isGenerator()) continue;
+    const at::Generator generator = input.toGenerator();
+    const bool known = std::any_of(generators_.begin(), generators_.end(),
+                                   [&](const auto& each) { return each.first == generator; });
+    if (!known) generators_.emplace_back(generator, GeneratorState(generator));
   }
   if (replaced->inside) ++inside_;  // nothing can fail from here on, so that its end comes
   return replaced;

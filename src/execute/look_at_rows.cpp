@@ -144,7 +144,7 @@ void RowChecks::compare_rows() {
   look.sorted = problem_.trimming != nullptr;
   look.again = known.looked > 0 && rows >= known.rows;
   look.dims = known.dims;
-  look.share = known.share;
+  look.most = known.most;
   look.device = problem_.device;
   if (high_water_) {
     peak_before_look_ = high_water_->peak();
@@ -199,7 +199,7 @@ void RowChecks::compare_rows() {
   try {
     seen = look.find();
     // Nothing else sees what a look takes of an accelerator.
-    if (seen.grew && memory::Limit::is_passed()) throw LookedTooFar();
+    if (seen.grown > 0 && memory::Limit::is_passed()) throw LookedTooFar{seen.grown};
     memory::Limit::check();
   } catch (const NoRoomToLook&) {
     // With ops of the whole batch one sample may be cut for memory, so that forward of it never

@@ -295,6 +295,9 @@ RowLook::Seen compare_at(const RowLook& look, const LookedAt& places, int64_t fe
   return seen;
 }
 
+/// Of the room that a look on an accelerator has, what it may foresee to take.
+constexpr double kShare = 0.8;
+
 /// When what was not seen before has come.
 std::string since(const RowsSeen& before) {
   if (before.looked == 0) return "";
@@ -372,7 +375,9 @@ RowLook::Seen RowLook::find_on_accelerator() const {
       here = compare_at(*this, places, fewer, /*some=*/false);
     } catch (...) {
       // The device has less room than the budget.
-      if (seen.grew && is_out_of_memory(std::current_exception())) throw LookedTooFar();
+      if (seen.grown > 0 && is_out_of_memory(std::current_exception())) {
+        throw LookedTooFar{more};
+      }
       throw;
     }
     if (here.differs) return here;
@@ -383,13 +388,14 @@ RowLook::Seen RowLook::find_on_accelerator() const {
     const int64_t since = last == 0 ? rise : std::max<int64_t>(1, rise - rise_of_last);
     // What is allocated is rounded, and a kernel's workspace may appear: not to the last byte.
     const int64_t room = *peak - memory::live(device) - rise - rise / 8;
-    const double fit = share * static_cast<double>(std::max<int64_t>(0, room)) *
+    const double fit = kShare * static_cast<double>(std::max<int64_t>(0, room)) *
                        static_cast<double>(more - last) / static_cast<double>(since);
-    const int64_t next = more + static_cast<int64_t>(std::min(fit, double(batch_size - more)));
+    const int64_t next =
+        std::min(most, more + static_cast<int64_t>(std::min(fit, double(batch_size - more))));
     if (next < more + (more + 1) / 2) break;
     others.clear();
-    seen.grew = true;
     last = std::exchange(more, next);
+    seen.grown = more;
     rise_of_last = rise;
     places = neighbours(*this, more);
   }

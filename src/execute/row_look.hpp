@@ -38,7 +38,9 @@ class NoRoomToLook : public BudgetExceeded {
 
 /// A look on an accelerator has taken more than it foresaw, and passed the budget. The next one
 /// takes less.
-struct LookedTooFar {};
+struct LookedTooFar {
+  int64_t rows;  ///< side by side
+};
 
 /// The same rows, split otherwise, must give the same rows of outputs: forward on more rows than a
 /// micro-batch has is compared with forward on some of these alone. Finds whatever depends on the
@@ -54,7 +56,7 @@ struct RowLook {
   /// The most bytes that may be live meanwhile: the look takes as many rows as fit. On the CPU a
   /// limit is enforced; on accelerators what few rows took says how many that are.
   std::optional<int64_t> peak;
-  double share = 1;            ///< of the room up to there, what may be foreseen to be taken
+  int64_t most = 0;            ///< rows side by side, on an accelerator
   bool few = false;            ///< whether hardly more rows than a micro-batch's may be loaded
   std::vector<bool> compared;  ///< which leaves of the outputs matter; empty: all
   std::vector<int64_t> dims;   ///< what is known of them; see `RowsSeen::dims`
@@ -73,7 +75,7 @@ struct RowLook {
     std::vector<int64_t> dims;           ///< along which samples lie in each leaf; -1: nobody knows
     bool backward = false;               ///< gradients differ, and outputs do not
     bool compared = false;               ///< some rows with others
-    bool grew = false;                   ///< on an accelerator: more rows than surely fit were seen
+    int64_t grown = 0;  ///< on an accelerator: so many rows were seen, more than surely fit
   };
   /// Whether rows differ: nothing where all rows are the same, or nobody can tell: forward
   /// refuses other numbers of rows, or it draws numbers that cannot be fixed.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace infinitybatch {
@@ -19,8 +20,8 @@ struct RowsSeen {
   int64_t steps = 0;    ///< so far
   int64_t looked = 0;   ///< the last of them that could compare any; 0: none
   int64_t samples = 0;  ///< of the smallest batch that was looked at
-  /// Of the room that a look on an accelerator has, the share that it may foresee to take.
-  double share = 0.8;
+  /// Rows that a look on an accelerator may foresee to have room for: more had none.
+  int64_t most = std::numeric_limits<int64_t>::max();
 
   /// Whether the step at work, with so many samples, looks whatever its micro-batches are.
   bool due(int64_t batch_size) const noexcept {

@@ -97,7 +97,7 @@ std::vector<uint32_t> CheckpointPlanner::choose(const tape::Tape& tape,
     room_ = situation_.available;
     went_.reset();
   }
-  smallest_ = known->smallest;
+  smallest_ = known->smallest && (first || smallest_);  // of all programs of an attempt
   // With a coupled loss the next micro-batch begins where this one ends: its frontier is fetched in
   // turn.
   overlaps_ = may_overlap() && known->overlapped <= situation_.available;

@@ -58,7 +58,7 @@ bool is_first(const Request& request, const Learned& learned) {
 int64_t small_probe(const Request& request, const Prediction& prediction, int64_t largest) {
   int64_t size = kSmallProbe;
   if (!request.measured) return size;
-  while (4 * size <= kMostProbed && 16 * size <= request.batch_size && 2 * size <= largest &&
+  while (4 * size <= kMostProbed && 16 * size <= request.batch_size && 4 * size <= largest &&
          prediction.fits_alone(4 * size)) {
     size *= 2;
   }

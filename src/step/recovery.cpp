@@ -52,8 +52,9 @@ Failed::Failed(std::exception_ptr what) : error(std::move(what)) {
   } catch (const NoRoomToLook& exceeded) {
     failure = Failure::no_room_to_look;
     refusal = exceeded;
-  } catch (const LookedTooFar&) {
+  } catch (const LookedTooFar& looked) {
     failure = Failure::looked_too_far;
+    looked_at = looked.rows;
   } catch (const BudgetExceeded& exceeded) {
     failure = Failure::no_plan;
     refusal = exceeded;

@@ -71,6 +71,7 @@ struct Failed {
   Failure failure = Failure::other;
   std::exception_ptr error;
   int64_t segments = 0;                   ///< of `other_segments`
+  int64_t looked_at = 0;                  ///< of `looked_too_far`: rows
   std::optional<BudgetExceeded> refusal;  ///< of `no_plan`, or what the planner has said since
 
   class Scope;

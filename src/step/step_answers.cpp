@@ -93,8 +93,8 @@ Answers StepAnswers::answers(Setup& setup, const std::optional<int64_t>& budget)
       {Answer::rerun_forwards, [&] { return begin_reruns(setup); }},
       {Answer::record_anew, [] { return true; }},
       {Answer::look_less,
-       [&setup] {
-         setup.resources.findings->rows_seen.share /= 2;
+       [this, &setup] {
+         setup.resources.findings->rows_seen.most = failed_.looked_at / 2;
          return true;
        }},
       {Answer::follow_segments, [&] { return follow_segments(setup); }},

@@ -67,8 +67,8 @@ Answers ForwardCall::answers() {
 /// Each attempt begins with what is known of its kind, a rehearsal with what the call has.
 bool ForwardCall::look_less() {
   const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-  wrapped_->known.of(kind_).findings.rows_seen.share /= 2;
-  findings_.rows_seen.share /= 2;
+  findings_.rows_seen.most = failed_.looked_at / 2;
+  wrapped_->known.of(kind_).findings.rows_seen.most = findings_.rows_seen.most;
   return true;
 }
 

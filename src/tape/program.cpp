@@ -284,7 +284,7 @@ void Program::take_generator(const at::Generator& generator) {
     passed_.push_back(draw);
     passed_after_.push_back(draw.state);
   } else if (!(passed_after_[index] == draw.state)) {
-    tape_.strayed = true;
+    tape_.seeds_own = true;
   }
   given_.push_back(index);
   if (!tape_.opaque) tape_.draws.push_back(std::move(draw));
@@ -469,7 +469,8 @@ Tape Program::finish(const Batch& outputs) {
   tape_.memories.own().assign(values_.size(), kNoMemory);
   memories_.number(tape_.memories.own(), tape_.memory_bytes.own());
   const bool strayed = generators_.strayed();
-  tape_.strayed = tape_.strayed || strayed || passed_strayed();
+  tape_.strayed = tape_.strayed || strayed;
+  tape_.seeds_own = tape_.seeds_own || passed_strayed();
   if (strayed || generators_.drew()) tape_.initial = generators_.initial();
   return std::move(tape_);
 }

@@ -127,6 +127,7 @@ struct Tape {
 
   bool scales_rows = false;   ///< of weights, that replays find scaled and do not scale
   bool strayed = false;       ///< something that is no op moved a generator: a seed
+  bool seeds_own = false;     ///< the same of a generator of the user's own: ops hold its states
   bool whole_draws = false;   ///< ops that draw count as ops of the whole batch
   std::vector<Draw> initial;  ///< the default generators when the recording began; empty where
                               ///< nothing was drawn

@@ -53,11 +53,6 @@ INNOCENT: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(6, 5),
     "chaotic": Chaotic,
     "drawn": Drawn,
-    "drawn with its own generator": lambda: Calls(
-        lambda self, x: self.net(x) + torch.poisson(torch.ones(len(x), 5), generator=self.g),
-        net=nn.Linear(6, 5),
-        g=torch.Generator(torch.get_default_device()).manual_seed(3),
-    ),
     "drawn in front of attention": lambda: Calls(drawn_in_front_of_attention, net=nn.Linear(6, 5)),
     "dropout": lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 5)),
     "BatchNorm": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)),

@@ -1,12 +1,13 @@
 """A step that begins again has changed something each time: none goes on for ever."""
 
+import copy
 from typing import Any
 
 import infinitybatch as ib
 import pytest
 import torch
 import torch.nn.functional as F
-from support import Calls
+from support import Calls, native, ours, result_of, worst_error
 from torch import nn
 
 MiB = 1 << 20
@@ -57,3 +58,28 @@ def test_a_wrapped_model_within_one_that_finds_no_room() -> None:
     wrapped(x).square().sum().backward()
     torch.testing.assert_close([p.grad for p in linear.parameters()], wanted)
     assert wrapped.last_report.peak_bytes <= budget
+
+
+def test_seeds_of_an_own_generator_beside_a_layer_of_the_whole_batch() -> None:
+    """The same numbers in each micro-batch, as natively: ops hold the states that they began with."""
+    generator = torch.Generator()
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        generator.manual_seed(7)
+        h = self.norm(self.first(x) * torch.rand(6, generator=generator, dtype=x.dtype))
+        generator.manual_seed(9)
+        h = self.last(h * torch.rand(6, generator=generator, dtype=x.dtype))
+        generator.manual_seed(11)
+        return h
+
+    torch.manual_seed(0)
+    model = Calls(forward, first=nn.Linear(6, 6), norm=nn.BatchNorm1d(6), last=nn.Linear(6, 5))
+    model.double()
+    x, y = torch.randn(16, 6).double(), torch.randint(5, (16,))
+    wanted = native(model, nn.CrossEntropyLoss(), x, y)
+    for budget in ({"micro_batch_size": 4}, {"memory_budget": ib.memory.stats().live + 64 * MiB}):
+        assert worst_error(ours(model, nn.CrossEntropyLoss(), x, y, **budget), wanted) < 1e-12
+        found = copy.deepcopy(model)
+        loss = F.cross_entropy(ib.wrap(found, **budget)(x), y)
+        loss.backward()
+        assert worst_error(result_of(found, loss), wanted) < 1e-12

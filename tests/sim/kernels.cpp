@@ -121,11 +121,14 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   } else if (is_ours(to)) {
     copy_to_device(from.resolve_conj().resolve_neg(), to, non_blocking);
     return to;
+  } else if (from.is_conj() || from.is_neg()) {
+    return copy_from(from.clone(), to, non_blocking);
   } else {
     copy_to_host(from, to, non_blocking);
+    return to;
   }
   // What was copied are bytes, which say nothing of the bits that a view has.
-  const at::Tensor copied = is_ours(to) ? alias_of(to) : to;
+  const at::Tensor copied = alias_of(to);
   const Hidden hidden;
   if (from.is_conj()) copied.conj_physical_();
   if (from.is_neg()) copied.neg_();

@@ -1,5 +1,6 @@
 """Random programs on the simulated device are as natively there, or refused for a reason."""
 
+import gc
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,13 @@ from fuzz.script import script_of  # noqa: E402
 
 #: Of a batch's ops that see all of it there are many, and each is rehearsed.
 EACH = {"any": 20, "packed": 10, "kept": 2}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Modules in cycles, whose memory others would find to be free in the middle of a test."""
+    yield
+    gc.collect()
 
 
 @pytest.mark.parametrize("part", range(2))
