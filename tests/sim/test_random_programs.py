@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -22,6 +23,7 @@ def nothing_is_left():
     """Modules in cycles, whose memory others would find to be free in the middle of a test."""
     yield
     gc.collect()
+    torch.accelerator.empty_cache()
 
 
 @pytest.mark.parametrize("part", range(2))

@@ -12,6 +12,13 @@ MiB = 1 << 20
 MOST = 1000  #: forwards of a step that ends
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Large blocks that are kept for the next tests would serve them beyond a device's capacity."""
+    yield
+    torch.accelerator.empty_cache()
+
+
 def with_a_mask(bytes_of_pair: int, calls: list[int]) -> nn.Module:
     """Forward makes a mask of all pairs of samples, which no tape shows."""
 
