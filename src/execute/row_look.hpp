@@ -36,8 +36,8 @@ class NoRoomToLook : public BudgetExceeded {
   NoRoomToLook(int64_t needed, int64_t limit, int64_t samples, bool backward);
 };
 
-/// A look on an accelerator has taken more than it foresaw, and passed the budget. The next one
-/// takes less.
+/// A look on an accelerator has taken more than it foresaw: it passed the budget, or the device had
+/// no more. The next one takes less.
 struct LookedTooFar {
   int64_t rows;  ///< side by side
 };
@@ -56,7 +56,7 @@ struct RowLook {
   /// The most bytes that may be live meanwhile: the look takes as many rows as fit. On the CPU a
   /// limit is enforced; on accelerators what few rows took says how many that are.
   std::optional<int64_t> peak;
-  int64_t most = 0;            ///< rows side by side, on an accelerator
+  int64_t most = 0;            ///< on an accelerator: rows side by side, see `RowsSeen::most`
   bool few = false;            ///< whether hardly more rows than a micro-batch's may be loaded
   std::vector<bool> compared;  ///< which leaves of the outputs matter; empty: all
   std::vector<int64_t> dims;   ///< what is known of them; see `RowsSeen::dims`

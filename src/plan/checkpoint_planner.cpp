@@ -97,7 +97,7 @@ std::vector<uint32_t> CheckpointPlanner::choose(const tape::Tape& tape,
     room_ = situation_.available;
     went_.reset();
   }
-  smallest_ = known->smallest && (first || smallest_);  // of all programs of an attempt
+  smallest_ = known->smallest && (first || smallest_);
   // With a coupled loss the next micro-batch begins where this one ends: its frontier is fetched in
   // turn.
   overlaps_ = may_overlap() && known->overlapped <= situation_.available;
@@ -210,7 +210,7 @@ bool CheckpointPlanner::ran_out_of_memory() {
   const bool kept = std::any_of(guides.begin(), guides.end(),
                                 [](const auto& guide) { return !guide.second.places.empty(); });
   if (!chosen_ && !kept) return false;
-  // What is short by so much says nothing: larger and larger steps, so that few are taken.
+  // An estimate that is short by more is no guide: the correction grows faster, for few attempts.
   correction_ *= correction_ < kFarShort ? kShort : correction_;
   start_over();
   return true;

@@ -111,7 +111,7 @@ class CheckpointPlanner : public Checkpoints {
   double correction_ = 1.0;  // needed ÷ estimated, beside the sums of gradients
   bool overlaps_ = false;
   bool in_turn_ = false;   // overlapping has run out of memory
-  bool smallest_ = false;  // the last choice was the smallest there is
+  bool smallest_ = false;  // so were all choices of the last attempt that made any
   bool chosen_ = false;    // in the attempt at work
   int64_t estimate_ = 0;
   int64_t sums_ = 0;  // of gradients, in the estimate

@@ -303,7 +303,7 @@ bool Program::given_drew() {
 }
 
 /// Whether what is no op moved one of the user's own generators behind its last draw.
-bool Program::passed_strayed() const {
+bool Program::seeded_behind() const {
   for (size_t i = 0; i < passed_.size(); ++i) {
     if (!(GeneratorState(passed_[i].generator) == passed_after_[i])) return true;
   }
@@ -470,7 +470,7 @@ Tape Program::finish(const Batch& outputs) {
   memories_.number(tape_.memories.own(), tape_.memory_bytes.own());
   const bool strayed = generators_.strayed();
   tape_.strayed = tape_.strayed || strayed;
-  tape_.seeds_own = tape_.seeds_own || passed_strayed();
+  tape_.seeds_own = tape_.seeds_own || seeded_behind();
   if (strayed || generators_.drew()) tape_.initial = generators_.initial();
   return std::move(tape_);
 }

@@ -71,7 +71,7 @@ class Program final : public OpListener {
   void take_argument(const c10::IValue& argument, size_t position);
   void take_generator(const at::Generator& generator);
   bool given_drew();
-  bool passed_strayed() const;
+  bool seeded_behind() const;
   void disturb_outputs(c10::ArrayRef<c10::IValue> outputs) const;
   void note_cast(const SeenOp& op);
   uint32_t modes_index();

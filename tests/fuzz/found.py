@@ -50,7 +50,7 @@ def guard_of(side: Side, budget: int | None) -> Callable[[str, Callable[[], Any]
 
     def guard(part: str, run: Callable[[], Any]) -> Any:
         before = state_of(side)
-        before_bytes = live()
+        live_before = live()
         try:
             failing = contextlib.nullcontext()
             if side.fails is not None:
@@ -73,7 +73,7 @@ def guard_of(side: Side, budget: int | None) -> Callable[[str, Callable[[], Any]
                 ) from error
             raise
         # An accelerator has no cap: a first plan may pass its budget (docs/limits.md).
-        if budget is not None and on_host() and scope.peak > max(budget, before_bytes):
+        if budget is not None and on_host() and scope.peak > max(budget, live_before):
             raise Found("the budget was passed", f"{scope.peak} of {budget} bytes in {part}")
         return result
 

@@ -117,21 +117,18 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (to.numel() == 0) return to;
   TORCH_CHECK_NOT_IMPLEMENTED(!to.is_conj() && !to.is_neg(), "a copy into a conjugate view");
   if (is_ours(from) && is_ours(to)) {
-    copy_on_device(from, to);
-  } else if (is_ours(to)) {
-    copy_to_device(from.resolve_conj().resolve_neg(), to, non_blocking);
-    return to;
+    copy_on_device(from, to);  // bytes, which say nothing of a view's bits
+    const at::Tensor copied = alias_of(to);
+    const Hidden hidden;
+    if (from.is_conj()) copied.conj_physical_();
+    if (from.is_neg()) copied.neg_();
   } else if (from.is_conj() || from.is_neg()) {
     return copy_from(from.clone(), to, non_blocking);
+  } else if (is_ours(to)) {
+    copy_to_device(from, to, non_blocking);
   } else {
     copy_to_host(from, to, non_blocking);
-    return to;
   }
-  // What was copied are bytes, which say nothing of the bits that a view has.
-  const at::Tensor copied = alias_of(to);
-  const Hidden hidden;
-  if (from.is_conj()) copied.conj_physical_();
-  if (from.is_neg()) copied.neg_();
   return to;
 }
 

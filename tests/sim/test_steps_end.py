@@ -1,5 +1,7 @@
 """On an accelerator, too, a step that begins again has changed something each time."""
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import infinitybatch as ib
@@ -19,13 +21,13 @@ def nothing_is_left():
     torch.accelerator.empty_cache()
 
 
-def with_a_mask(bytes_of_pair: int, calls: list[int]) -> nn.Module:
-    """Forward makes a mask of all pairs of samples, which no tape shows."""
+def counted(each: Callable[[int], object]) -> nn.Module:
+    """A layer that does something else with the number of samples, which no tape shows."""
+    calls = itertools.count()
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        calls[0] += 1
-        assert calls[0] < MOST
-        torch.empty(len(x) ** 2 * bytes_of_pair, dtype=torch.uint8)
+        assert next(calls) < MOST
+        each(len(x))
         return self.linear(x)
 
     torch.manual_seed(0)
@@ -56,24 +58,18 @@ def live() -> int:
 @pytest.mark.parametrize("way", ["stream", "wrap"])
 def test_a_probe_that_does_not_fit_is_not_tried_again(way: str) -> None:
     """Two samples say little of eight where memory grows with their square."""
-    calls = [0]
-    budget = live() + 48 * MiB
-    report = stepped(with_a_mask(MiB, calls), way, budget)
+    model = counted(lambda samples: torch.empty(samples**2 * MiB, dtype=torch.uint8))
+    report = stepped(model, way, live() + 48 * MiB)
     assert max(report.micro_batch_sizes) <= 6
 
 
 @pytest.mark.parametrize("way", ["stream", "wrap"])
 def test_a_look_at_more_rows_than_the_device_has_room_for(way: str) -> None:
     """The budget had the room; plans became smaller for it, until one sample did not fit."""
-    sizes: list[int] = []
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(x))
-        assert len(sizes) < MOST
-        if len(x) > 24:
+    def fits(samples: int) -> None:
+        if samples > 24:
             raise torch.OutOfMemoryError("the device has no room")
-        return self.linear(x)
 
-    torch.manual_seed(0)
-    report = stepped(Calls(forward, linear=nn.Linear(4, 1)), way, live() + 900 * MiB)
+    report = stepped(counted(fits), way, live() + 900 * MiB)
     assert max(report.micro_batch_sizes) > 1
