@@ -32,6 +32,8 @@ class Boundaries {
   /// Seconds of a sample's way forward through segments, of which the least that were seen count.
   /// Until those of all have been, a segment's work is taken to be the bytes that its ops make.
   void learn(const std::map<int64_t, double>& seconds);
+  /// Whether that of any has been seen: not where the plan is that of other lengths.
+  bool timed() const noexcept { return !seconds_.empty(); }
 
   struct Choice {
     KeptBoundaries kept;

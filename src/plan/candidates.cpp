@@ -111,9 +111,15 @@ const Timings::Timing* Candidates::timing_of(int64_t cap) const {
 }
 
 bool Candidates::timed() const {
-  return caps_.size() == 1 || std::none_of(caps_.begin(), caps_.end(), [&](int64_t cap) {
-           return is_timed(cap) && learned_.timings.wants(cap, request_.rehearses_sizes());
-         });
+  if (caps_.size() == 1) {
+    // Alone it is timed where plans that keep fewer boundary activations may be faster.
+    const bool compared = request_.rehearses_sizes() && request_.goes_back &&
+                          2 * request_.size_under(caps_.front()) <= request_.batch_size;
+    if (!compared) return true;
+  }
+  return std::none_of(caps_.begin(), caps_.end(), [&](int64_t cap) {
+    return is_timed(cap) && learned_.timings.wants(cap, request_.rehearses_sizes());
+  });
 }
 
 std::optional<int64_t> Candidates::to_time(const Progress& progress) const {

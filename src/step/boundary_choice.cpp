@@ -5,14 +5,19 @@
 
 #include <infinitybatch/core/errors.hpp>
 
+#include <algorithm>
+#include <bit>
 #include <exception>
 #include <string>
 
 namespace infinitybatch {
 namespace {
 
-/// Whether micro-batches of half the size were timed, and took clearly more for each sample: then
-/// larger ones may take less than those of the plan.
+/// Closer times change places from one rehearsal to the next.
+constexpr double kWorthIt = 0.9;
+
+/// Whether larger micro-batches may take clearly less than those of the plan for each sample: as
+/// these do beside those of half the size, or where they are the smallest that were timed.
 bool gains_by_size(const Plan& plan) {
   constexpr double kGain = 1.1;
   const int64_t size = plan.micro_batch_size();
@@ -23,39 +28,77 @@ bool gains_by_size(const Plan& plan) {
     if (each.micro_batch_size == size) chosen = *each.seconds_per_sample;
     if (2 * each.micro_batch_size <= size) smaller = *each.seconds_per_sample;
   }
-  return chosen > 0 && smaller > kGain * chosen;
+  return chosen > 0 && (smaller == 0 || smaller > kGain * chosen);
+}
+
+std::string both(double one, const char* with, double other, const char* without) {
+  return ": rehearsals of a step took " + format_seconds(one) + with + format_seconds(other) +
+         without;
 }
 
 }  // namespace
 
-void BoundaryChoice::choose(Strategy& strategy) {
-  const bool possible = memory.offloads && memory.boundaries && !options.micro_batch_size &&
-                        options.offload.when == Offload::When::automatic &&
+bool BoundaryChoice::choose(Strategy& strategy) {
+  const bool possible = memory.boundaries && !options.micro_batch_size &&
+                        options.offload.when != Offload::When::always &&
                         strategy.cuts == Strategy::Cuts::whole_batch_ops;
-  if (!possible || memory.compared || !planner.settled_for(request(strategy))) return;
-  memory.compared = true;
-  const std::optional<double> offloaded = planner.plan().predicted_seconds;
-  Strategy recomputing = strategy;
-  recomputing.offload = Strategy::Offloads::nothing;
-  const std::optional<double> recomputed = rehearse_fewer(recomputing);
-  if (!recomputed) {
-    memory.why_offloaded =
-        "boundary activations are offloaded: no plan that computes some of them again fits, or "
-        "only one size of micro-batches does, which nobody has timed";
-    return;
+  if (!possible || !planner.settled_for(request(strategy)) || is_compared(strategy)) return false;
+  // More may be live than when it settled. Ever new lengths are not rehearsed.
+  if (!plans(strategy) || is_compared(strategy)) return false;
+  memory.compared.insert(compared_now(strategy));
+  const std::optional<double> before = planner.plan().predicted_seconds;
+  if (!strategy.offloads() && (!before || !memory.boundaries->timed())) return false;
+  memory.what_compared.clear();
+  Strategy other = strategy;
+  if (strategy.offloads()) {
+    if (!choose_beside_offload(other, before)) return true;
+  } else {
+    const double seconds = rehearse_larger(other, *before);
+    if (other.kept == strategy.kept) return true;
+    memory.what_compared = "micro-batches are larger than where more are kept" +
+                           both(seconds, " so, ", *before, " in smaller ones");
   }
-  // Closer times change places from one rehearsal to the next.
-  constexpr double kWorthIt = 0.9;
+  strategy = other;
+  memory.offloads = false;
+  memory.kept = strategy.kept;
+  if (plans(strategy)) memory.compared.insert(compared_now(strategy));
+  return true;
+}
+
+bool BoundaryChoice::plans(const Strategy& strategy) {
+  try {
+    planner.begin(request(strategy));
+  } catch (const BudgetExceeded&) {
+    return false;  // as the step will say
+  }
+  planner.two_pass();
+  return planner.settled();
+}
+
+KnownMemory::Compared BoundaryChoice::compared_now(const Strategy& strategy) const {
+  const auto about = [](int64_t size) { return std::bit_width(static_cast<uint64_t>(size)); };
+  return {strategy.offloads(), about(samples), about(planner.plan().micro_batch_size())};
+}
+
+bool BoundaryChoice::is_compared(const Strategy& strategy) const {
+  return memory.compared.contains(compared_now(strategy));
+}
+
+bool BoundaryChoice::choose_beside_offload(Strategy& strategy,
+                                           const std::optional<double>& offloaded) {
+  strategy.offload = Strategy::Offloads::nothing;
+  const std::optional<double> recomputed = rehearse_fewer(strategy);
+  if (!recomputed) {
+    memory.what_compared =
+        "boundary activations are offloaded: no plan that computes some of them again fits";
+    return false;
+  }
   const bool offload = !offloaded || *recomputed > kWorthIt * *offloaded;
-  memory.why_offloaded =
+  memory.what_compared =
       std::string("boundary activations are ") +
       (offload ? "offloaded, not computed again" : "computed again, not offloaded") +
-      ": rehearsals of a step took " + format_seconds(offloaded.value_or(0)) + " with copies, " +
-      format_seconds(*recomputed) + " without";
-  if (offload) return;
-  memory.offloads = false;
-  memory.kept = recomputing.kept;
-  strategy = recomputing;
+      both(offloaded.value_or(0), " with copies, ", *recomputed, " without");
+  return !offload;
 }
 
 std::optional<double> BoundaryChoice::rehearse_fewer(Strategy& strategy) {
@@ -72,19 +115,31 @@ std::optional<double> BoundaryChoice::rehearse_fewer(Strategy& strategy) {
 }
 
 double BoundaryChoice::rehearse_larger(Strategy& strategy, double seconds) {
-  constexpr double kLess = 0.95;
-  for (;;) {
-    const Plan plan = planner.plan();
-    BoundaryShortage shortage{*memory.boundaries, planner, samples, budget};
-    shortage.size = 2 * plan.micro_batch_size();
-    Strategy larger = strategy;
-    if (!gains_by_size(plan) || *shortage.size > samples || !keep_fewer(larger.kept, shortage))
-      return seconds;
-    const auto less = rehearsed(larger);
-    if (!less || *less > kLess * seconds) return seconds;
-    strategy = larger;
-    seconds = *less;
+  Plan plan = planner.plan();
+  for (bool found = true; found && gains_by_size(plan);) {
+    found = false;
+    const int64_t least = 2 * plan.micro_batch_size();
+    const Request now = request(strategy);
+    KeptBoundaries tried = strategy.kept;
+    for (int64_t size = std::max(least, fair_size(samples)); size >= least && !found; size /= 2) {
+      if (size > samples) continue;
+      planner.begin(now);
+      Strategy larger = strategy;
+      BoundaryShortage shortage{*memory.boundaries, planner, samples, budget};
+      shortage.size = size;
+      if (!keep_fewer(larger.kept, shortage) || larger.kept == tried) continue;
+      tried = larger.kept;
+      const std::optional<double> less = rehearsed(larger);
+      if (!less || *less > kWorthIt * seconds) continue;
+      const Plan with_fewer = planner.plan();
+      if (with_fewer.micro_batch_size() <= plan.micro_batch_size()) continue;
+      found = true;
+      plan = with_fewer;
+      strategy = larger;
+      seconds = *less;
+    }
   }
+  return seconds;
 }
 
 std::optional<double> BoundaryChoice::rehearsed(const Strategy& strategy) {

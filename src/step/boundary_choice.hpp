@@ -12,8 +12,9 @@
 
 namespace infinitybatch {
 
-/// Where boundary activations of the whole batch do not all fit and may be offloaded: whether they
-/// are, or some are kept and the others computed again.
+/// How many boundary activations of the whole batch are kept, where all of them do not fit, or only
+/// beside micro-batches so small that they take more time than computing some of them again; and
+/// whether they are offloaded instead.
 struct BoundaryChoice {
   Planner& planner;
   KnownMemory& memory;
@@ -23,11 +24,19 @@ struct BoundaryChoice {
   std::function<Request(const Strategy&)> request;
   std::function<void(const Strategy&)> rehearse;  ///< what the planner wants to know, and undo it
 
-  /// Of what is offloaded because it does not fit, once that is rehearsed: finds out whether
-  /// keeping some of it and computing the rest again takes less time.
-  void choose(Strategy& strategy);
+  /// Once a plan is settled that keeps or offloads them: finds out whether keeping some of them and
+  /// computing the rest again takes less time. Whether steps were rehearsed for that, which may
+  /// have passed the budget.
+  bool choose(Strategy& strategy);
 
  private:
+  /// Of the plan that the planner has, offloaded or not.
+  KnownMemory::Compared compared_now(const Strategy& strategy) const;
+  bool is_compared(const Strategy& strategy) const;
+  /// Whether there is a settled plan, which the planner has then.
+  bool plans(const Strategy& strategy);
+  /// Keeps some in place of offloading all; false where that takes no less.
+  bool choose_beside_offload(Strategy& strategy, const std::optional<double>& offloaded);
   /// Seconds of a step that keeps what fits; nothing where nothing does.
   std::optional<double> rehearse_fewer(Strategy& strategy);
   /// Keeps fewer still, and computes in larger micro-batches, as long as that takes less time.

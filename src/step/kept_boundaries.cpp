@@ -4,6 +4,10 @@
 
 namespace infinitybatch {
 
+int64_t fair_size(int64_t samples) {
+  return std::min(samples, std::max(int64_t{32}, samples / 8));
+}
+
 /// What micro-batches take beside their boundary activations grows with their size, and small ones
 /// take more time: it is tried to keep so much that micro-batches of a fair size fit.
 bool keep_fewer(KeptBoundaries& kept, const BoundaryShortage& shortage) {
@@ -21,8 +25,7 @@ bool keep_fewer(KeptBoundaries& kept, const BoundaryShortage& shortage) {
     return peak && keep(shortage.budget - (*peak - now));
   };
   if (shortage.size) return keep_beside(*shortage.size);
-  const int64_t fair = std::min(samples, std::max(int64_t{32}, samples / 8));
-  for (int64_t size = fair; size > 0; size /= 2) {
+  for (int64_t size = fair_size(samples); size > 0; size /= 2) {
     if (keep_beside(size)) return true;
   }
   // What is estimated here its own rehearsal knows, and says what would be enough.
@@ -45,8 +48,8 @@ void plan_with(Request& request, const KeptBoundaries& kept,
 
 std::string why_recomputed_or_offloaded(const Plan& plan, const KnownMemory& memory) {
   const std::string kept = plan.explain_kept();
-  if (plan.strategy != "cut" || memory.why_offloaded.empty()) return kept;
-  return (kept.empty() ? "" : kept + "; ") + memory.why_offloaded;
+  if (plan.strategy != "cut" || memory.what_compared.empty()) return kept;
+  return (kept.empty() ? "" : kept + "; ") + memory.what_compared;
 }
 
 }  // namespace infinitybatch

@@ -24,6 +24,9 @@ struct BoundaryShortage {
   std::optional<int64_t> size = std::nullopt;
 };
 
+/// Samples of a micro-batch that is worth keeping less for.
+int64_t fair_size(int64_t samples);
+
 /// Keeps fewer of them, the others are computed again; false where that does not help.
 bool keep_fewer(KeptBoundaries& kept, const BoundaryShortage& shortage);
 

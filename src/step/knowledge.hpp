@@ -10,7 +10,10 @@
 #include <exception>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
+#include <tuple>
+#include <utility>
 
 namespace infinitybatch {
 
@@ -33,10 +36,19 @@ struct KnownMemory {
   std::optional<CheckpointPlanner> checkpoints;  ///< one sample does not fit as a whole
   std::optional<plan::Boundaries> boundaries;    ///< in front of ops of the whole batch, once seen
   KeptBoundaries kept;                           ///< of these, where not all fit
-  bool compared = false;                         ///< whether that or offload takes less time
-  std::string why_offloaded;                     ///< or not, then
-  bool offloads = false;                         ///< what waits does not fit
-  bool in_turn = false;  ///< nor what is copied beside other micro-batches' work
+  /// Of what was rehearsed beside fewer: whether offloaded, how many samples in how large
+  /// micro-batches, both to a power of two.
+  using Compared = std::tuple<bool, int, int>;
+  std::set<Compared> compared;
+  std::string what_compared;  ///< what the last of these has told
+  bool offloads = false;      ///< what waits does not fit
+  bool in_turn = false;       ///< nor what is copied beside other micro-batches' work
+
+  /// What waits leaves the device from now on; false where it does already.
+  bool begin_offload() {
+    what_compared.clear();
+    return !std::exchange(offloads, true);
+  }
 };
 
 /// Everything that one object knows of batches.

@@ -252,7 +252,7 @@ bool StepAnswers::begin_offload(Setup& setup) {
       (fixed || facts_.planner.smallest_failed());
   if (!possible || setup.strategy.offloads()) return false;
   facts_.keep_all_boundaries(setup);
-  facts_.memory->offloads = true;
+  facts_.memory->begin_offload();
   setup.strategy.offload = facts_.keeps_graphs(setup.problem, setup.strategy)
                                ? Strategy::Offloads::graphs
                                : Strategy::Offloads::boundaries;

@@ -179,7 +179,10 @@ StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchS
     if (budget) limit.emplace(*budget, setup.problem.device);
     try {
       facts_.attempt = {};
-      if (budget) ways_.choose_boundaries(setup, *budget);
+      // What passed the budget in rehearsals says nothing of the step.
+      if (budget && ways_.choose_boundaries(setup, *budget)) {
+        limit.emplace(*budget, setup.problem.device);
+      }
       StepReport report = attempt(setup, budget, hand_out);
       if (facts_.attempt.state_as_before) {
         programs_.left_as_it_was();

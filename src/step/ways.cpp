@@ -264,7 +264,7 @@ void Ways::choose_graphs(const Setup& setup, int64_t budget) {
       {[&] { return request(offload, budget); }, [&] { rehearse(offload, budget); }});
 }
 
-void Ways::choose_boundaries(Setup& setup, int64_t budget) {
+bool Ways::choose_boundaries(Setup& setup, int64_t budget) {
   const auto with = [&setup](const Strategy& strategy) {
     Setup other = setup;
     other.strategy = strategy;
@@ -280,8 +280,9 @@ void Ways::choose_boundaries(Setup& setup, int64_t budget) {
       [&](const Strategy& strategy) { return request(with(strategy), budget); },
       [&](const Strategy& strategy) { rehearse(with(strategy), budget); },
   };
-  choice.choose(setup.strategy);
+  const bool rehearsed = choice.choose(setup.strategy);
   if (!setup.strategy.offloads()) setup.resources.store = nullptr;
+  return rehearsed;
 }
 
 void Ways::follow_planner(Executor& executor, const Setup& setup, int64_t budget, bool hand_out,
@@ -297,8 +298,8 @@ void Ways::follow_planner(Executor& executor, const Setup& setup, int64_t budget
     facts_.planner.observe(piece, run_planned(executor, piece, 0, setup.problem.device));
     if (setup.strategy.is_cut()) setup.resources.findings->recordings_checked = true;
     facts_.plan = facts_.planner.plan();
-    if (!facts_.memory->why_offloaded.empty())
-      facts_.plan.reason += "; " + facts_.memory->why_offloaded;
+    if (!facts_.memory->what_compared.empty())
+      facts_.plan.reason += "; " + facts_.memory->what_compared;
     if (!facts_.graph_choices.empty()) {
       const GraphChoice* choice = facts_.graph_choices.find(facts_.kind.shapes());
       if (choice != nullptr) facts_.plan.reason += "; " + choice->reason;

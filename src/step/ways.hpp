@@ -38,7 +38,7 @@ class Ways {
   /// takes less time than second forwards.
   void choose_graphs(const Setup& setup, int64_t budget);
   /// See `BoundaryChoice`.
-  void choose_boundaries(Setup& setup, int64_t budget);
+  bool choose_boundaries(Setup& setup, int64_t budget);
 
  private:
   /// Sizes of micro-batches of a fixed size.

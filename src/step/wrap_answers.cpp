@@ -108,7 +108,7 @@ bool ForwardCall::begin_offload() {
   if (!possible || setup_.strategy.offloads()) return false;
   const std::lock_guard<std::mutex> lock(wrapped_->mutex);
   // What was said before and has not helped would not help again.
-  return !std::exchange(wrapped_->known.memory_of(kind_).offloads, true);
+  return wrapped_->known.memory_of(kind_).begin_offload();
 }
 
 /// Second forwards instead, where a plan found no room for graphs, on the device or beyond it.

@@ -115,7 +115,7 @@ Batch ForwardCall::run_attempts() {
     finishing_ = false;
     failed_rows_ = 0;
     try {
-      return attempt();
+      return attempt(limit);
     } catch (...) {
       const Failed::Scope failed(failed_, std::current_exception());
       if (!answer(limit ? &*limit : nullptr)) --restarts_;
@@ -149,8 +149,8 @@ void ForwardCall::choose_store() {
   }
 }
 
-void ForwardCall::choose_boundaries() {
-  if (!with_gradients_) return;
+bool ForwardCall::choose_boundaries() {
+  if (!with_gradients_) return false;
   const auto adopt = [this](const Strategy& strategy) {
     setup_.strategy = strategy;
     setup_.resources.store = strategy.offloads() ? store_.get() : nullptr;
@@ -169,8 +169,9 @@ void ForwardCall::choose_boundaries() {
                           adopt(strategy);
                           rehearse();
                         }};
-  choice.choose(chosen);
+  const bool rehearsed = choice.choose(chosen);
   adopt(chosen);
+  return rehearsed;
 }
 
 /// Under a plan, once it is known what the loss needs: whether graphs are offloaded, or run again
@@ -212,8 +213,10 @@ void ForwardCall::rehearse() {
   try {
     rehearsal.run();
     planned_ = planned_ || rehearsal.began;
+    rehearsed_ = rehearsed_ || rehearsal.began;
   } catch (...) {
     planned_ = planned_ || rehearsal.began;
+    rehearsed_ = rehearsed_ || rehearsal.began;
     failed_rows_ = rehearsal.failed_rows;
     throw;
   }
@@ -228,7 +231,7 @@ Split ForwardCall::choose() {
   return split();
 }
 
-Batch ForwardCall::attempt() {
+Batch ForwardCall::attempt(std::optional<memory::Limit>& limit) {
   rerunnable_.check();  // since an earlier attempt
   if (setup_.problem.trimming) {
     setup_.problem.trimming->at_least = 0;
@@ -241,7 +244,8 @@ Batch ForwardCall::attempt() {
   const bool rehearsed = with_gradients_ || setup_.strategy.is_cut();
   if (rehearsed && !options_.micro_batch_size) {
     rehearse();
-    choose_boundaries();
+    // What passed the budget in rehearsals says nothing of the call.
+    if (choose_boundaries()) limit.emplace(*budget_, setup_.problem.device);
     choose_graphs();
     rerunnable_.check();
   }
@@ -276,7 +280,7 @@ Batch ForwardCall::attempt() {
       }
       call->report->memory_budget = budget_;
       report_peak(*call->report, piece_.plan,
-                  {high_water_->peak(), high_water->peak(), pass.looked()});
+                  {high_water_->peak(), high_water->peak(), pass.looked() || rehearsed_});
       call->report->restarts = restarts_;
       call->high_water = std::move(high_water);
       call->counted = std::move(counted_);

@@ -38,7 +38,7 @@ class ForwardCall {
   int64_t live_with_gradients() const;
   /// Attempts until one succeeds.
   Batch run_attempts();
-  Batch attempt();
+  Batch attempt(std::optional<memory::Limit>& limit);
   void choose_store();
   /// Fewer boundary activations of the whole batch are kept from now on; false where that does not
   /// help, or they may be offloaded instead.
@@ -49,7 +49,7 @@ class ForwardCall {
     return setup_.strategy.offloads() && !setup_.strategy.is_cut() && !options_.micro_batch_size;
   }
   /// Of what is offloaded, under a plan: see `BoundaryChoice`.
-  void choose_boundaries();
+  bool choose_boundaries();
   void choose_graphs();
   bool give_up_graphs();
   void forget_error_of_few_rows() {
@@ -97,6 +97,7 @@ class ForwardCall {
   size_t planner_ = 0;
   Piece piece_;
   bool planned_ = false;    // the planner knows of the attempt at work
+  bool rehearsed_ = false;  // this attempt or one before it
   bool finishing_ = false;  // the last attempt failed while outputs were joined
   const int64_t before_ = WaitingCalls::count();  // that wait for their backward
   int64_t restarts_ = 0;

@@ -26,8 +26,8 @@ std::shared_ptr<WrapReport> report_of(const WrappedCall& call, const std::vector
 void report_peak(WrapReport& report, const Plan& plan, const MeasuredPeak& peak) {
   const std::optional<int64_t>& predicted = plan.predicted_peak_bytes;
   report.peak_bytes = peak.bytes;
-  const bool only_the_look = peak.looked && peak.bytes > predicted && peak.of_plan <= predicted;
-  if (!only_the_look) report.predicted_peak_bytes = predicted;
+  const bool more = peak.beside_plan && peak.bytes > predicted && peak.of_plan <= predicted;
+  if (!more) report.predicted_peak_bytes = predicted;
 }
 
 void publish(Wrapped& wrapped, std::shared_ptr<WrapReport> report) {

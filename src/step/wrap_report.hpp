@@ -14,7 +14,8 @@ std::shared_ptr<WrapReport> report_of(const WrappedCall& call, const std::vector
 struct MeasuredPeak {
   int64_t bytes = 0;    ///< of the call
   int64_t of_plan = 0;  ///< without its rehearsals
-  bool looked = false;  ///< at rows, which no plan knows of and which may take more
+  /// It looked at rows or rehearsed, which no plan knows of and which may take more.
+  bool beside_plan = false;
 };
 
 void report_peak(WrapReport& report, const Plan& plan, const MeasuredPeak& peak);

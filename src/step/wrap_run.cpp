@@ -120,7 +120,7 @@ void WrapRun::end_backward_of_part() {
 void WrapRun::offload_next_time() const {
   if (store_ || call_.wrapped->options.offload.when == Offload::When::never) return;
   const std::lock_guard<std::mutex> lock(call_.wrapped->mutex);
-  call_.wrapped->known.memory_of(call_.kind).offloads = true;
+  call_.wrapped->known.memory_of(call_.kind).begin_offload();
 }
 
 bool WrapRun::may_keep_fewer() const {

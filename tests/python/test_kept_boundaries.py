@@ -278,3 +278,34 @@ def test_larger_micro_batches_beside_fewer_boundaries_where_size_pays() -> None:
     assert max(report.micro_batch_sizes) > 32, report
     assert worst(gradients(model), expected.gradients) <= TOLERANCE
     assert report.peak_bytes <= budget and report.strategy_reason.startswith(KEPT)
+
+
+@pytest.mark.parametrize("offload", ["auto", "never"])
+@pytest.mark.parametrize("way", ["stream", "wrap"])
+def test_no_budget_means_many_micro_batches(way: str, offload: str) -> None:
+    """Where all boundary activations fit beside a few samples alone, fewer of them are kept."""
+    model, inputs, targets = made(lambda: Residual(8), rows=64)
+    criterion = nn.CrossEntropyLoss()
+    expected = native(model, criterion, inputs, targets)
+    native_peak = whole_peak(model, criterion, inputs, targets)
+    counts = []
+    for share in range(46, 90, 4):
+        gc.collect()
+        budget = ib.memory.stats().live + native_peak * share // 100
+        options = {"memory_budget": budget, "offload": offload}
+        if way == "wrap":
+            wrapped = ib.wrap(model, **options)
+        else:
+            batch = ib.VirtualBatch(model, criterion, **options)
+        for _ in range(4):
+            model.zero_grad(set_to_none=True)
+            if way == "wrap":
+                criterion(wrapped(inputs), targets).backward()
+                report = wrapped.last_report
+            else:
+                report = batch.backward(inputs, targets)
+            assert worst(gradients(model), expected.gradients) <= TOLERANCE
+            assert report.peak_bytes <= budget
+        model.zero_grad(set_to_none=True)
+        counts.append(len(report.micro_batch_sizes))
+    assert max(counts) <= 5, counts

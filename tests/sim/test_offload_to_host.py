@@ -91,11 +91,13 @@ def test_kernels_whose_memory_depends_on_the_batch(share):
         budget = live_bytes() + int(share * peak)
         batch = ib.VirtualBatch(model, nn.MSELoss(), memory_budget=budget)
         rows.clear()
-        for _ in range(3):
+        for step in range(3):
             model.zero_grad()
             report = batch.backward(inputs, targets)
-            # Nobody tries single samples where what waits of all may not fit beside them.
-            assert rows.count(1) <= 1, rows
+            # Nobody tries single samples where what waits of all may not fit beside them; where it
+            # fits, they are the first plan, until larger ones have been rehearsed.
+            fit = step == 0 and report.restarts == 0
+            assert rows.count(1) <= 1 or fit, rows
             rows.clear()
     assert report.restarts == 0 and report.peak_bytes <= budget
     # At the larger share a device may have room for all.

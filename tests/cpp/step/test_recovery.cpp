@@ -53,6 +53,8 @@ const char* name_of(Answer answer) {
   switch (answer) {
     case Answer::rerun_forwards:
       return "rerun forwards";
+    case Answer::look_less:
+      return "look less";
     case Answer::record_anew:
       return "record anew";
     case Answer::follow_segments:
