@@ -31,9 +31,9 @@ bool gains_by_size(const Plan& plan) {
   return chosen > 0 && (smaller == 0 || smaller > kGain * chosen);
 }
 
-std::string both(double one, const char* with, double other, const char* without) {
-  return ": rehearsals of a step took " + format_seconds(one) + with + format_seconds(other) +
-         without;
+std::string rehearsals_took(double one, const char* way, double other, const char* other_way) {
+  return ": rehearsals of a step took " + format_seconds(one) + way + format_seconds(other) +
+         other_way;
 }
 
 }  // namespace
@@ -42,12 +42,15 @@ bool BoundaryChoice::choose(Strategy& strategy) {
   const bool possible = memory.boundaries && !options.micro_batch_size &&
                         options.offload.when != Offload::When::always &&
                         strategy.cuts == Strategy::Cuts::whole_batch_ops;
-  if (!possible || !planner.settled_for(request(strategy)) || is_compared(strategy)) return false;
-  // More may be live than when it settled. Ever new lengths are not rehearsed.
+  if (!possible) return false;
+  // Ever new lengths follow the plan of others, and are not rehearsed.
+  if (!strategy.offloads() && !memory.boundaries->timed()) return false;
+  if (!planner.settled_for(request(strategy)) || is_compared(strategy)) return false;
+  // More may be live than when it settled.
   if (!plans(strategy) || is_compared(strategy)) return false;
   memory.compared.insert(compared_now(strategy));
   const std::optional<double> before = planner.plan().predicted_seconds;
-  if (!strategy.offloads() && (!before || !memory.boundaries->timed())) return false;
+  if (!strategy.offloads() && !before) return false;
   memory.what_compared.clear();
   Strategy other = strategy;
   if (strategy.offloads()) {
@@ -55,8 +58,8 @@ bool BoundaryChoice::choose(Strategy& strategy) {
   } else {
     const double seconds = rehearse_larger(other, *before);
     if (other.kept == strategy.kept) return true;
-    memory.what_compared = "micro-batches are larger than where more are kept" +
-                           both(seconds, " so, ", *before, " in smaller ones");
+    memory.what_compared = "this leaves room for larger micro-batches" +
+                           rehearsals_took(seconds, " with them, ", *before, " with smaller ones");
   }
   strategy = other;
   memory.offloads = false;
@@ -97,7 +100,7 @@ bool BoundaryChoice::choose_beside_offload(Strategy& strategy,
   memory.what_compared =
       std::string("boundary activations are ") +
       (offload ? "offloaded, not computed again" : "computed again, not offloaded") +
-      both(offloaded.value_or(0), " with copies, ", *recomputed, " without");
+      rehearsals_took(offloaded.value_or(0), " with copies, ", *recomputed, " without");
   return !offload;
 }
 
@@ -115,31 +118,31 @@ std::optional<double> BoundaryChoice::rehearse_fewer(Strategy& strategy) {
 }
 
 double BoundaryChoice::rehearse_larger(Strategy& strategy, double seconds) {
-  Plan plan = planner.plan();
-  for (bool found = true; found && gains_by_size(plan);) {
-    found = false;
-    const int64_t least = 2 * plan.micro_batch_size();
-    const Request now = request(strategy);
-    KeptBoundaries tried = strategy.kept;
-    for (int64_t size = std::max(least, fair_size(samples)); size >= least && !found; size /= 2) {
-      if (size > samples) continue;
-      planner.begin(now);
-      Strategy larger = strategy;
-      BoundaryShortage shortage{*memory.boundaries, planner, samples, budget};
-      shortage.size = size;
-      if (!keep_fewer(larger.kept, shortage) || larger.kept == tried) continue;
-      tried = larger.kept;
-      const std::optional<double> less = rehearsed(larger);
-      if (!less || *less > kWorthIt * seconds) continue;
-      const Plan with_fewer = planner.plan();
-      if (with_fewer.micro_batch_size() <= plan.micro_batch_size()) continue;
-      found = true;
-      plan = with_fewer;
-      strategy = larger;
-      seconds = *less;
-    }
+  while (gains_by_size(planner.plan())) {
+    const std::optional<double> less = with_larger(strategy, seconds);
+    if (!less) break;
+    seconds = *less;
   }
   return seconds;
+}
+
+std::optional<double> BoundaryChoice::with_larger(Strategy& strategy, double seconds) {
+  const int64_t now = planner.plan().micro_batch_size();
+  if (2 * now > samples) return std::nullopt;
+  KeptBoundaries tried = strategy.kept;
+  for (int64_t size = std::max(2 * now, fair_size(samples)); size >= 2 * now; size /= 2) {
+    if (!plans(strategy)) return std::nullopt;
+    Strategy larger = strategy;
+    BoundaryShortage shortage{*memory.boundaries, planner, samples, budget};
+    shortage.size = size;
+    if (!keep_fewer(larger.kept, shortage) || larger.kept == tried) continue;
+    tried = larger.kept;
+    const std::optional<double> less = rehearsed(larger);
+    if (!less || *less > kWorthIt * seconds || planner.plan().micro_batch_size() <= now) continue;
+    strategy = larger;
+    return less;
+  }
+  return std::nullopt;
 }
 
 std::optional<double> BoundaryChoice::rehearsed(const Strategy& strategy) {

@@ -41,6 +41,9 @@ struct BoundaryChoice {
   std::optional<double> rehearse_fewer(Strategy& strategy);
   /// Keeps fewer still, and computes in larger micro-batches, as long as that takes less time.
   double rehearse_larger(Strategy& strategy, double seconds);
+  /// Seconds of a step in micro-batches of at least twice the size, of a fair one first, beside
+  /// fewer boundaries; nothing where that takes no less.
+  std::optional<double> with_larger(Strategy& strategy, double seconds);
   /// Seconds of a step that keeps what the strategy says; nothing where it is not known to fit, or
   /// nobody could time it.
   std::optional<double> rehearsed(const Strategy& strategy);

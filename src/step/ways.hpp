@@ -37,7 +37,7 @@ class Ways {
   /// Of a coupled loss that offloads, once it is rehearsed: finds out whether offloading all graphs
   /// takes less time than second forwards.
   void choose_graphs(const Setup& setup, int64_t budget);
-  /// See `BoundaryChoice`.
+  /// See `BoundaryChoice::choose`.
   bool choose_boundaries(Setup& setup, int64_t budget);
 
  private:

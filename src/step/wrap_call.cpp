@@ -210,13 +210,15 @@ void ForwardCall::rehearse() {
     if (!boundaries) boundaries.emplace(executor.recorded(rows), rows.size(), /*coupled=*/true);
     boundaries->learn(measured.advances);
   };
+  const auto note = [&] {
+    planned_ = planned_ || rehearsal.began;
+    rehearsed_ = rehearsed_ || rehearsal.began;
+  };
   try {
     rehearsal.run();
-    planned_ = planned_ || rehearsal.began;
-    rehearsed_ = rehearsed_ || rehearsal.began;
+    note();
   } catch (...) {
-    planned_ = planned_ || rehearsal.began;
-    rehearsed_ = rehearsed_ || rehearsal.began;
+    note();
     failed_rows_ = rehearsal.failed_rows;
     throw;
   }

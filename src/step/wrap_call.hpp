@@ -48,7 +48,7 @@ class ForwardCall {
   bool may_offload_graphs() const {
     return setup_.strategy.offloads() && !setup_.strategy.is_cut() && !options_.micro_batch_size;
   }
-  /// Of what is offloaded, under a plan: see `BoundaryChoice`.
+  /// Under a plan: see `BoundaryChoice::choose`.
   bool choose_boundaries();
   void choose_graphs();
   bool give_up_graphs();

@@ -280,32 +280,60 @@ def test_larger_micro_batches_beside_fewer_boundaries_where_size_pays() -> None:
     assert report.peak_bytes <= budget and report.strategy_reason.startswith(KEPT)
 
 
+def stepping(way: str, model: nn.Module, data: tuple[Any, Any], **options: Any) -> Callable:
+    """A step in one of our two ways, which gives its report."""
+    inputs, targets = data
+    criterion = nn.CrossEntropyLoss()
+    if way == "stream":
+        batch = ib.VirtualBatch(model, criterion, **options)
+    else:
+        wrapped = ib.wrap(model, **options)
+
+    def step() -> Any:
+        model.zero_grad(set_to_none=True)
+        if way == "stream":
+            return batch.backward(inputs, targets)
+        criterion(wrapped(inputs), targets).backward()
+        return wrapped.last_report
+
+    return step
+
+
 @pytest.mark.parametrize("offload", ["auto", "never"])
 @pytest.mark.parametrize("way", ["stream", "wrap"])
 def test_no_budget_means_many_micro_batches(way: str, offload: str) -> None:
     """Where all boundary activations fit beside a few samples alone, fewer of them are kept."""
-    model, inputs, targets = made(lambda: Residual(8), rows=64)
+    model, *data = made(lambda: Residual(8), rows=64)
     criterion = nn.CrossEntropyLoss()
-    expected = native(model, criterion, inputs, targets)
-    native_peak = whole_peak(model, criterion, inputs, targets)
+    expected = native(model, criterion, *data)
+    native_peak = whole_peak(model, criterion, *data)
     counts = []
     for share in range(46, 90, 4):
         gc.collect()
         budget = ib.memory.stats().live + native_peak * share // 100
-        options = {"memory_budget": budget, "offload": offload}
-        if way == "wrap":
-            wrapped = ib.wrap(model, **options)
-        else:
-            batch = ib.VirtualBatch(model, criterion, **options)
+        step = stepping(way, model, data, memory_budget=budget, offload=offload)
         for _ in range(4):
-            model.zero_grad(set_to_none=True)
-            if way == "wrap":
-                criterion(wrapped(inputs), targets).backward()
-                report = wrapped.last_report
-            else:
-                report = batch.backward(inputs, targets)
+            report = step()
             assert worst(gradients(model), expected.gradients) <= TOLERANCE
             assert report.peak_bytes <= budget
         model.zero_grad(set_to_none=True)
         counts.append(len(report.micro_batch_sizes))
     assert max(counts) <= 5, counts
+
+
+@pytest.mark.parametrize("way", ["stream", "wrap"])
+def test_a_plan_that_became_another_is_compared_again(way: str) -> None:
+    """As behind the first step of an optimizer, whose state is live from then on."""
+    model, *data = made(lambda: Residual(8), rows=64)
+    native_peak = whole_peak(model, nn.CrossEntropyLoss(), *data)
+    gc.collect()
+    budget = ib.memory.stats().live + native_peak * 90 // 100
+    step = stepping(way, model, data, memory_budget=budget, offload="never")
+    for _ in range(4):
+        report = step()
+    assert len(report.micro_batch_sizes) <= 5
+    state = torch.empty(native_peak * 24 // 100, dtype=torch.uint8)
+    for _ in range(6):
+        report = step()
+    assert len(report.micro_batch_sizes) <= 5
+    assert report.peak_bytes <= budget and state.numel() > 0
