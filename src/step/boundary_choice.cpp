@@ -45,9 +45,10 @@ bool BoundaryChoice::choose(Strategy& strategy) {
   if (!possible) return false;
   // Ever new lengths follow the plan of others, and are not rehearsed.
   if (!strategy.offloads() && !memory.boundaries->timed()) return false;
-  if (!planner.settled_for(request(strategy)) || is_compared(strategy)) return false;
-  // More may be live than when it settled.
-  if (!plans(strategy) || is_compared(strategy)) return false;
+  if (planner.settled_for(request(strategy)) && is_compared(strategy)) return false;
+  // More may be live than when it settled, or samples of other shapes were planned for since.
+  if (!plans(strategy) || !planner.settled_for(request(strategy))) return false;
+  if (is_compared(strategy)) return false;
   memory.compared.insert(compared_now(strategy));
   const std::optional<double> before = planner.plan().predicted_seconds;
   if (!strategy.offloads() && !before) return false;
@@ -69,13 +70,10 @@ bool BoundaryChoice::choose(Strategy& strategy) {
 }
 
 bool BoundaryChoice::plans(const Strategy& strategy) {
-  try {
-    planner.begin(request(strategy));
-  } catch (const BudgetExceeded&) {
-    return false;  // as the step will say
-  }
+  planner.begin_rehearsal(request(strategy));
+  if (planner.nothing_fits() || !planner.settled()) return false;
   planner.two_pass();
-  return planner.settled();
+  return true;
 }
 
 KnownMemory::Compared BoundaryChoice::compared_now(const Strategy& strategy) const {
