@@ -431,11 +431,21 @@ bool Planner::settled_for(const Request& request) const {
   return settled_plan_ && !kinds_.borrowed() && is_alike(request, given_);
 }
 
+void Planner::plan_alone() {
+  if (!kinds_.borrowed()) return;
+  forget_settled_plan();
+  kinds_.stop_borrowing(request_);
+}
+
 Plan Planner::plan() const {
   if (!settled_plan_) return make_plan();
   // The same in every step from now on.
   if (!full_plan_) full_plan_ = make_plan();
   return *full_plan_;
+}
+
+int64_t Planner::chosen_size() const {
+  return settled_plan_ ? settled_size_ : request_.size_under(candidates().fastest());
 }
 
 Plan Planner::make_plan() const {

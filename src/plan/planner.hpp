@@ -76,9 +76,15 @@ class Planner {
   /// Whether the last plan was settled and for such a step, whatever is live now: then there is
   /// nothing to rehearse in front of it. A rehearsal need not even be prepared.
   bool settled_for(const Request& request) const;
+  /// Whether the request follows the plan of longer samples, as ever new lengths do.
+  bool follows_longer() const { return kinds_.borrowed(); }
+  /// It does not, from now on.
+  void plan_alone();
 
   /// The plan for the current request as far as it is known.
   Plan plan() const;
+  /// Its micro-batches have at most so many samples; takes less time to say than the plan.
+  int64_t chosen_size() const;
 
  private:
   /// What may run out of memory.

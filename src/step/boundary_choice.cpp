@@ -47,8 +47,7 @@ bool BoundaryChoice::choose(Strategy& strategy) {
   if (!strategy.offloads() && !memory.boundaries->timed()) return false;
   if (planner.settled_for(request(strategy)) && is_compared(strategy)) return false;
   // More may be live than when it settled, or samples of other shapes were planned for since.
-  if (!plans(strategy) || !planner.settled_for(request(strategy))) return false;
-  if (is_compared(strategy)) return false;
+  if (!plans(strategy) || planner.follows_longer() || is_compared(strategy)) return false;
   memory.compared.insert(compared_now(strategy));
   const std::optional<double> before = planner.plan().predicted_seconds;
   if (!strategy.offloads() && !before) return false;
@@ -71,14 +70,12 @@ bool BoundaryChoice::choose(Strategy& strategy) {
 
 bool BoundaryChoice::plans(const Strategy& strategy) {
   planner.begin_rehearsal(request(strategy));
-  if (planner.nothing_fits() || !planner.settled()) return false;
-  planner.two_pass();
-  return true;
+  return !planner.nothing_fits() && planner.settled();
 }
 
 KnownMemory::Compared BoundaryChoice::compared_now(const Strategy& strategy) const {
   const auto about = [](int64_t size) { return std::bit_width(static_cast<uint64_t>(size)); };
-  return {strategy.offloads(), about(samples), about(planner.plan().micro_batch_size())};
+  return {strategy.offloads(), about(samples), about(planner.chosen_size())};
 }
 
 bool BoundaryChoice::is_compared(const Strategy& strategy) const {
@@ -147,6 +144,7 @@ std::optional<double> BoundaryChoice::rehearsed(const Strategy& strategy) {
   constexpr int kRounds = 4;  // of a small batch not every size is timed in one rehearsal
   try {
     planner.begin(request(strategy));
+    planner.plan_alone();  // what is compared is measured
     for (int round = 0; round < kRounds; ++round) {
       rehearse(strategy);
       if (planner.nothing_fits()) return std::nullopt;
