@@ -70,7 +70,8 @@ bool BoundaryChoice::choose(Strategy& strategy) {
 
 bool BoundaryChoice::plans(const Strategy& strategy) {
   planner.begin_rehearsal(request(strategy));
-  return !planner.nothing_fits() && planner.settled();
+  return !planner.nothing_fits() && planner.settled() &&
+         planner.foresees_whole_loss(planner.plan());
 }
 
 KnownMemory::Compared BoundaryChoice::compared_now(const Strategy& strategy) const {

@@ -33,7 +33,7 @@ struct BoundaryChoice {
   /// Of the plan that the planner has, offloaded or not.
   KnownMemory::Compared compared_now(const Strategy& strategy) const;
   bool is_compared(const Strategy& strategy) const;
-  /// Whether there is a settled plan.
+  /// Whether there is a settled plan, and what the loss needs is known.
   bool plans(const Strategy& strategy);
   /// Keeps some in place of offloading all; false where that takes no less.
   bool choose_beside_offload(Strategy& strategy, const std::optional<double>& offloaded);

@@ -242,7 +242,7 @@ def resident():
         if line.startswith("VmHWM"):
             return 1024 * int(line.split()[1])
 
-rows = 2048 * (1 if sys.argv[2] == "little" else 4)
+rows = 2048 * (1 if sys.argv[2] == "little" else 6)
 norm = sys.argv[1] in ("cut", "offload")
 model = nn.Sequential(*(
     layer for i in range(6) for layer in
