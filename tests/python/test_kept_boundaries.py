@@ -345,15 +345,17 @@ def test_shapes_that_take_turns_are_compared_too(way: str, offload: str) -> None
     """Though each step is planned for other samples than the one in front of it."""
     model, *data = made(lambda: Residual(8), rows=64)
     smaller = [data[0][:, :, :-4, :-4].contiguous(), data[1]]
+    expected = native(copy.deepcopy(model), nn.CrossEntropyLoss(), *data)
     native_peak = whole_peak(model, nn.CrossEntropyLoss(), *data)
     gc.collect()
-    budget = ib.memory.stats().live + native_peak * 62 // 100
+    budget = ib.memory.stats().live + native_peak * 63 // 100
     turn = list(data)  # what the step is given, in its place
     step = stepping(way, model, turn, memory_budget=budget, offload=offload)
     for _ in range(8):
-        turn[:] = smaller
-        step()
         turn[:] = data
         report = step()
+        assert worst(gradients(model), expected.gradients) <= TOLERANCE
+        turn[:] = smaller
+        step()
     assert len(report.micro_batch_sizes) <= 5, report
     assert report.peak_bytes <= budget
