@@ -23,9 +23,12 @@ export PYTHONPATH="$RELEASE/python"
 # Full tables take longer than the ten minutes that a test has else (pyproject.toml).
 [ -z "${INFINITYBATCH_LONG_TESTS:-}" ] || export PYTEST_ADDOPTS="-o faulthandler_timeout=7200"
 cd "$ROOT"
-# A test uses one thread. Files stay together, for what is set up once in each.
+# A test uses one thread. Files stay together, for what is set up once in each; random programs need
+# nothing set up, and one core alone would take an hour and a half for the long variant.
 say "Python, command line and packaging tests, as many at once as there are cores"
-"$VENV_PYTHON" -m pytest tests -m "not alone" -n auto --dist loadfile --no-loadscope-reorder || status=1
+"$VENV_PYTHON" -m pytest tests -m "not alone" --ignore tests/fuzz -n auto --dist loadfile --no-loadscope-reorder || status=1
+say "Random programs"
+"$VENV_PYTHON" -m pytest tests/fuzz -n auto --dist worksteal || status=1
 say "Tests on a simulated accelerator"
 files=tests/sim/sample.txt
 [ -z "${INFINITYBATCH_LONG_TESTS:-}" ] || files=tests/sim/files.txt

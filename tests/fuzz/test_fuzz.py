@@ -1,6 +1,6 @@
 """Random programs are as natively, or refused for a reason; and the fuzzer finds what is broken.
 
-200 of them, 20,000 with INFINITYBATCH_LONG_TESTS, and fewer for each kind of schedule;
+200 of them, 20,000 with INFINITYBATCH_LONG_TESTS, and a twentieth for each kind of schedule;
 `run.py` is for people.
 """
 
@@ -27,8 +27,8 @@ from fuzz.statements_state import HOOKS  # noqa: E402
 
 LONG = os.environ.get("INFINITYBATCH_LONG_TESTS", "0") != "0"
 SEEDS = 20_000 if LONG else 200
-EACH = 500 if LONG else 20
-PROGRAMS = {kind: SEEDS if kind == "any" else SEEDS // (10 if LONG else 20) for kind in KINDS}
+EACH = 250 if LONG else 20
+PROGRAMS = {kind: SEEDS if kind == "any" else SEEDS // 20 for kind in KINDS}
 
 
 @pytest.fixture(autouse=True)
