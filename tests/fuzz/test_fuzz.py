@@ -27,7 +27,7 @@ from fuzz.statements_state import HOOKS  # noqa: E402
 
 LONG = os.environ.get("INFINITYBATCH_LONG_TESTS", "0") != "0"
 SEEDS = 20_000 if LONG else 200
-EACH = 250 if LONG else 20
+EACH = 500 if LONG else 20
 PROGRAMS = {kind: SEEDS if kind == "any" else SEEDS // 20 for kind in KINDS}
 
 
