@@ -123,10 +123,8 @@ void Forwards::run(Rows rows) {
   const bool streams = strategy_.is_cut() && !strategy_.per_micro_batch();
   const coupled::ForeignDraws foreign(problem_.match_native_rng && !streams && part);
   {
-    // What a step left for each row would meet other rows.
-    const bool reordered = problem_.trimming && problem_.trimming->reorders;
-    const CarriedState::Scope stateful(problem_.exact_coupling ? state_at_work_ : nullptr,
-                                       part || reordered, problem_.batch_size());
+    const CarriedState::Scope stateful(problem_.exact_coupling ? state_at_work_ : nullptr, part,
+                                       problem_.batch_size());
     few_.watch(rows.size(), [&] {
       outputs = problem_.model->forward(inputs);
       if (problem_.trimming) outputs = problem_.trimming->padded(outputs, inputs);

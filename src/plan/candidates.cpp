@@ -36,13 +36,14 @@ Candidates::Candidates(const Request& request, const Learned& learned)
 void Candidates::find() {
   const auto fits = [&](int64_t cap) { return prediction_.fits(request_.size_under(cap)); };
   const auto consider = [&](int64_t cap) {
+    if (request_.reordered) cap = std::min(cap, request_.most());
     if (!fits(cap)) return false;
     const bool known =
         !caps_.empty() && request_.size_under(caps_.back()) == request_.size_under(cap);
     if (!known) caps_.push_back(cap);
     return true;
   };
-  const int64_t whole = request_.whole();
+  const int64_t whole = request_.most();
   int64_t cap = kSmallProbe * request_.unit();
   // Larger ones can fit where small ones do not: a coupled loss keeps something of every
   // micro-batch, and a step was measured where others are predicted.
@@ -60,7 +61,7 @@ void Candidates::find() {
 
 /// The largest size that may fit, with more samples in each micro-batch than forward fails on.
 std::optional<int64_t> Candidates::largest_that_works() const {
-  int64_t cap = std::min(request_.whole(), learned_.shortages.largest());
+  int64_t cap = std::min(request_.most(), learned_.shortages.largest());
   while (cap > request_.fails_on) {
     const int64_t size = request_.size_under(cap);
     if (request_.batch_size / request_.count_under(size) <= request_.fails_on) break;

@@ -50,7 +50,7 @@ std::string why(const Request& request, const Candidates& candidates, int64_t ca
            (request.fails_on == 1 ? " sample" : " samples");
   }
   if (candidates.caps().size() < 2) return "no larger micro-batch fits";
-  if (cap == candidates.caps().back() && cap < request.whole()) {
+  if (cap == candidates.caps().back() && cap < request.most()) {
     return "the fastest size that fits, bounded by the budget";
   }
   return candidates.stays_whole(request.size_under(cap))
@@ -90,9 +90,10 @@ void explain(Plan& plan, const Request& request, const Kinds& kinds, bool settle
     // The chosen size stands in its place, whether a power of two or not.
     const bool chosen_next = cap > power / 2 && cap < power;
     if (chosen_next) plan.candidates.push_back(candidate(request, kinds, cap));
+    const int64_t each = std::min(power, request.most());
     if (plan.candidates.empty() ||
-        plan.candidates.back().micro_batch_size < request.size_under(power)) {
-      plan.candidates.push_back(candidate(request, kinds, power));
+        plan.candidates.back().micro_batch_size < request.size_under(each)) {
+      plan.candidates.push_back(candidate(request, kinds, each));
     }
     if (power >= request.batch_size) break;
   }

@@ -22,8 +22,8 @@ namespace {
 /// But for what is live when the step starts.
 bool is_alike(const Request& request, const Request& other) {
   return request.signature == other.signature && request.dims == other.dims &&
-         request.lengths == other.lengths && request.batch_size == other.batch_size &&
-         request.budget_bytes == other.budget_bytes &&
+         request.lengths == other.lengths && request.reordered == other.reordered &&
+         request.batch_size == other.batch_size && request.budget_bytes == other.budget_bytes &&
          request.whole_batch_only == other.whole_batch_only && request.fails_on == other.fails_on;
 }
 

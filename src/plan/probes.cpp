@@ -68,7 +68,8 @@ int64_t small_probe(const Request& request, const Prediction& prediction, int64_
 }  // namespace
 
 std::optional<int64_t> probe_size(const Request& request, const Learned& learned) {
-  const int64_t largest = learned.shortages.largest();
+  const int64_t largest =
+      std::min(learned.shortages.largest(), request.batch_size - (request.reordered ? 1 : 0));
   if (request.fails_on > 0) {
     // A second pass, which cannot begin again, comes later: once in front of it.
     if (!request.two_pass) return std::nullopt;
@@ -80,11 +81,11 @@ std::optional<int64_t> probe_size(const Request& request, const Learned& learned
       learned.shortages.last_resort() > 0) {
     return std::nullopt;
   }
-  if (is_first(request, learned)) return std::min({kSmallProbe, largest, request.batch_size});
+  if (is_first(request, learned)) return std::min(kSmallProbe, largest);
   if (request.batch_size < kSmallestProfiled) {
     // Too few for a profile: the whole batch first, then halves.
     if (!learned.peaks.empty()) return std::nullopt;
-    return std::min(request.batch_size, largest);
+    return largest;
   }
   // Where two samples do not fit there is nothing to compare: one is run to see what it needs.
   if (largest < kSmallProbe) {

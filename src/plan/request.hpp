@@ -27,6 +27,9 @@ struct Request {
   /// longest. Empty where all are as long as `dims` says.
   std::vector<int64_t> lengths;
   int64_t length = 0;  ///< of all rows, and so of their outputs; 0: see `dims`
+  /// Rows are not as the caller gave them. A forward that combines samples, or leaves something for
+  /// each, would meet another order in one micro-batch of all: there are two, where they are seen.
+  bool reordered = false;
   int64_t batch_size = 0;
   int64_t baseline_bytes = 0;  ///< live on the device when the first instruction starts
   int64_t budget_bytes = 0;
@@ -64,6 +67,8 @@ struct Request {
   int64_t size_under(int64_t cap) const;
   /// The size of one micro-batch of all rows.
   int64_t whole() const;
+  /// The largest that may be planned.
+  int64_t most() const { return reordered ? whole() - 1 : whole(); }
   /// Sizes of a sample as long as those that were traced.
   int64_t unit() const;
   /// Whether each size is timed in pieces of one micro-batch that a step does not need.

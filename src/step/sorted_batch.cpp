@@ -304,9 +304,15 @@ std::shared_ptr<Trimming> trimming_of(const Options& options, const Batch& input
   const std::vector<int64_t> total = totals(trimming->sequences);
   std::vector<int64_t> order(total.size());
   std::iota(order.begin(), order.end(), int64_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return total[static_cast<size_t>(a)] > total[static_cast<size_t>(b)];
-  });
+  const auto split = [&] {
+    return packed(trimming->sequences, options.micro_batch_tokens, options.micro_batch_size);
+  };
+  // One micro-batch of all is what forward would see natively, and it may combine its samples.
+  if (!options.micro_batch_size || split().size() > 1) {
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+      return total[static_cast<size_t>(a)] > total[static_cast<size_t>(b)];
+    });
+  }
   trimming->sort_by(std::move(order));
   for (Trimming::Sequence& sequence : trimming->sequences) {
     std::vector<int64_t> sorted;
@@ -315,17 +321,29 @@ std::shared_ptr<Trimming> trimming_of(const Options& options, const Batch& input
     }
     sequence.lengths = std::move(sorted);
   }
-  if (options.micro_batch_size) {
-    trimming->sizes =
-        packed(trimming->sequences, options.micro_batch_tokens, options.micro_batch_size);
-  }
+  if (options.micro_batch_size) trimming->sizes = split();
   constexpr size_t kFewest = 6;  // with less a planner has nothing to compare
   trimming->planned = !options.micro_batch_size && trimming->sequences.size() == 1 &&
                       trimming->order.size() >= kFewest;
   return trimming;
 }
 
+void refuse_coupled(const std::exception_ptr& error, const Trimming* trimming) {
+  if (trimming == nullptr || !trimming->reorders) std::rethrow_exception(error);
+  try {
+    std::rethrow_exception(error);
+  } catch (const CouplingError& coupled) {
+    throw CouplingError(
+        coupled.op(),
+        std::string(coupled.what()) +
+            ". With trim= rows are sorted by length, and no budget makes them one micro-batch: "
+            "leave trim out, or give micro_batch_size=" +
+            std::to_string(trimming->order.size()));
+  }
+}
+
 void plan_by_length(Request& request, const Trimming& trimming) {
+  request.reordered = trimming.reorders;
   if (!trimming.planned) return;
   const Trimming::Sequence& sequence = trimming.sequences.front();
   request.lengths = sequence.lengths;

@@ -210,6 +210,9 @@ Request Ways::request(const Setup& setup, int64_t budget) const {
   request.whole_loss = setup.problem.loss.coupled() != nullptr;
   request.segments = setup.strategy.is_cut() ? facts_.segments : 0;
   request.whole_batch_only = facts_.knowledge->whole;
+  if (request.whole_batch_only && request.reordered) {
+    std::rethrow_exception(facts_.knowledge->why_coupled);
+  }
   request.fails_on = facts_.knowledge->few_rows.failing();
   return request;
 }

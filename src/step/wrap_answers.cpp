@@ -32,7 +32,7 @@ bool ForwardCall::answer(const memory::Limit* limit) {
     case Failure::other_segments:
       refuse_given_segments("give micro_batch_size alone");
     case Failure::coupling:
-      std::rethrow_exception(coupling_ ? coupling_ : failed_.error);
+      refuse_coupled(coupling_ ? coupling_ : failed_.error, setup_.problem.trimming.get());
     case Failure::no_plan:
     case Failure::out_of_memory: {
       if (coupling_ && failure == Failure::no_plan) std::rethrow_exception(coupling_);
@@ -151,10 +151,15 @@ bool ForwardCall::end_cuts() {
 }
 
 bool ForwardCall::begin_whole_batch() {
-  const bool may_try = !options_.static_graph && !options_.micro_batch_size && planned_;
+  const Trimming* const trimming = setup_.problem.trimming.get();
+  const bool reordered = trimming != nullptr && trimming->reorders;
+  const bool may_try =
+      !options_.static_graph && !options_.micro_batch_size && planned_ && !reordered;
   if (!may_try || !planner().whole_batch_may_fit()) return false;
   const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-  return !std::exchange(wrapped_->known.of(kind_).whole, true);
+  Knowledge& known = wrapped_->known.of(kind_);
+  known.why_coupled = coupling_ ? coupling_ : failed_.error;
+  return !std::exchange(known.whole, true);
 }
 
 bool ForwardCall::begin_larger() {
