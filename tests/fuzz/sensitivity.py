@@ -1,13 +1,43 @@
 """How much native itself moves where its inputs move in their last bits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .case import Case
 from .oracle import State, differences
 from .side import Side, drive, seeded
 
 
+@contextmanager
+def _nudged_statistics(nudge: float) -> Iterator[None]:
+    """Those of values that are nearly alike, 1 and a little, are made of last bits that no parameter
+    moves."""
+    draws = torch.Generator().manual_seed(0)
+
+    def nudged(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
+        if nudge == 0 or not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return None
+        noise = torch.rand(inputs[0].shape, generator=draws, dtype=torch.float64)
+        return inputs[0] * (1 + nudge * noise.to(inputs[0].device)), *inputs[1:]
+
+    handle = register_module_forward_pre_hook(nudged)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def _states(case: Case, last: int, nudge: float) -> State:
+    with _nudged_statistics(nudge):
+        return _run(case, last, nudge)
+
+
+def _run(case: Case, last: int, nudge: float) -> State:
     side = Side(case)
     with torch.no_grad():
         for parameter in side.model.parameters():
