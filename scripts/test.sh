@@ -7,7 +7,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 say "make test: builds everything, runs the C++ tests, then the Python, command line and packaging"
-note "tests. Nothing more is downloaded. From nothing it takes about 15 minutes on two cores."
+note "tests. Nothing more is downloaded. From nothing it takes about 20 minutes on two cores."
 # Two threads that wait for each other leave their cores to the other tests meanwhile: cases with two
 # threads take a tenth of the time then.
 export OMP_WAIT_POLICY=passive

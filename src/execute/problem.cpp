@@ -1,9 +1,15 @@
 #include "execute/problem.hpp"
 
+#include "execute/trimming.hpp"
+
 #include <algorithm>
 #include <utility>
 
 namespace infinitybatch {
+
+bool Problem::is_reordered() const noexcept {
+  return trimming && trimming->reorders;
+}
 
 Rows other_rows(Rows rows, int64_t batch_size) {
   const int64_t here = rows.size();

@@ -71,6 +71,8 @@ struct Problem {
 
   int64_t batch_size() const noexcept { return inputs->size; }
   bool looks_at_rows() const noexcept { return exact_coupling && !rehearses; }
+  /// Whether a forward over all rows would see them in another order than the caller's.
+  bool is_reordered() const noexcept;
 };
 
 /// Rows beside these `rows`, another number of them, whose forward tells what follows the samples.

@@ -4,6 +4,7 @@
 #include "execute/static_tapes.hpp"
 #include "plan/boundaries.hpp"
 #include "plan/checkpoint_planner.hpp"
+#include "plan/request.hpp"
 #include "step/batch_kind.hpp"
 #include "step/few_rows.hpp"
 
@@ -28,6 +29,14 @@ struct Knowledge {
   FewRows few_rows;                ///< whether forward fails on a few samples
 
   std::map<std::string, StaticTapes> static_tapes;  ///< by the lengths of samples
+
+  /// Leaves out what failures have ruled out.
+  /// \throws CouplingError  where only one micro-batch is exact, and its rows are sorted
+  void limit(Request& request) const {
+    request.whole_batch_only = whole;
+    if (whole && request.reordered) std::rethrow_exception(why_coupled);
+    request.fails_on = few_rows.failing();
+  }
 };
 
 /// Which ways have turned out to need more memory than there is, for batches with these lengths,

@@ -328,17 +328,17 @@ std::shared_ptr<Trimming> trimming_of(const Options& options, const Batch& input
   return trimming;
 }
 
-void refuse_coupled(const std::exception_ptr& error, const Trimming* trimming) {
-  if (trimming == nullptr || !trimming->reorders) std::rethrow_exception(error);
+void refuse_coupled(const std::exception_ptr& error, const Problem& problem) {
+  if (!problem.is_reordered()) std::rethrow_exception(error);
   try {
     std::rethrow_exception(error);
   } catch (const CouplingError& coupled) {
     throw CouplingError(
         coupled.op(),
         std::string(coupled.what()) +
-            ". With trim= rows are sorted by length, and no budget makes them one micro-batch: "
-            "leave trim out, or give micro_batch_size=" +
-            std::to_string(trimming->order.size()));
+            ". With trim= rows are sorted by length, and no budget makes them one micro-batch: in "
+            "place of a larger budget, leave trim out, or give micro_batch_size=" +
+            std::to_string(problem.batch_size()));
   }
 }
 

@@ -35,10 +35,9 @@ std::vector<int64_t> packed(const std::vector<Trimming::Sequence>& sequences,
 /// Asks for a plan by the lengths of these rows, where micro-batches are planned.
 void plan_by_length(Request& request, const Trimming& trimming);
 
-/// Throws what samples that forward combines have thrown, and says that sorted rows are never one
-/// micro-batch.
-/// \param trimming null where rows are not sorted
-[[noreturn]] void refuse_coupled(const std::exception_ptr& error, const Trimming* trimming);
+/// Throws what samples that forward combines have thrown; where rows are sorted, it says that no
+/// budget makes them one micro-batch.
+[[noreturn]] void refuse_coupled(const std::exception_ptr& error, const Problem& problem);
 
 /// One step of a VirtualBatch on sorted rows: what the engine is given in place of what the caller
 /// has given.

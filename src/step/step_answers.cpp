@@ -71,7 +71,7 @@ bool StepAnswers::respond(Setup& setup, const std::optional<int64_t>& budget,
       refuse_given_segments("give micro_batch_size");
     case Failure::coupling:
       refuse_coupled(facts_.knowledge->why_coupled ? facts_.knowledge->why_coupled : error,
-                     setup.problem.trimming.get());
+                     setup.problem);
     case Failure::no_plan:
     case Failure::out_of_memory:
       refuse_budget(failed_, facts_.knowledge->few_rows, setup.problem.batch_size());
@@ -305,10 +305,8 @@ bool StepAnswers::begin_whole_batch(const Setup& setup) {
   if (setup.strategy.checkpoints()) return false;
   if (!facts_.knowledge->why_coupled) facts_.knowledge->why_coupled = failed_.error;
   // The whole batch as one micro-batch couples nothing.
-  const Trimming* const trimming = setup.problem.trimming.get();
-  const bool reordered = trimming != nullptr && trimming->reorders;
-  const bool possible =
-      !facts_.options.micro_batch_size && !reordered && facts_.planner.whole_batch_may_fit();
+  const bool possible = !facts_.options.micro_batch_size && !setup.problem.is_reordered() &&
+                        facts_.planner.whole_batch_may_fit();
   return possible && !std::exchange(facts_.knowledge->whole, true);
 }
 

@@ -209,11 +209,7 @@ Request Ways::request(const Setup& setup, int64_t budget) const {
   request.measured = !setup.problem.device.is_cpu();
   request.whole_loss = setup.problem.loss.coupled() != nullptr;
   request.segments = setup.strategy.is_cut() ? facts_.segments : 0;
-  request.whole_batch_only = facts_.knowledge->whole;
-  if (request.whole_batch_only && request.reordered) {
-    std::rethrow_exception(facts_.knowledge->why_coupled);
-  }
-  request.fails_on = facts_.knowledge->few_rows.failing();
+  facts_.knowledge->limit(request);
   return request;
 }
 

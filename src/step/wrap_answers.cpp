@@ -32,7 +32,7 @@ bool ForwardCall::answer(const memory::Limit* limit) {
     case Failure::other_segments:
       refuse_given_segments("give micro_batch_size alone");
     case Failure::coupling:
-      refuse_coupled(coupling_ ? coupling_ : failed_.error, setup_.problem.trimming.get());
+      refuse_coupled(coupling_ ? coupling_ : failed_.error, setup_.problem);
     case Failure::no_plan:
     case Failure::out_of_memory: {
       if (coupling_ && failure == Failure::no_plan) std::rethrow_exception(coupling_);
@@ -151,10 +151,8 @@ bool ForwardCall::end_cuts() {
 }
 
 bool ForwardCall::begin_whole_batch() {
-  const Trimming* const trimming = setup_.problem.trimming.get();
-  const bool reordered = trimming != nullptr && trimming->reorders;
-  const bool may_try =
-      !options_.static_graph && !options_.micro_batch_size && planned_ && !reordered;
+  const bool may_try = !options_.static_graph && !options_.micro_batch_size && planned_ &&
+                       !setup_.problem.is_reordered();
   if (!may_try || !planner().whole_batch_may_fit()) return false;
   const std::lock_guard<std::mutex> lock(wrapped_->mutex);
   Knowledge& known = wrapped_->known.of(kind_);

@@ -36,10 +36,7 @@ Request request_of(Wrapped& wrapped, const Setup& setup, const Batch& inputs, co
   request.measured = !problem.device.is_cpu();
   {
     const std::lock_guard<std::mutex> lock(wrapped.mutex);
-    Knowledge& known = wrapped.known.of(kind);
-    request.whole_batch_only = known.whole;
-    if (known.whole && request.reordered) std::rethrow_exception(known.why_coupled);
-    request.fails_on = known.few_rows.failing();
+    wrapped.known.of(kind).limit(request);
   }
   request.offloaded = strategy.is_cut() ? strategy.offloads() : strategy.offloads_graphs();
   request.offloads_graphs = strategy.offloads_graphs();

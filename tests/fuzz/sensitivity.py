@@ -22,7 +22,7 @@ def _nudged_statistics(nudge: float) -> Iterator[None]:
     def nudged(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
         if nudge == 0 or not isinstance(module, nn.modules.batchnorm._BatchNorm):
             return None
-        noise = torch.rand(inputs[0].shape, generator=draws, dtype=torch.float64)
+        noise = torch.rand(inputs[0].shape, generator=draws, dtype=torch.float64, device="cpu")
         return inputs[0] * (1 + nudge * noise.to(inputs[0].device)), *inputs[1:]
 
     handle = register_module_forward_pre_hook(nudged)
