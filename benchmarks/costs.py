@@ -126,8 +126,8 @@ def table(folder: Path) -> list[tuple[str, str, str]]:
 
 
 def sentences(folder: Path) -> list[str]:
-    found = ["With BatchNorm what every layer is given waits for the whole batch: a budget that does "
-             "not hold it has some of it computed again, so that less memory takes more time."]  # fmt: skip
+    found = ["With BatchNorm the inputs of each such layer are kept for the whole batch. Where they do "
+             "not fit the budget, some are recomputed: less memory takes more time."]  # fmt: skip
     two = latest("time", threads=2, folder=folder)
     budget, loop = (
         [
