@@ -4,6 +4,7 @@
 #include "offload/absence.hpp"
 #include "step/kept_boundaries.hpp"
 #include "step/options.hpp"
+#include "step/sorted_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/limit.hpp>
