@@ -2,6 +2,7 @@
 // `recovery_table`.
 #include "step/kept_boundaries.hpp"
 #include "step/options.hpp"
+#include "step/sorted_batch.hpp"
 #include "step/waiting_calls.hpp"
 #include "step/wrap_call.hpp"
 
