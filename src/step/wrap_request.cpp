@@ -2,6 +2,7 @@
 
 #include "execute/schedule.hpp"
 #include "step/kept_boundaries.hpp"
+#include "step/sorted_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/statistics.hpp>
