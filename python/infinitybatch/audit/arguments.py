@@ -55,3 +55,16 @@ def inner_optimizer(optimizer: Any, model: nn.Module) -> Optimizer | None:
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def hook_bases(optimizer: Optimizer) -> None:
+    """Lets torch put its hooks around step() of the classes that this one's step() calls.
+
+    torch does that as the first optimizer of each class is made.
+    """
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return
+    for base in type(optimizer).__mro__[1:]:
+        is_torchs = base.__module__.startswith("torch.optim.") and base is not Optimizer
+        if is_torchs and "step" in vars(base) and not getattr(base.step, "hooked", False):
+            base([nn.Parameter(torch.zeros(1))])

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .. import _random_state, _tree
 from ..errors import BatchError, InvalidType
+from .origins import Origins
+from .rows import Batch, take
 
 Join = Callable[[list[Any]], Any]
 
@@ -96,6 +98,8 @@ class Given:
     random: dict[str, Any]
     #: How many times the loader had come to its end before.
     epoch: int
+    #: Its rows, for telling which of them the model sees.
+    rows: Batch | None = None
 
 
 class Loader:
@@ -106,7 +110,7 @@ class Loader:
     has to go over this one.
     """
 
-    def __init__(self, loader: Any, active: Callable[[], bool]) -> None:
+    def __init__(self, loader: Any, active: Callable[[], bool], origins: Origins) -> None:
         if not hasattr(loader, "__iter__"):
             raise InvalidType(
                 f"loader must be an iterable of batches, not {type(loader).__name__}: "
@@ -116,6 +120,8 @@ class Loader:
         self.given: list[Given] = []
         self.first = 0  # the number of given[0] in the whole run
         self.epochs = 0
+        self._samples = 0
+        self._origins = origins
         self._active = active
         self._class: type | None = None
 
@@ -133,7 +139,10 @@ class Loader:
             if torch.is_grad_enabled():
                 trains = True
                 if self._active():
-                    self.given.append(Given(keep(batch), _random_state.capture(), self.epochs))
+                    kept = keep(batch)
+                    rows = take(batch, self._samples, self._origins, kept)
+                    self._samples += rows.count if rows else 0
+                    self.given.append(Given(kept, _random_state.capture(), self.epochs, rows))
             yield batch
         self.epochs += trains
 
@@ -165,6 +174,7 @@ class Loader:
 
     def drop(self, before: int) -> None:
         """Forgets the batches before this one."""
+        before = max(before, self.first)
         del self.given[: max(0, before - self.first)]
         self.first = max(self.first, before)
 

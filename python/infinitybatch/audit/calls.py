@@ -11,6 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _random_state, _tree
 from .batches import keep, rows_of
+from .clipping import Clipping
+from .origins import Origin, Origins
+from .rows import Column, columns_of
 
 #: Criteria that are means over their first dimension, called as criterion(input, target, ...).
 _NAMES = (
@@ -29,6 +32,8 @@ class Conditions:
     random: dict[str, Any]
     buffers: Buffers
     autocast: tuple[tuple[str, torch.dtype], ...]
+    #: Whether each of the model's modules was in training mode.
+    modes: tuple[bool, ...] = ()
 
 
 @dataclass
@@ -42,6 +47,7 @@ class Criterion:
     target: Tensor
     rest: tuple[Any, ...]
     keywords: dict[str, Any]
+    origin: Origin | None = None
 
 
 @dataclass
@@ -64,6 +70,42 @@ class Call:
     criteria: list[Criterion] = field(default_factory=list)
     #: Why a criterion's input could not be followed back to the outputs.
     lost: str = ""
+    #: What took a part of the outputs' rows before the criterion.
+    taken: str = ""
+    #: What else than the criterion, or the model's own loss, backward() was called on.
+    other: str = ""
+    #: Where the tensors among its arguments come from.
+    origins: list[Origin | None] = field(default_factory=list)
+
+    def columns(self) -> list[Column]:
+        """What it was called with, one row for each sample."""
+        targets = [c.target for c in self.criteria]
+        origins = [c.origin for c in self.criteria]
+        if self.taken and targets:
+            return columns_of(targets, "target", len_of(targets[0]), origins)
+        leaves = _tree.flatten((self.args, self.kwargs))[0]
+        found = columns_of(leaves, "input", self.rows, self.origins)
+        return found + columns_of(targets, "target", self.rows, origins)
+
+
+@dataclass
+class Awaited:
+    """Samples that a step has not seen."""
+
+    rows: Tensor | None
+    #: Whether some call after that step sees them, or any call where rows are not followed.
+    seen: bool = False
+
+    def look(self, origins: list[Origin | None]) -> None:
+        rows = [o.rows.reshape(-1) for o in origins if o is not None and o.rows is not None]
+        if self.rows is None or not rows:
+            self.seen = True
+        else:
+            self.seen = self.seen or any(bool(torch.isin(r, self.rows).any()) for r in rows)
+
+
+def len_of(tensor: Tensor) -> int | None:
+    return len(tensor) if tensor.ndim else None
 
 
 def own_loss(outputs: Any) -> Tensor | None:
@@ -79,14 +121,26 @@ def own_loss(outputs: Any) -> Tensor | None:
     return found if is_loss else None
 
 
+#: What may be done to a loss without its gradient becoming more than a multiple.
+_LINEAR = {
+    *("mul", "mul_", "multiply", "div", "div_", "divide", "true_divide", "neg", "negative"),
+    *("add", "add_", "sub", "sub_", "subtract", "mean", "sum", "to", "float", "double", "half"),
+    *("__mul__", "__rmul__", "__imul__", "__truediv__", "__itruediv__", "__neg__", "__pos__"),
+    *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "bfloat16", "type"),
+    *("clone", "view", "reshape", "squeeze", "unsqueeze", "flatten", "contiguous", "positive"),
+    *("__getitem__", "rsub", "cpu", "cuda"),
+}
+
+
 class Calls(TorchFunctionMode):
-    """Notes outermost forward calls, and with `follow` the criteria that are called on their outputs."""
+    """Notes outermost forward calls, where the rows in them come from, what clips gradients, and with
+    `follow` the criteria that are called on the model's outputs."""
 
     def __init__(
         self,
         model: nn.Module,
         follow: bool,
-        inputs: bool,
+        clipping: Clipping,
         passes: Callable[[], int],
         epoch: Callable[[], int],
     ) -> None:
@@ -95,13 +149,18 @@ class Calls(TorchFunctionMode):
         self.paused = False
         self._model = model
         self._follow = follow
-        self._inputs = inputs
+        self.clipping = clipping
+        self.origins = Origins()
+        #: Samples that a step has not seen: whether some call sees them after all.
+        self.awaited: list[Awaited] = []
         self._passes = passes
         self._epoch = epoch
         self._depth = 0
         self._buffers: Buffers = {}
         #: Tensors made of a call's outputs, by id: (the tensor, its call, leaf, chain).
         self._derived: dict[int, tuple[Tensor, Call, int, tuple[Any, ...]]] = {}
+        #: Losses by id: (the tensor, what else than a multiple of the criterion it is).
+        self._losses: dict[int, tuple[Tensor, str]] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def watch(self) -> None:
@@ -120,11 +179,14 @@ class Calls(TorchFunctionMode):
             handle.remove()
         self._handles.clear()
         self._derived.clear()
+        self._losses.clear()
+        self.origins.clear()
 
     def forget(self, group: int) -> None:
         """Drops the calls of passes before this one."""
         self.calls = [call for call in self.calls if call.group >= group]
         self._derived.clear()
+        self._losses.clear()
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._depth += 1
@@ -132,18 +194,26 @@ class Calls(TorchFunctionMode):
             return
         if self.calls and self.calls[-1].group != self._passes():
             self._derived.clear()  # of a graph that is gone
+            self._losses.clear()
         leaves = _tree.flatten((args, kwargs))[0]
+        origins = [self.origins.of(leaf) for leaf in leaves]
+        rows = rows_of((args, kwargs))
+        if rows is None and any(o is not None and o.single for o in origins):
+            rows = 1
         call = Call(
             group=self._passes(),
             epoch=self._epoch(),
             module=module,
-            args=keep(args) if self._inputs else (),
-            kwargs=dict(keep(kwargs)) if self._inputs else {},
-            rows=rows_of((args, kwargs)),
+            args=keep(args),
+            kwargs=dict(keep(kwargs)),
+            rows=rows,
+            origins=origins,
             conditions=self._conditions(),
             is_inner=any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves),
         )
         self.calls.append(call)
+        for awaited in self.awaited:
+            awaited.look(origins)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         self._depth -= 1
@@ -155,6 +225,9 @@ class Calls(TorchFunctionMode):
             for place, leaf in enumerate(_tree.flatten(outputs)[0]):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     self._derived[id(leaf)] = (leaf, call, place, ())
+            own = own_loss(outputs)
+            if own is not None:
+                self._losses[id(own)] = (own, "")
 
     def _conditions(self) -> Conditions:
         buffers: Buffers = {}
@@ -170,18 +243,28 @@ class Calls(TorchFunctionMode):
             for kind in sorted(kinds)
             if torch.is_autocast_enabled(kind)
         )
-        return Conditions(_random_state.capture(), buffers, autocast)
+        modes = tuple(module.training for module in self._model.modules())
+        return Conditions(_random_state.capture(), buffers, autocast, modes)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not self._follow or self.paused or self._depth or not self._derived:
-            return result
-        name = CRITERIA.get(func)
-        if name:
+        if self.paused or self._depth:
+            return func(*args, **kwargs)
+        self.clipping.before(func)
+        if func is Tensor.backward:
+            self._backward(args[0])
+        result = self.origins.follow(func, args, kwargs, func(*args, **kwargs))
+        if self._follow and self._derived:
+            self._outputs(func, args, kwargs, result)
+        return result
+
+    def _outputs(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        """Follows what the loop does to the model's outputs, until a criterion is called on them."""
+        if CRITERIA.get(func):
             self._criterion(func, args, kwargs)
+            self._losses[id(result)] = (result, "")
         elif isinstance(result, Tensor) and result.requires_grad and args:
             source = self._derived.get(id(args[0]))
             others = _tree.flatten((args[1:], kwargs))[0]
@@ -193,7 +276,32 @@ class Calls(TorchFunctionMode):
                     leaf,
                     (*chain, (func, args[1:], kwargs)),
                 )
-        return result
+                if not result.numel() == args[0].numel() and len_of(result) != len_of(args[0]):
+                    call.taken = getattr(func, "__name__", str(func))
+            self._loss(func, args, kwargs, result)
+
+    def _loss(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Tensor) -> None:
+        """Follows what the loop does to a loss, until backward() is called on it."""
+        name = getattr(func, "__name__", str(func))
+        losses = [a for a in args if isinstance(a, Tensor) and id(a) in self._losses]
+        if not losses:
+            return
+        others = _tree.flatten((args, kwargs))[0]
+        other = next((self._losses[id(a)][1] for a in losses if self._losses[id(a)][1]), "")
+        if any(
+            isinstance(o, Tensor) and o.requires_grad and not any(o is a for a in losses)
+            for o in others
+        ):
+            other = other or f"{name} puts it together with what else needs a gradient"
+        elif name not in _LINEAR:
+            other = other or f"{name} is applied to it"
+        self._losses[id(result)] = (result, other)
+
+    def _backward(self, root: Any) -> None:
+        if not self.calls or not self._losses:
+            return
+        known = self._losses.get(id(root))
+        self.calls[-1].other = "backward() is called on something else" if known is None else known[1]
 
     def _criterion(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keywords = dict(kwargs)
@@ -208,5 +316,13 @@ class Calls(TorchFunctionMode):
             return
         _, call, leaf, chain = source
         call.criteria.append(
-            Criterion(func, leaf, chain, target.detach().clone(), args[2:], keywords)
+            Criterion(
+                func,
+                leaf,
+                chain,
+                target.detach().clone(),
+                args[2:],
+                keywords,
+                self.origins.of(target),
+            )
         )

@@ -172,7 +172,25 @@ AFTER = (
     "scaled_after_sum",
     "the sum is the whole batch's, and is then multiplied by {factor:.6g} (1/{inverse:.6g}) before "
     "step(), which is no clipping",
-    "drop the division after the sum",
+    "drop the factor after the sum; clip with torch.nn.utils.clip_grad_norm_, or name your own "
+    "function, watch(..., clip=my_clip)",
+)
+CHANGED = (
+    "changed_after_sum",
+    "`.grad` of {count} parameters ({names}) is changed between the last backward() and step(), by no "
+    "one factor and by no function that is known to clip",
+    "drop the change; where it is meant, name the function that makes it, watch(..., clip=my_clip)",
+)
+AFTER_CLIPPING = (
+    "changed_after_clipping",
+    "`.grad` is changed after it was clipped, so that {factor:.4g} times the whole batch's gradient "
+    "reaches step()",
+    "clip last; under a GradScaler call scaler.unscale_(optimizer) before clipping",
+)
+OTHER_ROWS = (
+    "other_rows",
+    "the micro-batches are not the batch of {rows} samples: {told}",
+    "take each sample once: for x, y in zip(inputs.split(16), targets.split(16))",
 )
 #: Gradients are left when the loop ends, or belong to two epochs.
 NEVER_STEPPED = (

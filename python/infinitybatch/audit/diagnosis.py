@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,17 @@ from torch.nn.modules.dropout import _DropoutNd
 from . import causes
 from .causes import HYPOTHESES, Facts, Hypothesis, cause
 from .experiment import Experiment, Micro
-from .gradients import Gradients, combine, error, errors, factor, norm, regress, shares
+from .gradients import (
+    Gradients,
+    clipped_to,
+    combine,
+    error,
+    errors,
+    factor,
+    norm,
+    regress,
+    shares,
+)
 from .mixing import first_mixing
 from .report import AuditReport, Cause, MicroBatchWeight, ParameterError, Verdict, versions
 
@@ -31,8 +42,10 @@ class Window:
 
     step: int
     names: list[str]
-    #: `.grad` when `step()` was called, and right after the last backward pass.
+    #: `.grad` as `step()` reads it, but before clipping; as it reads it; right after the last
+    #: backward pass.
     reached: Gradients
+    stepped: Gradients
     last: Gradients
     #: `.grad` before the first pass, where it was not empty.
     start: Gradients | None
@@ -49,6 +62,10 @@ class Window:
     #: Samples of the batch that ib.audit was given, and those that the model was not called on.
     rows: int = 0
     unseen: int = 0
+    #: Whether a clipping function was called after the last pass; whether `.grad` was written to
+    #: after one that had an effect.
+    is_clipped: bool = False
+    is_written_after_clipping: bool = False
 
 
 @dataclass
@@ -75,25 +92,71 @@ class Examination:
         self.strict = max(ROUNDING.get(p.dtype, 1e-4) for p in experiment.parameters)
         self.notes: list[str] = []
         self.random = False
-        self.scale = 1.0
         self.weights: list[float] | None = None
+        #: What `run` has found.
+        self.right = Right([], None, self.strict)
+        self._prepared: tuple[Gradients, list[Gradients], Right] | None = None
+
+    def prepare(self) -> None:
+        """Computes what `run` may need, while parameters are where they were."""
+        whole = self.experiment.whole(self.window.whole)
+        self.random = self.experiment.drew
+        pieces = self._pieces(self.window.pieces, whole)
+        self._prepared = whole, pieces, self._right(whole, pieces)
+
+    def of(self, places: list[int]) -> "Examination":
+        """The same of some of the parameters, after `prepare`."""
+
+        def some(gradients: Any) -> Any:
+            return None if gradients is None else [gradients[i] for i in places]
+
+        w, e = self.window, self.experiment
+        names = ("names", "reached", "stepped", "last", "start", "factors")
+        window = replace(w, **{name: some(getattr(w, name)) for name in names})
+        experiment = Experiment(e.model, some(e.parameters), e.loss, e.memory_budget)
+        experiment.reached, experiment.coarsest = e.reached, e.coarsest
+        other = Examination(window, experiment, self.same_random_numbers)
+        other.random = self.random
+        assert self._prepared is not None
+        whole, pieces, right = self._prepared
+        other._prepared = (
+            some(whole),
+            [some(piece) for piece in pieces],
+            replace(right, gradient=some(right.gradient)),
+        )
+        return other
 
     def run(self) -> AuditReport:
         window = self.window
-        whole = self.experiment.whole(window.whole)
-        self.random = self.experiment.drew
+        if self._prepared is None:
+            whole = self.experiment.whole(window.whole)
+            self.random = self.experiment.drew
+        else:
+            whole = self._prepared[0]
+        self.right = Right(whole, None, self.strict)
+        if not all(bool(torch.isfinite(g).all()) for g in whole):
+            self.notes.append("the whole batch's own gradient is not finite")
+            return self.report("undecided", self.right)
+        if window.is_clipped:
+            self._note_clipping()
         if window.unseen:
             early = cause(causes.EARLY, seen=window.rows - window.unseen, rows=window.rows)
-            return self._report("wrong", Right(whole, None, self.strict), [early])
+            return self.report("wrong", self.right, [early])
         if error(window.reached, whole) <= self.strict:
-            return self._report("right", Right(whole, None, self.strict))
-        pieces = self._pieces(window.pieces, whole)
-        right = self._right(whole, pieces)
+            return self.report("right", self.right)
+        if self._prepared is None:
+            pieces = self._pieces(window.pieces, whole)
+            right = self._right(whole, pieces)
+        else:
+            _, pieces, right = self._prepared
+        self.right = right
         if right.known and self._is_right(right) and not self._another_is_nearer(right, pieces):
             return self._right_but(right, whole)
+        if right.known and self._looks_clipped(right):
+            return self.report("undecided", right)
         found = self._causes(right, pieces)
         if found:
-            return self._report("wrong", right, found)
+            return self.report("wrong", right, found)
         if self.random and window.other_pieces:
             # The loop draws random numbers before its forward.
             window.pieces, window.other_pieces = window.other_pieces, None
@@ -106,10 +169,10 @@ class Examination:
                 "computed without them, so the right weights are not known: set dropout to 0 for an "
                 "audit"
             )
-            return self._report("undecided", right)
+            return self.report("undecided", right)
         best = factor(window.reached, right.gradient)
         left = error(window.reached, right.gradient, best)
-        return self._report("wrong", right, [cause(causes.UNKNOWN, factor=best, error=left)])
+        return self.report("wrong", right, [cause(causes.UNKNOWN, factor=best, error=left)])
 
     # What would be right.
 
@@ -124,7 +187,7 @@ class Examination:
 
     def _right(self, whole: Gradients, pieces: list[Gradients]) -> Right:
         window, experiment = self.window, self.experiment
-        loose = self._loose()
+        loose = self.loose()
         if not self.random and not window.whole.conditions.autocast:
             weights = self._weights(whole, pieces, loose)
             return Right(whole, weights, loose, coupled=weights is None)
@@ -139,7 +202,7 @@ class Examination:
                 ]
             except (RuntimeError, TypeError, ValueError):
                 continue  # a model that is another one in evaluation
-            weights = self._weights(at_once, quiet, self._loose())
+            weights = self._weights(at_once, quiet, self.loose())
             if weights is None:
                 return Right(whole, None, loose, known=not self.random, coupled=True)
             summed = combine(pieces, weights)
@@ -165,33 +228,37 @@ class Examination:
         least, weights = min(tried, key=lambda each: each[0])
         return weights if least <= 2 * allowed else None
 
-    def _loose(self) -> float:
+    def loose(self) -> float:
         """What the types that the model computes in may round."""
         return max(self.strict, ROUNDING.get(self.experiment.coarsest, 1e-4))
 
     # Is it?
 
     def _is_right(self, right: Right) -> bool:
-        window, wanted = self.window, right.gradient
-        if error(window.reached, wanted) <= right.allowed:
-            return True
-        if not self._changed_after_the_sum():
+        return error(self.window.reached, right.gradient) <= right.allowed
+
+    def _note_clipping(self) -> None:
+        window = self.window
+        if not window.is_written_after_clipping:
+            by = norm(window.stepped) / max(norm(window.reached), 1e-300)
+            if by != 1:
+                self.notes.append(f"clipped after the sum, to {by:.4g} of its norm")
+
+    def _looks_clipped(self, right: Right) -> bool:
+        """Whether the loop changes the right sum as clipping does, by code that is not known."""
+        window = self.window
+        if window.is_written_after_clipping:
             return False
-        by = factor(window.reached, wanted)
-        if 0 < by < 1 and error(window.reached, wanted, by) <= right.allowed:
-            if any(abs(by * n - 1) < 1e-5 for n in self._divisors()):
-                return False
-            self.scale = by
-            self.notes.append(f"clipped after the sum, to {by:.4g} of it")
-            return True
-        largest = max((float(g.abs().max()) for g in window.reached if g.numel()), default=0.0)
-        if error(window.reached, [g.clamp(-largest, largest) for g in wanted]) <= right.allowed:
-            self.notes.append(f"clipped by value after the sum, to {largest:.4g}")
-            return True
-        if error(window.last, wanted) <= right.allowed and not self._is_multiple(window.last):
-            self.notes.append("the sum is right, and your loop changes it before step()")
-            return True
-        return False
+        if not self._is_sum(right.gradient, window.last, right.allowed):
+            return False
+        limit = clipped_to(window.reached, window.last, self.strict)
+        if limit is None:
+            return False
+        self.notes.append(
+            f"the sum is right, and your loop then limits it to {limit:.4g} as clipping does, by code "
+            f"of its own: tell its name, watch(..., clip=my_clip), or use torch.nn.utils'"
+        )
+        return True
 
     def _another_is_nearer(self, right: Right, pieces: list[Gradients]) -> bool:
         """Whether rounding hides which weights were summed, and others than the right ones fit."""
@@ -206,23 +273,12 @@ class Examination:
             if weights is not None and all(map(math.isfinite, weights))
         )
 
-    def _divisors(self) -> list[int]:
-        count = max(self.window.passes, len(self.window.pieces))
-        return [n for n in (count, count**2, sum(self.window.sizes)) if n > 1]
-
     def _is_multiple(self, of: Gradients) -> bool:
         return error(self.window.reached, of, factor(self.window.reached, of)) <= self.strict
 
-    def _changed_after_the_sum(self) -> bool:
-        """By another factor than those of a GradScaler."""
-        by = factor(self.window.reached, self.window.last)
-        if by <= 0 or not self._is_multiple(self.window.last):
-            return True
-        return abs(by - 1) > 1e-6 and not _is_loss_scale(1 / by)
-
     def _right_but(self, right: Right, whole: Gradients) -> AuditReport:
         if self.random and self.same_random_numbers:
-            return self._report(
+            return self.report(
                 "wrong", Right(whole, right.weights, right.allowed), [cause(causes.OTHER_DROPOUT)]
             )
         if self.random:
@@ -230,7 +286,7 @@ class Examination:
                 "random layers: each micro-batch drew its own numbers, not the whole batch's, and is "
                 "compared under those"
             )
-        return self._report("right", right)
+        return self.report("right", right)
 
     # Why not?
 
@@ -241,8 +297,8 @@ class Examination:
         found = self._evidence()
         by = factor(window.reached, right.gradient)
         is_sum = right.known and self._is_sum(right.gradient, window.last, right.allowed)
-        if is_sum and error(window.reached, right.gradient, by) <= right.allowed:
-            return [cause(causes.AFTER, factor=by, inverse=1 / by if by else math.inf)]
+        if is_sum and error(window.reached, window.last) > self.strict:
+            return [*found, self._after(by, right)]
         if not right.known and not right.coupled:
             return found
         facts = Facts(window.sizes, right.weights or shares(window.sizes))
@@ -257,7 +313,21 @@ class Examination:
         hypothesis, self.weights = named
         if hypothesis.code:
             found.append(hypothesis.cause(facts, self.weights))
+        if not self._is_multiple(window.last):
+            found.append(self._after(by, right))
         return found + (self._coupled() if right.coupled else [])
+
+    def _after(self, by: float, right: Right) -> Cause:
+        """What was done to the sum before step()."""
+        window = self.window
+        if window.is_written_after_clipping:
+            return cause(causes.AFTER_CLIPPING, factor=by)
+        if by and error(window.reached, right.gradient, by) <= right.allowed:
+            return cause(causes.AFTER, factor=by, inverse=1 / by)
+        each = zip(window.names, errors(window.reached, window.last), strict=True)
+        changed = [name for name, e in each if e > self.strict]
+        names = ", ".join(changed[:3]) + (", …" if len(changed) > 3 else "")
+        return cause(causes.CHANGED, count=len(changed), names=names)
 
     def _first(
         self, facts: Facts, pieces: list[Gradients], allowed: float, target: Gradients
@@ -290,7 +360,8 @@ class Examination:
     def _distance(self, summed: Gradients, target: Gradients) -> float:
         """The error of `target` from this sum, or from a GradScaler's multiple of it."""
         by = factor(target, summed)
-        scale = 2.0 ** round(math.log2(by)) if by >= 2**6 else 1.0
+        is_scaled = by >= 2**6 and error(self.window.reached, self.window.last) > self.strict
+        scale = 2.0 ** round(math.log2(by)) if is_scaled else 1.0
         return error(target, summed, scale)
 
     def _factors(self, count: int) -> list[list[float]] | None:
@@ -316,7 +387,7 @@ class Examination:
         if window.start is not None:
             target = combine([window.last, window.start], [1.0, -1.0])
         found = regress(target, pieces)
-        if found is None or found[1] > self._loose():
+        if found is None or found[1] > self.loose():
             return None
         largest = max(map(abs, found[0]))
         scale = 2.0 ** round(math.log2(largest * len(pieces))) if largest >= 2**6 else 1.0
@@ -355,7 +426,7 @@ class Examination:
         sizes = causes.brief(window.sizes)
         share = sum(n * n for n in window.sizes) / sum(window.sizes) ** 2
         negatives = cause(causes.NEGATIVES, sizes=sizes, share=share)
-        found = first_mixing(experiment, window.whole, window.pieces, self.random, self._loose())
+        found = first_mixing(experiment, window.whole, window.pieces, self.random, self.loose())
         if found is None:
             return [negatives]
         name, module = found
@@ -365,13 +436,13 @@ class Examination:
         result = [cause(causes.BATCH_NORM, module=told, sizes=sizes)]
         still = {"quiet": True, "evaluated": (_BatchNorm, _DropoutNd)}
         pieces = [experiment.gradient(m, **still) for m in window.pieces]
-        if self._weights(experiment.whole(window.whole, **still), pieces, self._loose()) is None:
+        if self._weights(experiment.whole(window.whole, **still), pieces, self.loose()) is None:
             result.append(negatives)
         return result
 
-    def _report(self, verdict: Verdict, right: Right, found: Sequence[Cause] = ()) -> AuditReport:
+    def report(self, verdict: Verdict, right: Right, found: Sequence[Cause] = ()) -> AuditReport:
         window, experiment = self.window, self.experiment
-        wanted = [g * self.scale for g in right.gradient]
+        wanted = right.gradient
         each = [
             ParameterError(name, e, norm([a]), norm([b]))
             for name, e, a, b in zip(

@@ -1,5 +1,6 @@
 """`ib.audit`."""
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.optim.optimizer import (
 )
 
 from ..errors import InvalidType, StateError
-from .batches import Join, keep
+from .batches import Join
 from .experiment import untouched
 from .report import AuditReport
 from .watch import Watch
@@ -41,6 +42,7 @@ class Audit:
         optimizer: Any = None,
         memory_budget: int | float | str | None = None,
         same_random_numbers: bool = False,
+        clip: Any = None,
     ) -> AuditReport:
         """Runs `step(model, batch)` and compares the gradient that reaches `optimizer.step()`.
 
@@ -51,7 +53,7 @@ class Audit:
         Args:
             step: does what your loop does between two steps: forward, backward, `optimizer.step()`.
             batch: the whole batch, of which `step` makes its micro-batches in order.
-            loss, memory_budget, same_random_numbers: as for `watch`.
+            loss, memory_budget, same_random_numbers, clip: as for `watch`.
             optimizer: the one to look at, where several train the model.
 
         Raises:
@@ -73,7 +75,8 @@ class Audit:
             steps=1,
             memory_budget=memory_budget,
             same_random_numbers=same_random_numbers,
-            batch=keep(batch),
+            clip=clip,
+            batch=batch,
             skip=1,
         )
         parameters = list(model.parameters())
@@ -108,6 +111,7 @@ class Audit:
         steps: int = 3,
         memory_budget: int | float | str | None = None,
         same_random_numbers: bool = False,
+        clip: Any = None,
     ) -> Watch:
         """A context around a training loop, which compares steps as they are made.
 
@@ -129,6 +133,7 @@ class Audit:
             memory_budget: computes the whole batch's gradient inside it, by `ib.wrap`; None in one
                 piece, and if that runs out of memory by `ib.wrap` with "auto".
             same_random_numbers: demand the random numbers (dropout) that the whole batch would draw.
+            clip: your own function that clips gradients, or a list of them, where it is not torch's.
 
         Returns:
             A Watch: `report`, `reports`, `ok`, `raise_if_wrong()`, `print(watch)`.
@@ -148,6 +153,7 @@ class Audit:
             steps=steps,
             memory_budget=memory_budget,
             same_random_numbers=same_random_numbers,
+            clip=clip,
         )
 
 
@@ -156,16 +162,28 @@ class _Untrained:
 
     def __enter__(self) -> None:
         self._held: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._at: dict[Optimizer, Any] = {}
+        self._depth: dict[Optimizer, int] = {}
+        self._values: dict[Optimizer, Any] = {}
         self._handles = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         ]
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
+        for handle in (*self._handles, *self._at.values()):
             handle.remove()
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._leave(optimizer)  # behind the optimizer's own hooks, and the watch's
+        self._at[optimizer] = optimizer.register_step_pre_hook(self._at_step)
+
+    def _leave(self, optimizer: Optimizer) -> None:
+        handle = self._at.pop(optimizer, None)
+        if handle is not None:
+            handle.remove()
+
+    def _at_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._hold(optimizer)
@@ -180,14 +198,35 @@ class _Untrained:
 
     def _hold(self, optimizer: Optimizer) -> None:
         own = [p for group in optimizer.param_groups for p in group["params"]]
+        self._depth[optimizer] = self._depth.get(optimizer, 0) + 1
+        if self._depth[optimizer] > 1:
+            return
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            # Its step() may ask for gradients, and move parameters without any.
+            values = [(p, p.detach().clone()) for p in own]
+            state = [(key, copy.deepcopy(value)) for key, value in optimizer.state.items()]
+            self._values[optimizer] = values, state
+            return
         self._held = [(p, p.grad) for p in own]
         for parameter in own:
             parameter.grad = None
 
+    @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._leave(optimizer)
+        depth = self._depth.pop(optimizer, 1)
+        if depth > 1:
+            self._depth[optimizer] = depth - 1
+            return
         for parameter, grad in self._held:
             parameter.grad = grad
         self._held = []
+        if optimizer in self._values:
+            values, state = self._values.pop(optimizer)
+            for parameter, value in values:
+                parameter.copy_(value)
+            optimizer.state.clear()
+            optimizer.state.update(state)
 
 
 audit = Audit()

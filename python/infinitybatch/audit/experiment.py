@@ -40,6 +40,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     random = _random_state.capture()
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     modes = [(m, m.training) for m in model.modules()]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
     attributes = [(m, dict(m.__dict__)) for m in modules]
     registered = [(m, dict(m._buffers)) for m in modules]
     plain = [v for _, own in attributes for v in own.values()]
@@ -71,6 +72,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     tensor.copy_(value)
         for module, mode in modes:
             module.training = mode
+        for parameter in frozen:
+            parameter.requires_grad_(False)
         _random_state.restore(random)
 
 
@@ -90,6 +93,9 @@ class Experiment:
     ) -> None:
         self.model = model
         self.parameters = parameters
+        for parameter in parameters:
+            # One that the loop froze after some micro-batch; `untouched` freezes it again.
+            parameter.requires_grad_(True)
         self.loss = loss
         self.memory_budget = memory_budget
         #: Names of those parameters that the loop's backward passes reached.
@@ -147,7 +153,7 @@ class Experiment:
         before = _random_state.capture()
         classes = (*_as_tuple(evaluated), *((_DropoutNd,) if quiet else ()))
         # Activation checkpointing runs forward again in backward: in the same mode.
-        with _in_evaluation(self.model, classes):
+        with _in_modes(self.model, conditions.modes), _in_evaluation(self.model, classes):
             value = self._value(micro, model, dict(conditions.autocast))
             found = torch.autograd.grad(
                 value * (scale * weight), self.parameters, allow_unused=True
@@ -184,7 +190,8 @@ class Experiment:
         """Runs the loss of a batch without a graph, for hooks."""
         _random_state.restore(micro.conditions.random)
         _put_back(micro.conditions.buffers)
-        with torch.no_grad(), _in_evaluation(self.model, (_DropoutNd,) if quiet else ()):
+        quietly = _in_evaluation(self.model, (_DropoutNd,) if quiet else ())
+        with torch.no_grad(), _in_modes(self.model, micro.conditions.modes), quietly:
             self.loss(self.native, to_device(micro.batch, self.parameters[0].device))
 
     def has_batch_norm(self) -> bool:
@@ -210,6 +217,21 @@ def _put_back(buffers: Buffers) -> None:
     for buffer, _, value in buffers.values():
         if not torch.equal(buffer, value):
             buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _in_modes(model: nn.Module, modes: tuple[bool, ...]) -> Iterator[None]:
+    """The modules in the modes that they had in the loop's forward."""
+    modules = list(model.modules())
+    now = [m.training for m in modules]
+    if len(modes) == len(modules):
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, now, strict=True):
+            module.training = mode
 
 
 @contextlib.contextmanager

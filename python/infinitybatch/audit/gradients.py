@@ -81,3 +81,36 @@ def regress(target: Gradients, pieces: Sequence[Gradients]) -> tuple[list[float]
 
 def shares(sizes: Sequence[float]) -> list[float]:
     return [size / sum(sizes) for size in sizes]
+
+
+def clipped_to(found: Gradients, of: Gradients, rounding: float) -> float | None:
+    """The limit that `found` looks like `of` clipped to; None where it does not.
+
+    A limit is a number that somebody has written: it has three digits.
+    """
+    largest = max((float(g.abs().max()) for g in found if g.numel()), default=0.0)
+    limit = _written(largest, rounding)
+    if limit and error(found, [g.clamp(-limit, limit) for g in of]) <= rounding:
+        return limit
+    by = factor(found, of)
+    if 0 < by < 1 and error(found, of, by) <= rounding:
+        return _written(norm(found), rounding, norm(of))
+    limits = set()
+    for one, other in zip(found, of, strict=True):
+        own = factor([one], [other])
+        if not norm([other]) or abs(own - 1) <= rounding and error([one], [other]) <= rounding:
+            continue
+        limit = _written(norm([one]), rounding, norm([other]))
+        if not 0 < own < 1 or error([one], [other], own) > rounding or not limit:
+            return None
+        limits.add(limit)
+    return limits.pop() if len(limits) == 1 else None
+
+
+def _written(number: float, rounding: float, before: float = float("inf")) -> float | None:
+    """`number` with three digits, if it is that, or is so but for torch's 1e-6 in its divisor."""
+    for exact in (number, number * (1 + 1e-6 / before) if before else number):
+        limit = float(f"{exact:.3g}")
+        if limit and abs(exact - limit) <= rounding * limit:
+            return limit
+    return None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .. import _tree
 from ..errors import BatchError, InvalidArgument, InvalidType, StateError
 from .batches import Join
-from .calls import CRITERIA, Call, own_loss
+from .calls import CRITERIA, Call, Criterion, own_loss
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -110,6 +110,9 @@ def recorded(calls: list[list[Call]], model: nn.Module) -> Loss:
     for group in calls:
         _refuse(group)
     first = calls[0][0]
+    for (only,) in calls[1:]:
+        if not _alike(first.criteria, only.criteria):
+            raise _not_told("micro-batches have other criteria, or other arguments of them")
     if not first.criteria:
         return lambda model, batch: _own(_run(first, model, batch))
     (criterion,) = first.criteria
@@ -135,10 +138,40 @@ def _own(outputs: Any) -> Tensor:
     return value
 
 
-def _refuse(group: list[Call]) -> None:
-    def refuse(why: str) -> StateError:
-        return StateError(f"cannot tell what the loss of your loop is: {why}; {WAY_OUT}")
+def _not_told(why: str) -> StateError:
+    return StateError(f"cannot tell what the loss of your loop is: {why}; {WAY_OUT}")
 
+
+def _alike(one: list[Criterion], other: list[Criterion]) -> bool:
+    """Whether the same is computed of outputs and targets."""
+
+    def parts(criteria: list[Criterion]) -> Any:
+        leaves = [(c.rest, c.keywords, [args for _, *args in c.chain]) for c in criteria]
+        return [(c.function, c.leaf, [f for f, *_ in c.chain]) for c in criteria], _tree.flatten(
+            leaves
+        )[0]
+
+    (functions, leaves), (others, other_leaves) = parts(one), parts(other)
+    if functions != others or len(leaves) != len(other_leaves):
+        return False
+    for a, b in zip(leaves, other_leaves, strict=True):
+        if isinstance(a, Tensor) or isinstance(b, Tensor):
+            both = isinstance(a, Tensor) and isinstance(b, Tensor)
+            if not both or a.shape != b.shape or not bool(torch.equal(a, b)):
+                return False
+    return True
+
+
+def refuse_other(groups: list[list[Call]]) -> None:
+    """Raises StateError where backward() was called on more than the criterion's own value."""
+    for group in groups:
+        for one in group:
+            if one.other:
+                raise _not_told(f"beside the criterion's value, {one.other}")
+
+
+def _refuse(group: list[Call]) -> None:
+    refuse = _not_told
     if len(group) != 1:
         raise refuse(f"the model is called {len(group)} times for one backward()")
     (only,) = group

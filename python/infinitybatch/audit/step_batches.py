@@ -1,16 +1,18 @@
 """Which batches the gradient of one step belongs to: micro-batches and the whole."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _random_state
 from ..errors import StateError
 from . import losses
-from .batches import Given, Join, rows_of, split
+from .batches import Given, Join, map_tensors, rows_of, split
 from .calls import Call, Conditions
 from .experiment import Micro
 from .losses import Loss
+from .rows import Seen
 
 #: The forward calls before each backward pass.
 Groups = list[list[Call]]
@@ -47,7 +49,9 @@ def of_calls(groups: Groups, model: nn.Module, loss: Loss | None, join: Join) ->
     return StepBatches(loss, pieces, Micro(whole, conditions[0]), None, ends)
 
 
-def of_loader(given: list[Given], groups: Groups, loss: Loss, join: Join) -> StepBatches:
+def of_loader(
+    given: list[Given], groups: Groups, loss: Loss, join: Join, seen: Seen | None
+) -> StepBatches:
     """Of what a loader gave out, one batch for each backward pass, or the loop has split them."""
     batches = [one.batch for one in given]
     whole = join(batches)
@@ -55,7 +59,11 @@ def of_loader(given: list[Given], groups: Groups, loss: Loss, join: Join) -> Ste
     first = conditions[0] if conditions else Conditions(_random_state.capture(), {}, ())
     others = None
     is_split = len(groups) == 1 and len(groups[0]) > 1 and groups[0][0].rows != rows_of(whole)
-    if len(batches) != len(groups) or is_split:
+    own = None if seen is None else _of_rows(whole, groups, seen)
+    if own is not None and (len(batches) != len(groups) or is_split or not seen.is_whole):
+        batches = own
+        conditions = [group[0].conditions for group in groups]
+    elif len(batches) != len(groups) or is_split:
         calls = _calls_that_split(groups, rows_of(whole))
         batches = split(whole, [call.rows or 0 for call in calls]) if calls else [whole]
         conditions = [call.conditions for call in calls] or [first]
@@ -69,6 +77,20 @@ def of_loader(given: list[Given], groups: Groups, loss: Loss, join: Join) -> Ste
     pieces = [Micro(b, c) for b, c in zip(batches, conditions, strict=True)]
     ends = sum(one.epoch < given[-1].epoch for one in given)
     return StepBatches(loss, pieces, Micro(whole, first), others, ends)
+
+
+def _of_rows(whole: Any, groups: Groups, seen: Seen) -> list[Any] | None:
+    """The micro-batches, where it is known which rows of the batch each call saw."""
+    known = [rows for rows in seen.calls if rows is not None and bool((rows >= 0).all())]
+    if len(known) != len(groups) or any(len(group) != 1 for group in groups):
+        return None
+    total = len(seen.numbers)
+
+    def rows_of_each(tensor: Tensor, rows: Tensor) -> Tensor:
+        is_column = tensor.ndim and len(tensor) == total
+        return tensor[rows.to(tensor.device)] if is_column else tensor
+
+    return [map_tensors(lambda x, r=rows: rows_of_each(x, r), whole) for rows in known]
 
 
 def consumed(given: list[Given], groups: Groups, skipped: int) -> list[Given]:

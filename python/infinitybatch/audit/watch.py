@@ -1,5 +1,8 @@
 """A context around a training loop that compares its steps with the whole batch's gradient."""
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +16,16 @@ from torch.optim.optimizer import (
 from .. import _checks, _random_state
 from ..errors import Error, InvalidArgument, InvalidType, StateError, Unsupported
 from . import causes, losses
-from .arguments import checked_model, inner_optimizer, parameters_of
-from .batches import Given, Join, Loader, join, rows_of
-from .calls import Calls
+from .arguments import checked_model, hook_bases, inner_optimizer, parameters_of
+from .batches import Given, Join, Loader, join, keep, rows_of
+from .calls import Awaited, Call, Calls
 from .causes import cause
+from .clipping import Clipping
 from .diagnosis import Examination, Window
 from .experiment import Experiment, untouched
+from .other_rows import judge
 from .report import AuditReport, MicroBatchWeight, versions
+from .rows import Seen, compare, take
 from .step_batches import Groups, StepBatches, consumed, of_calls, of_loader
 from .trace import Slot, Trace
 
@@ -38,6 +44,7 @@ class Watch:
         steps: Any,
         memory_budget: Any,
         same_random_numbers: Any,
+        clip: Any = None,
         batch: Any = None,
         skip: int = 0,
     ) -> None:
@@ -54,37 +61,39 @@ class Watch:
             raise InvalidArgument(f"steps must be at least 1, not {self._steps}")
         self._budget = memory_budget
         self._same_random_numbers = _checks.truth("same_random_numbers", same_random_numbers)
-        self._batch = batch
+        self._batch = None if batch is None else keep(batch)
         self._skip = skip
         self._inside = False
         self._used = False
-        self.loader = (
-            None if loader is None else Loader(loader, lambda: self._inside and self._needs_loader)
-        )
         self._trace = Trace()
+        self._clipping = Clipping(clip, self._trace.clipping_begins, self._trace.clipping_ends)
         self._calls = Calls(
             self._model,
             follow=self._loss is None,
-            inputs=not self._needs_loader,
+            clipping=self._clipping,
             passes=lambda: self._trace.passes,
             epoch=lambda: 0 if self.loader is None else self.loader.epochs,
+        )
+        self._rows = None if batch is None else take(batch, 0, self._calls.origins, self._batch)
+        self.loader = (
+            None if loader is None else Loader(loader, lambda: self._inside, self._calls.origins)
         )
         #: Where each optimizer's window begins: (step, batch of the loader, backward pass).
         self._begins: dict[Optimizer, tuple[int, int, int]] = {}
         self._kinds: set[Any] = set()
-        #: Optimizers in whose window another one has moved parameters.
-        self._disturbed: set[Optimizer] = set()
-        #: Parameters whose gradient was examined with another optimizer's, at this backward pass.
-        self._covered: dict[nn.Parameter, int] = {}
+        #: What was computed for the parameters of optimizers that step later, at this pass.
+        self._prepared: tuple[int, list[nn.Parameter], Examination] | None = None
+        #: Optimizers that are in step(), how deep (a subclass calls its base's), with our hook there.
+        self._stepping: dict[Optimizer, int] = {}
+        self._at: dict[Optimizer, Any] = {}
+        #: Reports of steps that saw a part of their samples: what they say if no more come.
+        self._awaited: list[tuple[Awaited, AuditReport, AuditReport]] = []
+        #: Optimizers in step() that were examined.
+        self._examined: set[Optimizer] = set()
         #: Backward passes that a right step's zero_grad dropped: those of another model's turn.
         self._usually_dropped = 0
         self._reports: list[AuditReport] = []
         self._handles: list[Any] = []
-
-    @property
-    def _needs_loader(self) -> bool:
-        """Whether batches are the loader's; otherwise they are what the model is called with."""
-        return self._loss is not None and (self.loader is not None or self._batch is not None)
 
     # What the user reads.
 
@@ -135,8 +144,7 @@ class Watch:
         self._used = self._inside = True
         self._trace.watch(self._model.parameters())
         self._calls.watch()
-        if self._loss is None:
-            self._calls.__enter__()
+        self._calls.__enter__()
         if self.loader is not None:
             self.loader.watch()
         self._handles = [
@@ -149,10 +157,11 @@ class Watch:
         self._inside = False
         if self.loader is not None:
             self.loader.leave()
-        if self._loss is None:
-            self._calls.__exit__(kind, value, traceback)
-        for handle in (*self._handles, self._calls, self._trace):
+        self._calls.__exit__(kind, value, traceback)
+        for handle in (*self._handles, *self._at.values(), self._calls, self._trace):
             handle.remove()
+        self._at.clear()
+        self._no_more_come()
         if kind is None:
             self._look_at_what_is_left()
         self._calls.calls.clear()
@@ -202,9 +211,25 @@ class Watch:
 
     # At each step.
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Puts a hook behind the optimizer's own ones: they may change gradients too."""
+        if not self._is_watched(optimizer):
+            return
+        if optimizer not in self._at:
+            hook_bases(optimizer)
+        self._stepping[optimizer] = self._stepping.get(optimizer, 0) + 1
+        self._leave(optimizer)
+        self._at[optimizer] = optimizer.register_step_pre_hook(self._at_step)
+
+    def _leave(self, optimizer: Optimizer) -> None:
+        handle = self._at.pop(optimizer, None)
+        if handle is not None:
+            handle.remove()
+
+    def _at_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self._is_watched(optimizer):
             return None
+        self._clipping.close()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._look(optimizer)
@@ -213,6 +238,7 @@ class Watch:
 
         def looking(*given: Any, **named: Any) -> Any:
             value = closure(*given, **named)
+            self._clipping.close()
             if not looked:  # LBFGS asks again, at other parameters
                 looked.append(True)
                 self._look(optimizer)
@@ -223,18 +249,27 @@ class Watch:
         return (args[0], looking, *args[2:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._inside and self._trains_the_model(optimizer):
-            others = {o for o in (*self._begins, self._optimizer) if o and self._passes_of(o)}
-            self._disturbed = (self._disturbed | others) - {optimizer}
         if not self._is_watched(optimizer):
             return
-        number = self._begin(optimizer)[0]
+        self._leave(optimizer)
+        depth = self._stepping.pop(optimizer, 1)
+        if depth > 1:  # of a subclass whose own step() is not over
+            self._stepping[optimizer] = depth - 1
+            return
+        self._examined.discard(optimizer)
+        number, _, begin = self._begin(optimizer)
         self._begins[optimizer] = (number + 1, self._consumed(optimizer), self._trace.passes)
         self._trace.stepped(parameters_of(optimizer))
         self._trace.watch(self._model.parameters())
-        self._calls.forget(min(begin[2] for begin in self._begins.values()))
+        passes = self._trace.passes - begin
+        if any(0 < slot.passes <= passes for slot in self._trace.slots.values()):
+            return  # another optimizer steps after the same micro-batches
+        first = min(begin[2] for begin in self._begins.values())
+        self._trace.forget(self._trace.passes - first)
+        self._calls.forget(first)
         if self.loader is not None:
-            self.loader.drop(min(begin[1] for begin in self._begins.values()))
+            # One more, for rows that come late.
+            self.loader.drop(min(begin[1] for begin in self._begins.values()) - 1)
 
     def _is_watched(self, optimizer: Optimizer) -> bool:
         if not self._inside or self._trace.paused:
@@ -255,30 +290,29 @@ class Watch:
         if not passes or step < self._skip:
             return
         groups = self._groups(optimizer, passes)
-        kind = (passes, *(tuple(c.rows for c in group) for group in groups))
-        if step >= self._steps + self._skip and kind in self._kinds:
-            return
-        self._kinds.add(kind)
-        own = [p for p in parameters_of(optimizer) if p in self._trace.slots]
-        if all(self._covered.get(p) == self._trace.passes for p in own):
-            return
-        if optimizer in self._disturbed:
-            why = StateError(
-                f"another optimizer moved parameters before this {type(optimizer).__name__} made its "
-                f"step, so this gradient belongs to other parameters: leave optimizer= out"
-            )
-            self._reports.append(self._undecided(step, why))
-            return
+        again = optimizer in self._examined
+        if again:  # from a subclass's step(), which may have changed gradients
+            self._reports.pop()
+        else:
+            kind = (passes, *(tuple(c.rows for c in group) for group in groups))
+            if step >= self._steps + self._skip and kind in self._kinds:
+                return
+            self._kinds.add(kind)
         self._trace.paused = self._calls.paused = True
+        count = len(self._reports)
         try:
             with untouched(self._model):
-                self._reports.append(self._examine(optimizer, step, passes, groups))
+                report = self._examine(optimizer, step, passes, groups)
+            if report is not None:
+                self._reports.append(report)
         except Exception as error:
             if not self._reports:
                 raise
             self._reports.append(self._undecided(step, error))
         finally:
             self._trace.paused = self._calls.paused = False
+        if len(self._reports) > count:
+            self._examined.add(optimizer)
 
     def _passes_of(self, optimizer: Optimizer) -> int:
         slots = self._trace.slots
@@ -308,15 +342,98 @@ class Watch:
 
     # What is compared.
 
-    def _examine(self, optimizer: Optimizer, step: int, passes: int, groups: Groups) -> AuditReport:
+    def _examine(
+        self, optimizer: Optimizer, step: int, passes: int, groups: Groups
+    ) -> AuditReport | None:
         named = {p: name for name, p in self._model.named_parameters()}
-        own = parameters_of(optimizer)
-        if self._optimizer is None:
-            own = own + self._of_other_optimizers(own, passes)
-        parameters = [p for p in own if p in named and p.requires_grad]
-        self._covered = dict.fromkeys(parameters, self._trace.passes)
-        batches = self._batches(optimizer, groups)
-        slots = [self._trace.slots.get(p, Slot()) for p in parameters]
+        mine = set(parameters_of(optimizer))
+        own = [p for p in self._trace.slots if p in mine and p in named and self._trains(p)]
+        prepared = self._prepared
+        if prepared and prepared[0] == self._trace.passes and set(own) <= set(prepared[1]):
+            places = {p: place for place, p in enumerate(prepared[1])}
+            examination = prepared[2].of([places[p] for p in own])
+            examination.window = replace(
+                examination.window, step=step, **self._gradients(optimizer, own, named)
+            )
+            report = self._run(examination, groups, optimizer)
+            # A step of the other optimizer told of this one's share.
+            return None if report.ok else report
+        if self._trace.have_moved(passes):
+            return self._undecided(
+                step,
+                StateError(
+                    f"parameters of {type(self._model).__name__} were changed after this step's first "
+                    f"backward() and before step(), so its gradients belong to no one state of the "
+                    f"model: audit a loop in which all optimizers step after the same micro-batches"
+                ),
+            )
+        others = [] if self._optimizer else self._of_other_optimizers(mine, passes, named)
+        report = self._compared(optimizer, step, groups, own, others, named)
+        unseen = self._unseen_rows(optimizer, groups)
+        if unseen is None:
+            return report
+        # Batches of the loader that were passed over: for good, or until later?
+        with_all = self._compared(optimizer, step, groups, own, others, named, unseen=True)
+        if with_all.ok:
+            return report
+        awaited = Awaited(unseen)
+        self._calls.awaited.append(awaited)
+        self._awaited.append((awaited, with_all, report))
+        return with_all
+
+    def _compared(
+        self,
+        optimizer: Optimizer,
+        step: int,
+        groups: Groups,
+        own: list[nn.Parameter],
+        others: list[nn.Parameter],
+        named: dict[Any, str],
+        unseen: bool = False,
+    ) -> AuditReport:
+        parameters = own + others
+        batches = self._batches(optimizer, groups, unseen)
+        window = Window(
+            step=step,
+            **self._gradients(optimizer, parameters, named),
+            passes=len(groups),
+            whole=batches.whole,
+            pieces=batches.pieces,
+            sizes=[rows_of(piece.batch) or 1 for piece in batches.pieces],
+            other_pieces=batches.others,
+            before_the_end=batches.before_the_end,
+            rows=self._count(),
+            unseen=self._unseen(groups),
+        )
+        experiment = Experiment(self._model, parameters, batches.loss, self._budget)
+        experiment.reached = {p: named[p] for p in parameters if self._trace.slots[p].passes}
+        examination = Examination(window, experiment, self._same_random_numbers)
+        if others:
+            with self._computing():
+                examination.prepare()
+            self._prepared = (self._trace.passes, parameters, examination)
+            examination = examination.of(list(range(len(own))))
+        return self._run(examination, groups, optimizer, unseen)
+
+    def _unseen_rows(self, optimizer: Optimizer, groups: Groups) -> torch.Tensor | None:
+        if self.loader is None or not all(groups):
+            return None
+        places = self._places(groups)
+        unseen = self._unseen_places(optimizer, groups, places) if places else []
+        rows = [self.loader.given[place].rows for place in unseen]
+        each = [torch.arange(r.first, r.first + r.count) for r in rows if r is not None]
+        return torch.cat(each) if each else None
+
+    def _trains(self, parameter: nn.Parameter) -> bool:
+        """Now, or when a micro-batch of this step was computed."""
+        return parameter.requires_grad or self._trace.slots[parameter].passes > 0
+
+    def _gradients(
+        self, optimizer: Optimizer, parameters: list[nn.Parameter], named: dict[Any, str]
+    ) -> dict[str, Any]:
+        """What a Window holds of the gradients of these parameters."""
+        slots = [self._trace.slots[p] for p in parameters]
+        pairs = list(zip(slots, parameters, strict=True))
         scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer, which unscales
 
         def dense(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -324,44 +441,30 @@ class Watch:
                 return torch.zeros_like(like)
             return (tensor if tensor.layout == torch.strided else tensor.to_dense()).detach()
 
-        reached = [dense(p.grad, p) for p in parameters]
+        reached = [dense(s.before_clipping(p.grad), p) for s, p in pairs]
         if scale is not None:
             reached = [g / scale.to(g.device) for g in reached]
-        starts = [s.start if s.passes else p.grad for s, p in zip(slots, parameters, strict=True)]
+        starts = [s.start if s.passes else p.grad for s, p in pairs]
         has_start = any(s is not None and bool(dense(s, s).any()) for s in starts)
-        window = Window(
-            step=step,
-            names=[named[p] for p in parameters],
-            reached=reached,
-            last=[
-                dense(s.last if s.passes else p.grad, p)
-                for s, p in zip(slots, parameters, strict=True)
-            ],
-            start=(
+        return {
+            "names": [named[p] for p in parameters],
+            "reached": reached,
+            "stepped": [dense(p.grad, p) for p in parameters],
+            "last": [dense(s.last if s.passes else p.grad, p) for s, p in pairs],
+            "start": (
                 [dense(s, p) for s, p in zip(starts, parameters, strict=True)]
                 if has_start
                 else None
             ),
-            factors=[slot.factors for slot in slots],
-            passes=passes,
-            whole=batches.whole,
-            pieces=batches.pieces,
-            sizes=[rows_of(piece.batch) or 1 for piece in batches.pieces],
-            other_pieces=batches.others,
-            before_the_end=batches.before_the_end,
-            rows=self._rows(),
-            unseen=self._unseen(groups),
-        )
-        experiment = Experiment(self._model, parameters, batches.loss, self._budget)
-        experiment.reached = {
-            p: named[p] for p, slot in zip(parameters, slots, strict=True) if slot.passes
+            "factors": [slot.factors for slot in slots],
+            "is_clipped": any(s.clips for s in slots),
+            "is_written_after_clipping": any(s.is_written_after_clipping(p.grad) for s, p in pairs),
         }
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
         try:
-            report = Examination(window, experiment, self._same_random_numbers).run()
-            if report.ok:
-                dropped = [i + 1 for f in window.factors for i, by in enumerate(f) if by == 0.0]
-                self._usually_dropped = max([self._usually_dropped, *dropped])
-            return report
+            yield
         except (Error, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -370,45 +473,127 @@ class Watch:
                 f"{str(error).splitlines()[0] if str(error) else ''}; {losses.WAY_OUT}"
             ) from error
 
-    def _of_other_optimizers(self, own: list[nn.Parameter], passes: int) -> list[nn.Parameter]:
+    def _run(
+        self,
+        examination: Examination,
+        groups: Groups,
+        optimizer: Optimizer,
+        unseen: bool = False,
+    ) -> AuditReport:
+        with self._computing():
+            report = examination.run()
+            is_given = self._loss is not None and (self._rows or self.loader) is not None
+            if not (is_given and report.ok):
+                seen = self._seen(optimizer, groups, unseen)
+                report, early = judge(report, examination, seen, groups, is_given)
+                if early is not None and not unseen:
+                    self._await(early, report, seen)
+        if report.verdict == "wrong" and self._loss is None:
+            losses.refuse_other(groups)
+        if report.ok:
+            factors = examination.window.factors
+            dropped = [i + 1 for f in factors for i, by in enumerate(f) if by == 0.0]
+            self._usually_dropped = max([self._usually_dropped, *dropped])
+        return report
+
+    def _await(self, early: AuditReport, report: AuditReport, seen: Seen | None) -> None:
+        """The step saw a part of its samples: was it early, or are the others never seen?"""
+        rows = None
+        if seen is not None:
+            rows = seen.numbers[torch.tensor(seen.missing, dtype=torch.int64)]
+        awaited = Awaited(rows)
+        self._calls.awaited.append(awaited)
+        self._awaited.append((awaited, report, early))
+
+    def _no_more_come(self) -> None:
+        for awaited, report, early in self._awaited:
+            if awaited.seen:
+                self._reports = [early if r is report else r for r in self._reports]
+        self._awaited.clear()
+
+    def _of_other_optimizers(
+        self, mine: set[nn.Parameter], passes: int, named: dict[Any, str]
+    ) -> list[nn.Parameter]:
         """Whose gradient came with the same passes: once this optimizer has moved its parameters it
         is too late to compute them again."""
         slots = self._trace.slots
-        return [p for p in slots if p not in set(own) and slots[p].passes == passes]
+        return [p for p in slots if p not in mine and p in named and slots[p].passes == passes]
 
-    def _rows(self) -> int:
+    def _count(self) -> int:
         return 0 if self._batch is None else rows_of(self._batch) or 0
 
     def _unseen(self, groups: Groups) -> int:
         """Samples of the batch that ib.audit was given which the step never called the model on."""
-        rows = self._rows()
+        rows = self._count()
         seen = sum(call.rows or rows for group in groups for call in group)
         return max(0, rows - seen) if all(groups) else 0
 
-    def _batches(self, optimizer: Optimizer, groups: Groups) -> StepBatches:
+    def _batches(self, optimizer: Optimizer, groups: Groups, unseen: bool) -> StepBatches:
         joined = self._join or join
-        if self._loss is None or not self._needs_loader:
+        if self._loss is None or (self.loader is None and self._batch is None):
             return of_calls(groups, self._model, self._loss, joined)
         if self._batch is not None:
             given = [Given(self._batch, _random_state.capture(), 0)]
         else:
-            given = self._given(optimizer, groups)
+            given = self._given(optimizer, groups, unseen)
             if not given:
                 raise StateError(self._no_batch())
-        return of_loader(given, groups, self._loss, joined)
+        seen = self._seen(optimizer, groups, unseen)
+        return of_loader(given, groups, self._loss, joined, seen)
 
-    def _given(self, optimizer: Optimizer, groups: Groups) -> list[Given]:
+    def _seen(self, optimizer: Optimizer, groups: Groups, unseen: bool = False) -> Seen | None:
+        """Which rows of the batch the model was called on."""
+        if self._rows is not None:
+            batches = [self._rows]
+        else:
+            given = [] if self.loader is None else self._given(optimizer, groups, unseen)
+            batches = [one.rows for one in given if one.rows is not None]
+        return compare(batches, [call.columns() for group in groups for call in group])
+
+    def _given(self, optimizer: Optimizer, groups: Groups, unseen: bool = False) -> list[Given]:
         assert self.loader is not None
-        given = self.loader.given[self._begin(optimizer)[1] - self.loader.first :]
+        places = self._places(groups)
+        if places:
+            more = self._unseen_places(optimizer, groups, places) if unseen else []
+            return [self.loader.given[place] for place in sorted([*places, *more])]
+        given = self.loader.given[max(0, self._begin(optimizer)[1] - self.loader.first) :]
         return consumed(given, groups, self._trace.skipped)
+
+    def _places(self, groups: Groups) -> list[int]:
+        """The loader's batches that these calls are known to have rows of."""
+        assert self.loader is not None
+        numbers = _numbers([call for group in groups for call in group])
+        return [p for p, one in enumerate(self.loader.given) if _has(one, numbers)]
+
+    def _unseen_places(
+        self, optimizer: Optimizer, groups: Groups, places: list[int]
+    ) -> list[int]:
+        """The loader's batches of this step that no call has seen, where rows can be followed.
+
+        Those after the last one are read ahead, unless the loop uses the others again in their place.
+        """
+        assert self.loader is not None
+        given = self.loader.given
+        used = _numbers(self._calls.calls)
+        begin = max(0, self._begin(optimizer)[1] - self.loader.first)
+        apart = torch.cat([_numbers(group).unique() for group in groups])
+        end = len(given) if len(apart) > len(apart.unique()) else places[-1]
+        return [
+            p
+            for p in range(begin, end)
+            if given[p].rows and not _has(given[p], used) and given[p].epoch >= given[places[0]].epoch
+        ]
 
     def _consumed(self, optimizer: Optimizer) -> int:
         """The number of the loader's first batch that belongs to the next step."""
-        if self.loader is None or not self._needs_loader:
+        if self.loader is None:
             return 0
         _, first, passes = self._begin(optimizer)
         skipped = self._trace.skipped
         groups = self._groups(optimizer, max(self._trace.passes - passes - skipped, 0))
+        places = self._places(groups)
+        if places:
+            return max(first, self.loader.first + places[-1] + 1)
         return first + len(self._given(optimizer, groups)) + skipped
 
     def _no_batch(self) -> str:
@@ -422,6 +607,22 @@ class Watch:
             f"a loop over a {kind} cannot be seen: iterate over the watch's own loader, "
             f"`with ib.audit.watch(...) as watched: for batch in watched.loader:`"
         )
+
+
+def _numbers(calls: list[Call]) -> torch.Tensor:
+    """The samples that these calls are known to have seen, over all of the loader's batches."""
+    rows = []
+    for call in calls:
+        known = [o.rows.reshape(-1) for o in call.origins if o is not None and o.rows is not None]
+        rows += known[:1]
+    return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+
+
+def _has(given: Given, numbers: torch.Tensor) -> bool:
+    if given.rows is None:
+        return False
+    end = given.rows.first + given.rows.count
+    return bool(((numbers >= given.rows.first) & (numbers < end)).any())
 
 
 def _are_finite(slots: Any) -> bool:
