@@ -14,6 +14,9 @@ from .rows import Batch, take
 
 Join = Callable[[list[Any]], Any]
 
+#: Batches that are remembered until the loop uses them.
+_KEPT = 64
+
 _WAY_OUT = "give join=: watch(..., join=lambda batches: my_collate(batches))"
 
 
@@ -100,6 +103,8 @@ class Given:
     epoch: int
     #: Its rows, for telling which of them the model sees.
     rows: Batch | None = None
+    #: Whether a call in a step that is over is known to have seen some of them.
+    used: bool = False
 
 
 class Loader:
@@ -173,10 +178,12 @@ class Loader:
         return self._class is not None
 
     def drop(self, before: int) -> None:
-        """Forgets the batches before this one."""
-        before = max(before, self.first)
-        del self.given[: max(0, before - self.first)]
-        self.first = max(self.first, before)
+        """Forgets the batches before this one, but for the last one and what may still be used."""
+        unused = (p for p, one in enumerate(self.given) if one.rows and not one.used)
+        before = min(before - 1, self.first + next(unused, len(self.given)))
+        before = max(before, self.first + len(self.given) - _KEPT, self.first)
+        del self.given[: before - self.first]
+        self.first = before
 
 
 def _set_class(loader: Any, kind: type) -> None:

@@ -20,6 +20,8 @@ from .watch import Watch
 
 #: A GradScaler skips steps until its scale fits.
 _ATTEMPTS = 20
+#: Steps that one round may make.
+_ALL = 2**30
 
 
 class Audit:
@@ -72,12 +74,11 @@ class Audit:
             None,
             loss=loss,
             join=None,
-            steps=1,
+            steps=_ALL,
             memory_budget=memory_budget,
             same_random_numbers=same_random_numbers,
             clip=clip,
             batch=batch,
-            skip=1,
         )
         parameters = list(model.parameters())
         grads = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
@@ -88,6 +89,7 @@ class Audit:
                     step(model, batch)
                     if watched.reports:
                         break
+                    watched.examines = True
         finally:
             for parameter, grad, value in grads:
                 if grad is not None and value is not None:

@@ -52,6 +52,8 @@ class Origin:
     same: bool = True
     #: Whether it is one sample, without a dimension for samples.
     single: bool = False
+    #: Whether its rows are each made of several samples (mixup).
+    mixed: bool = False
 
 
 class Origins:
@@ -110,15 +112,15 @@ class Origins:
             moved = _moved(name, function, first, source, args, kwargs, results)
         if moved is not None:
             return moved
+        mixed = any(o.mixed or _are_others(o, source) for _, o in sources)
         remake = self._remake(function, args, kwargs, source)
         found: list[Origin | None] = []
         for place, one in enumerate(results):
             part = remake if len(results) == 1 else _item(remake, place)
-            found.append(
-                Origin(source.column, _kept_rows(name, source, first, one), part, same=False)
-            )
+            kept = _kept_rows(name, source, first, one)
+            found.append(Origin(source.column, kept, part, same=False, mixed=mixed))
         if source.single:
-            return [Origin(source.column, source.rows, None, False, True) for _ in results]
+            return [Origin(source.column, source.rows, None, False, True, mixed) for _ in results]
         if name in ("clone", "detach", "contiguous", "to", "requires_grad_", "pin_memory", "cpu"):
             is_cast = results[0].dtype != first.dtype
             return [replace(source, same=source.same and not is_cast, remake=remake)]
@@ -172,6 +174,13 @@ class Origins:
             return function(*values, **{n: p(columns) for n, p in named.items()})
 
         return remake
+
+
+def _are_others(one: Origin, other: Origin) -> bool:
+    """Whether both have rows, of other samples."""
+    if one.rows is None or other.rows is None or one.single or other.single:
+        return False
+    return len(one.rows) == len(other.rows) and not torch.equal(one.rows, other.rows)
 
 
 def _item(remake: Remake | None, place: int) -> Remake | None:

@@ -34,6 +34,8 @@ def judge(
         is_given: whether the report already compares with the loss of the batch as it was given.
     """
     calls = [call for group in groups for call in group]
+    if report.ok and len({call.conditions.modes for call in calls}) > 1:
+        return _undecided(examination, report, _MODES), None
     if seen is None:
         count = repeats([call.columns() for call in calls]) if report.ok and len(calls) > 1 else 0
         if count:
@@ -42,6 +44,8 @@ def judge(
     if not seen.is_known:
         return (_undecided(examination, report, _UNKNOWN) if report.ok else report), None
     found = _Rows(seen, calls, examination)
+    if report.ok and (why := found.doubt()):
+        return _undecided(examination, report, why), None
     if seen.is_whole:
         if is_given or not found.loop_combines():
             return report, None
@@ -69,6 +73,18 @@ _LOOP = "what your loop does to its batch before it calls the model"
 _UNKNOWN = (
     "none of the rows that the model saw is in the batch that was given, so it is not known whether "
     "they are its rows: give loss=, which is computed on the batch itself"
+)
+_MODES = (
+    "modules were in training mode for some micro-batches and in evaluation mode for others, which "
+    "no whole batch is: call model.train() once, before the first one"
+)
+_MIXED = (
+    "your loop makes each row that the model sees of several samples (mixup), so what the whole batch "
+    "would be is not known: give loss="
+)
+_LOST_TARGET = (
+    "the targets are neither the batch's nor made of them by torch's operations, so it is not known "
+    "whose they are: give loss=, which is computed on the batch itself"
 )
 _REPEATED = (
     "the model saw the same rows in several micro-batches, and no batch was given to compare with: "
@@ -112,6 +128,13 @@ class _Rows:
         self.seen = seen
         self.calls = calls
         self.examination = examination
+
+    def doubt(self) -> str:
+        """What keeps a sum that is right for what the model saw from being known as right."""
+        origins = [o for c in self.calls for o in (*c.origins, *(t.origin for t in c.criteria))]
+        if any(o is not None and o.mixed for o in origins):
+            return _MIXED
+        return _LOST_TARGET if self.seen.lost_target else ""
 
     def cause(self) -> Cause:
         seen, told = self.seen, []

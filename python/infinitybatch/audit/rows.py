@@ -144,6 +144,8 @@ class Seen:
     origins: dict[str, Origin] = field(default_factory=dict)
     #: Rows whose target is another sample's.
     mispaired: int = 0
+    #: Whether there are targets that are neither followed nor found.
+    lost_target: bool = False
 
     @property
     def is_known(self) -> bool:
@@ -272,11 +274,15 @@ class _Match:
         known = rows[rows >= 0]
         for column in others:
             # What was not followed (NumPy) is at least the same sample's.
-            for name in self._of_size(column.size):
+            is_found = False
+            for name in self._of_size(column.size) if len(known) == len(rows) else ():
                 wanted = self.hash(name, column.dtype)
-                if len(known) == len(rows) and not torch.equal(wanted[rows], column.hash):
-                    if bool(torch.isin(column.hash, wanted).all()) and self._is_rich(wanted):
-                        seen.mispaired += int((wanted[rows] != column.hash).sum())
+                is_same = torch.equal(wanted[rows], column.hash)
+                is_found = is_found or is_same
+                if not is_same and self._is_rich(wanted) and torch.isin(column.hash, wanted).all():
+                    seen.mispaired += int((wanted[rows] != column.hash).sum())
+            if column.place.startswith("target") and not is_found:
+                seen.lost_target |= any(name != first.origin.column for name in self.whole)
         return rows
 
     def _of_size(self, size: int) -> list[str]:
@@ -302,6 +308,8 @@ class _Match:
                     column.place,
                     Origin(name, None, _cast(name, column.dtype, shape), same=True),
                 )
+            elif column.place.startswith("target"):
+                seen.lost_target = len(self.whole) > 1
         if not matched:
             return None
         keys = list(zip(*(h.tolist() for h, _ in matched), strict=True))

@@ -46,7 +46,6 @@ class Watch:
         same_random_numbers: Any,
         clip: Any = None,
         batch: Any = None,
-        skip: int = 0,
     ) -> None:
         self._model = checked_model(model)
         self._optimizer = inner_optimizer(optimizer, self._model)
@@ -62,7 +61,9 @@ class Watch:
         self._budget = memory_budget
         self._same_random_numbers = _checks.truth("same_random_numbers", same_random_numbers)
         self._batch = None if batch is None else keep(batch)
-        self._skip = skip
+        #: Steps are examined only where this is set: ib.audit leaves its first round out.
+        self.examines = batch is None
+        self._rounds = batch is not None
         self._inside = False
         self._used = False
         self._trace = Trace()
@@ -174,7 +175,7 @@ class Watch:
             [self._passes_of(o) for o in optimizers] or [s.passes for s in slots.values()] or [0]
         )
         left -= max(self._trace.skipped, self._usually_dropped)
-        is_one_step = bool(self._skip and not self._begins)  # ib.audit, which says so itself
+        is_one_step = self._rounds and not self._begins  # ib.audit, which says so itself
         if left > 0 and _are_finite(slots.values()) and not is_one_step:
             step = max([begin[0] for begin in self._begins.values()], default=0)
             self._reports.append(
@@ -195,7 +196,7 @@ class Watch:
                     versions=versions(),
                 )
             )
-        elif not self._reports and not self._skip:
+        elif not self._reports and not self._rounds:
             raise StateError(self._nothing_seen())
 
     def _nothing_seen(self) -> str:
@@ -261,6 +262,9 @@ class Watch:
         self._begins[optimizer] = (number + 1, self._consumed(optimizer), self._trace.passes)
         self._trace.stepped(parameters_of(optimizer))
         self._trace.watch(self._model.parameters())
+        numbers = _numbers(self._calls.calls)
+        for one in self.loader.given if self.loader is not None else ():
+            one.used = one.used or _has(one, numbers)
         passes = self._trace.passes - begin
         if any(0 < slot.passes <= passes for slot in self._trace.slots.values()):
             return  # another optimizer steps after the same micro-batches
@@ -268,8 +272,7 @@ class Watch:
         self._trace.forget(self._trace.passes - first)
         self._calls.forget(first)
         if self.loader is not None:
-            # One more, for rows that come late.
-            self.loader.drop(min(begin[1] for begin in self._begins.values()) - 1)
+            self.loader.drop(min(begin[1] for begin in self._begins.values()))
 
     def _is_watched(self, optimizer: Optimizer) -> bool:
         if not self._inside or self._trace.paused:
@@ -287,7 +290,7 @@ class Watch:
     def _look(self, optimizer: Optimizer) -> None:
         step = self._begin(optimizer)[0]
         passes = self._passes_of(optimizer)
-        if not passes or step < self._skip:
+        if not passes or not self.examines:
             return
         groups = self._groups(optimizer, passes)
         again = optimizer in self._examined
@@ -295,7 +298,7 @@ class Watch:
             self._reports.pop()
         else:
             kind = (passes, *(tuple(c.rows for c in group) for group in groups))
-            if step >= self._steps + self._skip and kind in self._kinds:
+            if step >= self._steps and kind in self._kinds:
                 return
             self._kinds.add(kind)
         self._trace.paused = self._calls.paused = True
@@ -577,11 +580,14 @@ class Watch:
         used = _numbers(self._calls.calls)
         begin = max(0, self._begin(optimizer)[1] - self.loader.first)
         apart = torch.cat([_numbers(group).unique() for group in groups])
-        end = len(given) if len(apart) > len(apart.unique()) else places[-1]
+        is_again = len(apart) > len(apart.unique()) or places[0] < begin
         return [
             p
-            for p in range(begin, end)
-            if given[p].rows and not _has(given[p], used) and given[p].epoch >= given[places[0]].epoch
+            for p in range(begin, len(given) if is_again else places[-1])
+            if given[p].rows
+            and not given[p].used
+            and not _has(given[p], used)
+            and given[p].epoch >= given[places[0]].epoch
         ]
 
     def _consumed(self, optimizer: Optimizer) -> int:
@@ -594,7 +600,10 @@ class Watch:
         places = self._places(groups)
         if places:
             return max(first, self.loader.first + places[-1] + 1)
-        return first + len(self._given(optimizer, groups)) + skipped
+        end = first + len(self._given(optimizer, groups)) + skipped
+        for one in self.loader.given[: max(0, end - self.loader.first)]:
+            one.used = True  # rows cannot be followed
+        return end
 
     def _no_batch(self) -> str:
         assert self.loader is not None
