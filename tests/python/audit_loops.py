@@ -514,6 +514,134 @@ def of_samples(model: Any, batch: Any) -> torch.Tensor:
     return loss(model, (torch.stack([x for x, _ in batch]), torch.stack([y for _, y in batch])))
 
 
+def attacked(model: Any, batch: Any) -> torch.Tensor:
+    """The loss on inputs that are moved up its own gradient."""
+    x = batch[0].clone().requires_grad_()
+    (up,) = torch.autograd.grad(loss(model, (x, batch[1])), x)
+    return loss(model, (batch[0] + 0.1 * up.sign(), batch[1]))
+
+
+def attack(model: Any, optimizer: Any, batch: Any) -> None:
+    for piece in slices(batch):
+        (attacked(model, piece) * (len(piece[0]) / N)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Plain(torch.optim.Optimizer):
+    """An optimizer that is none of torch's."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model.parameters(), {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(RATE * p.grad)
+
+
+def clipped_late(model: Any, optimizer: Any, batch: Any) -> None:
+    for piece in slices(batch):
+        (loss(model, piece) * (len(piece[0]) / N)).backward()
+    for half, own in zip((model[0], model[2]), optimizer.each, strict=True):
+        clip_grad_norm_(half.parameters(), 0.02)
+        own.step()
+    optimizer.zero_grad()
+
+
+def each_half(parameters: Any) -> None:
+    clip_grad_norm_(parameters[:2], 0.02)
+    clip_grad_norm_(parameters[2:], 0.02)
+
+
+def second_is_emptied(model: Any, optimizer: Any, batch: Any) -> None:
+    for piece in slices(batch):
+        (loss(model, piece) * (len(piece[0]) / N)).backward()
+    optimizer.each[0].step()
+    optimizer.each[1].zero_grad()
+    optimizer.each[1].step()
+    optimizer.zero_grad()
+
+
+def in_a_buffer(x: torch.Tensor) -> torch.Tensor:
+    buffer = torch.empty(len(x), 6, dtype=torch.float64)
+    buffer[:] = x
+    return buffer
+
+
+def first_in_a_buffer(x: torch.Tensor) -> torch.Tensor:
+    buffer = torch.empty(len(x), 6, dtype=torch.float64)
+    buffer[:] = X[: len(x)]
+    return buffer
+
+
+def whitened(x: torch.Tensor) -> torch.Tensor:
+    return x @ torch.linalg.inv(torch.cov(x.T) + torch.eye(6).double())
+
+
+def half_of_the_outputs(model: Any, optimizer: Any, batch: Any) -> None:
+    MEAN(model(batch[0])[:8], batch[1][:8]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def evaluated_for_one(model: Any, optimizer: Any, batch: Any) -> None:
+    for i, piece in enumerate(slices(batch)):
+        model.train(i != 1)
+        (loss(model, piece) * (len(piece[0]) / N)).backward()
+    model.train()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def stepped_in_the_middle(model: Any, optimizer: Any, batch: Any) -> None:
+    for i, piece in enumerate(slices(batch)):
+        (loss(model, piece) * (len(piece[0]) / N)).backward()
+        if i == 1:
+            optimizer.step()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def sharpness_aware(model: Any, optimizer: Any, batch: Any) -> None:
+    loss(model, batch).backward()
+    moves = [0.05 * p.grad for p in model.parameters()]
+    with torch.no_grad():
+        for p, move in zip(model.parameters(), moves, strict=True):
+            p.add_(move)
+        model.zero_grad()
+    loss(model, batch).backward()
+    with torch.no_grad():
+        for p, move in zip(model.parameters(), moves, strict=True):
+            p.sub_(move)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def by_name_of_another(model: Any, optimizer: Any, batch: Any) -> None:
+    for piece in by_name(batch):
+        value = MEAN(model(piece["ids"], scale=piece["scale"].flip(0)), piece["labels"])
+        (value * (len(piece["ids"]) / N)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def floats(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(z[:, 0], y.double())
+
+
+def padded(*more: torch.Tensor) -> Callable[[Batch], list[Batch]]:
+    """The last slice filled up to four."""
+    return lambda batch: [
+        *list(slices(batch))[:3],
+        tuple(torch.cat([column[12:], m]) for column, m in zip(batch, more, strict=True)),
+    ]
+
+
+def of_sixteen(piece: Any, batch: Any) -> float:
+    return len(piece[0]) / 16
+
+
 # Loops over a loader.
 
 
@@ -678,6 +806,30 @@ RIGHT: dict[str, Loop] = {
     "two calls for each slice": Loop(
         consistent, loss=twice_consistent, true_loss=twice_consistent
     ),
+    "picked by a mask": Loop(
+        accumulate(lambda b: [(b[0][b[1] == c], b[1][b[1] == c]) for c in b[1].unique()])
+    ),
+    "picked by an index": Loop(
+        accumulate(
+            lambda b: [
+                (b[0].index_select(0, i), b[1].index_select(0, i)) for i in torch.randperm(N).split(4)
+            ]
+        )
+    ),
+    "by a loader of its own": Loop(
+        accumulate(lambda b: DataLoader(TensorDataset(*b), batch_size=4, shuffle=True))
+    ),
+    "targets as floats": Loop(
+        accumulate(criterion=floats), true_loss=lambda m, b: floats(m(b[0]), b[1])
+    ),
+    "targets that are inputs": Loop(
+        accumulate(lambda b: [(x, x[:, :5]) for x in b[0].split(4)], criterion=F.mse_loss),
+        true_loss=lambda m, b: F.mse_loss(m(b[0]), b[0][:, :5]),
+    ),
+    "copied to a buffer": Loop(accumulate(before=in_a_buffer)),
+    "inputs that are attacked": Loop(attack, loss=attacked, true_loss=attacked),
+    "an optimizer of its own": Loop(accumulate(), optimizer=Plain),
+    "two optimizers, clipped one by one": Loop(clipped_late, optimizer=Both, after=each_half),
     "samples that are alike": Loop(accumulate(), batch=ALIKE),
     "a loader of micro-batches": Loop(all_of_it, loader=micro_batches()),
     "a loader of micro-batches, the loss is given": Loop(
@@ -789,6 +941,48 @@ WRONG: dict[str, Loop] = {
         loss=contrast,
         true_loss=contrast,
     ),
+    "filled up with zeros": Loop(
+        accumulate(padded(torch.zeros(2, 6).double(), torch.zeros(2).long()), of_sixteen),
+        "other_rows",
+    ),
+    "filled up with the first rows": Loop(
+        accumulate(padded(X[:2], Y[:2]), of_sixteen), "other_rows"
+    ),
+    "the first rows copied to a buffer": Loop(accumulate(before=first_in_a_buffer), "other_rows"),
+    "whitened in each slice": Loop(
+        accumulate(before=whitened),
+        "samples_combined",
+        true_loss=lambda m, b: loss(m, (whitened(b[0]), b[1])),
+    ),
+    "centred in each slice by a number": Loop(
+        accumulate(before=lambda x: x - x.mean().item()),
+        "undecided",
+        true_loss=lambda m, b: loss(m, (b[0] - b[0].mean(), b[1])),
+    ),
+    "sorted in each slice": Loop(accumulate(before=lambda x: x.sort(0).values), "undecided"),
+    "mixed up in each slice": Loop(
+        accumulate(before=lambda x: 0.7 * x + 0.3 * x.flip(0)), "undecided"
+    ),
+    "labels permuted by NumPy": Loop(
+        accumulate(lambda b: slices((b[0], torch.tensor(b[1].numpy()[::-1].copy())))), "undecided"
+    ),
+    "an input of another sample": Loop(
+        by_name_of_another,
+        "undecided",
+        model=keyword_net,
+        batch=NAMED,
+        true_loss=lambda m, b: MEAN(m(b["ids"], b["scale"]), b["labels"]),
+    ),
+    "half of the outputs": Loop(half_of_the_outputs, "undecided"),
+    "evaluation mode for one slice": Loop(
+        evaluated_for_one, "undecided", model=dropout_net, truth=own_masks
+    ),
+    "normalised gradients": Loop(
+        accumulate(then=lambda m: [g.div_(g.norm()) for g in grads(m)]), "changed_after_sum"
+    ),
+    "the second optimizer's emptied": Loop(second_is_emptied, "changed_after_sum", optimizer=Both),
+    "parameters moved in between": Loop(sharpness_aware, "undecided"),
+    "a step in the middle": Loop(stepped_in_the_middle, "stepped_early"),
     "a slice without a graph": Loop(without_a_graph_for_one, "other_rows"),
     "a slice detached": Loop(detached_for_one, "?", loss=loss),
     "a slice twice backward": Loop(twice_backward, "?", loss=loss),

@@ -1,9 +1,10 @@
 """Whether the micro-batches were the batch that was given: its rows, each as often as the others."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from .. import _tree
@@ -40,14 +41,17 @@ def judge(
         count = repeats([call.columns() for call in calls]) if report.ok and len(calls) > 1 else 0
         if count:
             return _undecided(examination, report, _REPEATED), None
-        return report, None
+        return (replace(report, notes=(*report.notes, _NO_BATCH)) if report.ok else report), None
     if not seen.is_known:
         return (_undecided(examination, report, _UNKNOWN) if report.ok else report), None
     found = _Rows(seen, calls, examination)
     if report.ok and (why := found.doubt()):
         return _undecided(examination, report, why), None
     if seen.is_whole:
-        if is_given or not found.loop_combines():
+        changes = "" if is_given else found.changes()
+        if changes == "apart" and report.ok:
+            return _undecided(examination, report, _APART), None
+        if changes != "combined":
             return report, None
         what = [cause(causes.MODEL_COUPLES, module=_LOOP, sizes=causes.brief(_sizes(seen)))]
         early = False
@@ -82,9 +86,21 @@ _MIXED = (
     "your loop makes each row that the model sees of several samples (mixup), so what the whole batch "
     "would be is not known: give loss="
 )
+_APART = (
+    "what your loop does to its slices before it calls the model hangs on numbers that are other ones "
+    "for each slice, as a mean of its own is: compute them once, or give loss="
+)
+_UNLIKE = (
+    "{count} rows have an input of another sample beside the first one (negatives?), so what the whole "
+    "batch would be is not known: give loss="
+)
 _LOST_TARGET = (
     "the targets are neither the batch's nor made of them by torch's operations, so it is not known "
     "whose they are: give loss=, which is computed on the batch itself"
+)
+_NO_BATCH = (
+    "rows were not compared with a batch, for no loader or batch of tensors was given: the whole batch "
+    "is what the model was called with"
 )
 _REPEATED = (
     "the model saw the same rows in several micro-batches, and no batch was given to compare with: "
@@ -134,6 +150,8 @@ class _Rows:
         origins = [o for c in self.calls for o in (*c.origins, *(t.origin for t in c.criteria))]
         if any(o is not None and o.mixed for o in origins):
             return _MIXED
+        if self.seen.unlike_inputs:
+            return _UNLIKE.format(count=self.seen.unlike_inputs)
         return _LOST_TARGET if self.seen.lost_target else ""
 
     def cause(self) -> Cause:
@@ -148,29 +166,31 @@ class _Rows:
             told.append(f"{seen.mispaired} rows have another sample's target")
         return cause(causes.OTHER_ROWS, rows=len(seen.numbers), told="; ".join(told))
 
-    def loop_combines(self) -> bool:
-        """Whether what the loop did to its slices gives other rows when it is done to the whole."""
-        if any(len(call.criteria) > 1 for call in self.calls):
-            return False
+    def changes(self) -> str:
+        """What the loop did to its slices, done to the whole batch, gives: the same rows (""), others
+        ("combined"), or what hangs on numbers that were other ones in each slice ("apart")."""
+        found, firsts = "", {}
         for call, rows in zip(self.calls, self.seen.calls, strict=True):
             if rows is None or bool((rows < 0).any()):
-                return False
+                return found
             part = {n: column[rows] for n, column in self.seen.whole.items()}
             leaves = _tree.flatten((call.args, call.kwargs))[0]
-            own = [*zip(leaves, call.origins, strict=True)]
-            own += [(c.target, c.origin) for c in call.criteria]
-            for leaf, origin in own:
+            own = [(f"input{i}", *each) for i, each in enumerate(zip(leaves, call.origins, strict=True))]
+            own += [(f"target{i}", c.target, c.origin) for i, c in enumerate(call.criteria)]
+            for place, leaf, origin in own:
                 if origin is None or origin.same or origin.remake is None or origin.single:
                     continue
                 once = _made(origin.remake, self.seen.whole)
                 again = _made(origin.remake, part)
                 if once is None or again is None or len(once) != len(self.seen.numbers):
                     continue
-                if again.shape != leaf.shape or not _near(again, leaf):
+                if not _near(again, leaf):
                     continue  # random, or not as it was
                 if not _near(once[rows], leaf):
-                    return True
-        return False
+                    return "combined"
+                if not _near(firsts.setdefault(place, once)[rows], leaf):
+                    found = "apart"
+        return found
 
     def whole(self) -> Right | None:
         """Its gradient; None where it cannot be made."""

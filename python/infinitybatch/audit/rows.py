@@ -144,6 +144,8 @@ class Seen:
     origins: dict[str, Origin] = field(default_factory=dict)
     #: Rows whose target is another sample's.
     mispaired: int = 0
+    #: Rows in which one input is of another sample than the first one.
+    unlike_inputs: int = 0
     #: Whether there are targets that are neither followed nor found.
     lost_target: bool = False
 
@@ -268,9 +270,11 @@ class _Match:
     def _paired(self, followed: Any, others: list[Column], seen: Seen) -> Tensor:
         first, rows = followed[0]
         for column, found in followed[1:]:
-            is_target = column.place.startswith("target")
-            if is_target and column.origin.column != first.origin.column:
-                seen.mispaired += int((found != rows).sum())
+            others_here = int((found != rows).sum())
+            if not column.place.startswith("target"):
+                seen.unlike_inputs += others_here
+            elif column.origin.column != first.origin.column:
+                seen.mispaired += others_here
         known = rows[rows >= 0]
         for column in others:
             # What was not followed (NumPy) is at least the same sample's.

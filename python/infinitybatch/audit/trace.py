@@ -32,6 +32,8 @@ class Slot:
     unclipped: Tensor | None = None
     clipped: Tensor | None = None
     written_between: bool = False
+    #: Whether another optimizer has made a step since the first pass.
+    is_late: bool = False
     _next: float | None = 1.0
 
     def forget_clips(self) -> None:
@@ -142,6 +144,8 @@ class Trace:
         for parameter in parameters:
             if parameter in self.slots:
                 self.slots[parameter] = Slot()
+        for slot in self.slots.values():
+            slot.is_late = slot.passes > 0
         self.skipped = 0
 
 

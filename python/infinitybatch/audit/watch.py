@@ -361,7 +361,7 @@ class Watch:
             report = self._run(examination, groups, optimizer)
             # A step of the other optimizer told of this one's share.
             return None if report.ok else report
-        if self._trace.have_moved(passes):
+        if self._trace.have_moved(passes) or any(self._trace.slots[p].is_late for p in own):
             return self._undecided(
                 step,
                 StateError(
