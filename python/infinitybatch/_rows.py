@@ -74,15 +74,28 @@ def refuse_hidden_rows(value: Any, samples: int, name: str) -> None:
 def refuse_lists_of_samples(error: BatchError, inputs: Any, targets: Any = None) -> None:
     """Raises BatchError for a list with one entry for each sample of everything else, which was
     taken for as many inputs. `error` says that sizes differ, or that a tensor has none."""
-    given = {"inputs": inputs, "targets": targets}
-    for name, values in given.items():
+    for name, values in (("inputs", inputs), ("targets", targets)):
         for where, count in _scalars(values, name):
             raise BatchError(
                 f"{where} is a list of {count} tensors without dimensions; stack it into one tensor: "
                 f"torch.stack({where})"
             ) from error
+    _refuse_entries(error, inputs, targets, ("inputs", "targets"))
+
+
+def refuse_lists_beside_targets(inputs: Any, targets: Any) -> None:
+    """The same of inputs alone, beside targets that a loss of all outputs sees whole: they may well
+    be a list with one entry for each sample, and say how many there are."""
+    _refuse_entries(None, inputs, targets, ("inputs",))
+
+
+def _refuse_entries(
+    error: BatchError | None, inputs: Any, targets: Any, sides: tuple[str, ...]
+) -> None:
+    given = {"inputs": inputs, "targets": targets}
     sizes = {_rows_of(tensor) for tensor in _pytree.tree_leaves(list(given.values()))}
-    for name, values in given.items():
+    for name in sides:
+        values = given[name]
         for where, entries in _per_sample(values, name):
             if entries is values and type(values) is tuple:  # the model's arguments
                 continue

@@ -31,6 +31,7 @@ def info_nce(
 def info_nce(
     a: Tensor,
     b: Tensor,
+    logit_scale: Tensor | float = ...,
     /,
     *,
     temperature: Learnable = ...,
@@ -57,14 +58,17 @@ def info_nce(
     included. Half precision embeddings are computed in float32.
 
     Without tensors this is a loss for `VirtualBatch`, whose outputs are (a, b) of shapes (N, D), or
-    one tensor (N, 2, D). With two tensors it is the value for them, in any torch code:
+    one tensor (N, 2, D), or as CLIP's (a, b, logit_scale). With tensors it is the value for them,
+    in any torch code:
 
         batch = ib.VirtualBatch(two_towers, ib.losses.info_nce(temperature=0.05))
         loss = ib.losses.info_nce(images, texts, temperature=lambda: log_temperature.exp())
+        loss = ib.losses.info_nce(*clip(pixels, tokens))  # images, texts, logit_scale
 
     Args:
         embeddings: a (N, D) and b (M, D). b_i belongs to a_i; where not symmetric, more b may
-            follow, which are negatives.
+            follow, which are negatives. A third one, of one element, is what scores are multiplied
+            by, 1 / temperature, and counts in its place.
         temperature: scores are divided by it. A number, a tensor of one element (a parameter), or a
             function that returns such a tensor anew each time.
         normalize: embeddings are divided by their length (at least 1e-12) first.
@@ -86,7 +90,19 @@ def info_nce(
     if not embeddings:
         device = _device(loss_device)
         return _C.losses.info_nce(temperature, normalize, symmetric, reduction, tile, device)
-    a, b = _tensors("info_nce", embeddings, 2, loss_device)
+    if len(embeddings) == 3:
+        *embeddings, scale = embeddings  # type: ignore[assignment]
+        if not isinstance(scale, (Tensor, int, float)) or (
+            isinstance(scale, Tensor) and (scale.numel() != 1 or not scale.is_floating_point())
+        ):
+            raise InvalidArgument(
+                f"info_nce takes (a, b, logit_scale), and the third must be one floating point "
+                f"number, not {_described(scale)}"
+            )
+        if not isinstance(scale, Tensor) and scale <= 0:
+            raise InvalidArgument(f"info_nce: logit_scale must be above 0, not {scale}")
+        temperature = 1 / scale
+    a, b = _tensors("info_nce", tuple(embeddings), 2, loss_device)
     return _C.losses.info_nce_value(a, b, temperature, normalize, symmetric, reduction, tile)
 
 
@@ -354,6 +370,12 @@ def linear_cross_entropy(
     if most == 1:
         return _C.losses.linear_cross_entropy(given[0], bias, *options)
     return _C.losses.linear_cross_entropy_value(*given, bias, *options)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)} and {value.dtype}"
+    return type(value).__name__
 
 
 def _tile(tile: int | None) -> int | None:

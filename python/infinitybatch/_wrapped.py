@@ -16,9 +16,11 @@ from . import _C, _subclass, _tree
 from ._accumulation import tell_of_accumulation
 from ._caches import Dropped, is_cache, natively
 from ._methods import Watch, own_methods, watched
+from ._offload import Offload
 from ._programs import no_program, outside_of_program
 from ._returned import Returned
 from ._rows import explain_lists, refuse_lists_of_samples
+from ._trim import TrimPadding
 from .errors import BatchError, Error, Unsupported
 
 WrappedT = TypeVar("WrappedT", bound="Wrapped")
@@ -52,6 +54,7 @@ class State:
     dropped: Dropped
     returned: Returned
     own: dict[str, Callable[..., Any]] = field(default_factory=dict)  # set on the object
+    like_inner: dict[str, Callable[..., Any]] = field(default_factory=dict)  # those that wrap set
     judged: set[str] = field(default_factory=set)  # other methods, once one call was watched
     watch: Watch | None = None
     accumulates: bool = False  # others accumulate its gradients, and have been told
@@ -166,12 +169,33 @@ def wrapped(
         if name in inner.__dict__:
             like = _bound_like(name, getattr(inner, name))
             state.own[name] = types.MethodType(like, module)
+    state.like_inner = dict(state.own)
     return module
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module that `wrap` was given; `model` itself where `wrap` has not returned it."""
-    return model._infinitybatch.inner if isinstance(model, Wrapped) else model
+    """The module that `wrap` was given first; `model` itself where `wrap` has not returned it."""
+    while isinstance(model, Wrapped):
+        model = model._infinitybatch.inner
+    return model
+
+
+def inner_to_wrap(model: nn.Module) -> nn.Module:
+    """What wrapping `model` computes: of a wrapped module the inner one, unless methods were set on
+    it since (as mixed precision sets forward), which it alone has: then itself, computing plainly."""
+    while isinstance(model, Wrapped):
+        state = model._infinitybatch
+        if state.own != state.like_inner:
+            break
+        model = state.inner
+    return model
+
+
+def take_hooks(module: Wrapped, before: nn.Module) -> None:
+    """`module` calls the hooks that were registered on `before`, and what removes them there."""
+    if isinstance(before, Wrapped) and module._infinitybatch.inner is not before:
+        for name in _HOOKS:
+            object.__setattr__(module, name, getattr(before, name))
 
 
 def again(
@@ -183,6 +207,11 @@ def again(
     for name, value in hooks.items():
         object.__setattr__(module, name, copy.copy(value))
     return module
+
+
+# A file of a wrapped module holds these beside the classes of the user. torch.load(weights_only=True)
+# may call them, which make a wrapper of what was loaded and nothing else.
+torch.serialization.add_safe_globals([again, Offload, TrimPadding])
 
 
 def _hooks_of(module: Wrapped) -> dict[str, Any]:
@@ -218,6 +247,8 @@ def in_micro_batches(name: str, like: Any) -> Any:
         state = self._infinitybatch
         if type(args) is not tuple or is_compiling() or is_tracing():
             return outside_of_program(call, self, args, kwargs)
+        if _C._in_step():  # of another one, which computes micro-batches of all that it calls
+            return _plainly(state, name)(*args, **kwargs)
         for value in args:
             if type(value) is not torch.Tensor and is_cache(value):
                 return natively(state.inner, name, args, kwargs)
@@ -273,16 +304,22 @@ def _bound_like(name: str, like: Any) -> Any:
 
 
 def _without_rows(state: State, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """No rows are no micro-batch, but the last of a dataset may well have none. Raises otherwise."""
+    """No rows are no micro-batch, but a batch may well have none: it runs natively, whose gradient
+    is zero, or no number. Raises otherwise, and where ranks would wait for a backward of ours."""
     leaves, dims, _, spec = _tree.flatten((args, kwargs))
     if any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves):  # a layer of what is traced
         raise no_program("torch.fx.symbolic_trace") from None
     given = state.options["batch_dim"]
     unmarked = given if isinstance(given, int) else 0
-    if torch.is_grad_enabled() or not _tree.are_empty(leaves, dims, unmarked):
+    agrees = state.agreement is not None and torch.is_grad_enabled()
+    if agrees or not _tree.are_empty(leaves, dims, unmarked):
         raise
     args, kwargs = _tree.unflatten(leaves, spec)
-    return getattr(state.inner, name)(*args, **kwargs)
+    return _plainly(state, name)(*args, **kwargs)
 
 
-__all__ = ["State", "Wrapped", "unwrap", "wrapped"]
+def _plainly(state: State, name: str) -> Any:
+    return state.inner if name == "forward" else getattr(state.inner, name)
+
+
+__all__ = ["State", "Wrapped", "inner_to_wrap", "take_hooks", "unwrap", "wrapped"]

@@ -174,7 +174,9 @@ class VirtualBatch:
             inputs: a tensor, a NumPy array, any nested structure of them, or a BatchSource; the
                 first dimension is the batch (the option `batch_dim`, and `shared` and
                 `batch_dim` around a part of it, say otherwise). It may live on the host with the model on another device.
-            targets: likewise, with the same number of samples; None for losses without targets.
+            targets: likewise, with the same number of samples; None for losses without targets. A
+                loss of all outputs is given all of them, which need no rows then: boxes of all
+                images [M, 6], a list with a dict for each image.
 
         Raises:
             BatchError: inputs and targets that cannot be split alike.

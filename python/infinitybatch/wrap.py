@@ -15,7 +15,7 @@ from ._options import MicroBatch
 from ._packed import keep_longest
 from ._returned import Returned
 from ._trim import Trim
-from ._wrapped import Wrapped, unwrap, wrapped
+from ._wrapped import Wrapped, inner_to_wrap, take_hooks, unwrap, wrapped
 from .errors import InvalidArgument, InvalidType, StateError
 
 
@@ -49,7 +49,9 @@ def wrap(
 
     The module returned is an instance of `model`'s class, too, and shares its state: optimizers,
     hooks, `state_dict` and checkpoints see the same names, methods and attributes are the same.
-    `unwrap` returns `model`. Forward takes any nested structure: every
+    `unwrap` returns `model`. Of a module that is wrapped already the inner one is wrapped, with the
+    options given now; a wrapped module inside of `model`, or of another one that `VirtualBatch` and
+    its like compute in micro-batches, runs plainly as a part of it. Forward takes any nested structure: every
     tensor is split along its first dimension (the option `batch_dim`, and `shared` and `batch_dim`
     around an argument, say otherwise); tensors of
     dimension 0 and whatever is no tensor are seen whole. With DistributedDataParallel the order is
@@ -173,7 +175,12 @@ def wrap(
         raise InvalidType(f"model must be a torch.nn.Module, not {type(model).__name__}")
     options = _options.checked(locals())
     agreement = None if process_group is None else _Agreement(process_group)
-    return make(model, options, _methods_of(model, methods), agreement)
+    names = _methods_of(model, methods)
+    if isinstance(model, Wrapped):  # a notebook's cell that is run once more, say
+        names = tuple(sorted({*names, *model._infinitybatch.methods}))
+    module = make(inner_to_wrap(model), options, names, agreement)
+    take_hooks(module, model)
+    return module
 
 
 class _Agreement:
@@ -218,8 +225,6 @@ def make(
     agreement: _Agreement | None,
 ) -> Wrapped:
     """A wrapped module of checked options."""
-    if isinstance(model, Wrapped):
-        methods = tuple(sorted({*methods, *model._infinitybatch.methods}))
     dropped, returned = Dropped(), Returned()
     all_methods = [getattr(model, name) for name in ("forward", *methods)]
     _batch_dim.check_arguments(options["batch_dim"], all_methods)

@@ -27,6 +27,7 @@ class PyEvaluation {
     const Held view = held_.emplace_back(model);
     const Held forward = held_.emplace_back(model.attr("forward"));
     Loss value = to_loss(loss);
+    loss_ = value;
     const bool whole = std::holds_alternative<CoupledLoss>(value);
     evaluation_ = std::make_unique<Evaluation>(
         model_of(view, forward, whole ? Outputs::for_one_loss : Outputs::read_by_parts),
@@ -37,7 +38,7 @@ class PyEvaluation {
     if (!evaluation_) throw StateError("this evaluation has ended");
     torch::PyWarningHandler warnings;  // torch's warnings become Python's
     try {
-      const Sides sides = to_sides(inputs, targets, batch_dim_);
+      const Sides sides = to_sides(inputs, targets, batch_dim_, *loss_);
       const py::gil_scoped_release no_gil;
       evaluation_->add(sides.inputs, sides.targets);
     } catch (...) {
@@ -62,6 +63,7 @@ class PyEvaluation {
  private:
   std::vector<Held> held_;
   std::optional<BatchDim> batch_dim_;
+  std::optional<Loss> loss_;
   std::unique_ptr<Evaluation> evaluation_;
 };
 

@@ -106,7 +106,7 @@ class PyVirtualBatch {
     const Busy busy(busy_);
     torch::PyWarningHandler warnings;  // torch's warnings become Python's
     try {
-      const Sides sides = to_sides(inputs, targets, batch_dim_);
+      const Sides sides = to_sides(inputs, targets, batch_dim_, setup_->loss);
       const py::gil_scoped_release no_gil;
       return step(sides.inputs, sides.targets);
     } catch (...) {

@@ -1,6 +1,8 @@
 #include "python_source.hpp"
 
 #include "hidden_rows.hpp"
+#include "core/kept_batch.hpp"
+#include "step/admission.hpp"
 #include "step/mark_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -56,7 +58,7 @@ struct StepSide {
 
 template <typename Mark>
 StepSide to_step_side(py::handle value, const char* name, const std::optional<BatchDim>& batch_dim,
-                      const Mark& mark) {
+                      const Mark& mark, bool whole = false) {
   if (py::isinstance<PythonSource>(value)) {
     StepSide side{from_python(value.cast<const PythonSource&>(), name, batch_dim), Batch(), {}};
     side.extent.samples = side.source->size;
@@ -65,6 +67,7 @@ StepSide to_step_side(py::handle value, const char* name, const std::optional<Ba
   Batch batch = to_batch(value, Side::given, name);
   if (batch.tensors().empty()) return {std::nullopt, std::move(batch), {}};
   if (batch_dim) batch = mark(std::move(batch));
+  if (whole) return {targets_as_given(batch), Batch(), {}};
   BatchSource source = BatchSource::from(batch, name);
   refuse_hidden_rows(value, batch, source.size, name);
   return {std::move(source), Batch(), batch_dim ? extent_of(batch) : Extent()};
@@ -72,22 +75,29 @@ StepSide to_step_side(py::handle value, const char* name, const std::optional<Ba
 
 }  // namespace
 
-Sides to_sides(py::handle inputs, py::handle targets, const std::optional<BatchDim>& batch_dim) {
+Sides to_sides(py::handle inputs, py::handle targets, const std::optional<BatchDim>& batch_dim,
+               const Loss& loss) {
+  const bool whole = std::holds_alternative<CoupledLoss>(loss);
   StepSide left = to_step_side(inputs, "inputs", batch_dim, [&](Batch batch) {
     return mark_inputs(std::move(batch), *batch_dim);
   });
-  StepSide right = to_step_side(targets, "targets", batch_dim, [&](Batch batch) {
-    return mark_targets(std::move(batch), *batch_dim, left.extent);
-  });
+  StepSide right = to_step_side(
+      targets, "targets", batch_dim,
+      [&](Batch batch) {
+        return mark_targets(std::move(batch), *batch_dim, left.extent, whole);
+      },
+      whole);
+  if (whole && right.has_rows() && left.has_rows() && right.source->size != left.source->size) {
+    static const py::handle module = py::module_::import("infinitybatch._rows").release();
+    module.attr("refuse_lists_beside_targets")(inputs, targets);
+  }
   if (!left.has_rows()) {
     refuse_hidden_rows(inputs, left.whole, /*samples=*/0, "inputs");
     batch_size(left.whole, "inputs");  // throws: there is no tensor
   }
   if (!right.has_rows()) {
-    refuse_hidden_rows(targets, right.whole, left.source->size, "targets");
-    right.source =
-        BatchSource{left.source->size, [whole = right.whole](int64_t, int64_t) { return whole; },
-                    "none", Dims(), /*uniform=*/true};
+    if (!whole) refuse_hidden_rows(targets, right.whole, left.source->size, "targets");
+    right.source = no_targets(right.whole, left.source->size);
   }
   return {std::move(*left.source), std::move(*right.source)};
 }

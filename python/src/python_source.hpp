@@ -5,6 +5,7 @@
 
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/step/batch_dim.hpp>
+#include <infinitybatch/step/virtual_batch.hpp>
 
 #include <memory>
 #include <optional>
@@ -26,6 +27,8 @@ struct Sides {
 };
 /// \param batch_dim the option: along which dimension samples lie in what is not marked
 /// \throws BatchError where inputs have no tensor, or where it is not clear how to split one
-Sides to_sides(py::handle inputs, py::handle targets, const std::optional<BatchDim>& batch_dim);
+/// \param loss a coupled one sees targets whole, which need no rows then
+Sides to_sides(py::handle inputs, py::handle targets, const std::optional<BatchDim>& batch_dim,
+               const Loss& loss);
 
 }  // namespace infinitybatch::python

@@ -1,6 +1,7 @@
 // Splitting and joining: sizes, rows and devices of a Batch.
 #include "core/following_dims.hpp"
 #include "core/join.hpp"
+#include "core/kept_batch.hpp"
 #include "core/pinned_copies.hpp"
 #include "core/plain_leaves.hpp"
 #include "core/sample_rows.hpp"
@@ -238,19 +239,14 @@ namespace {
 
 struct KeptRows {
   Batch batch;
+  std::string why_none;
   Batch operator()(int64_t begin, int64_t end) const {
+    if (!why_none.empty()) throw BatchError(why_none);
     return infinitybatch::rows(batch, begin, end);
   }
 };
 
-}  // namespace
-
-bool keeps_rows(const BatchSource& source) {
-  return source.rows.target<KeptRows>() != nullptr;
-}
-
-BatchSource BatchSource::from(const Batch& batch, std::string_view name) {
-  std::string signature;
+void check_readable(const Batch& batch, std::string_view name) {
   for (size_t i = 0; i < batch.leaves().size(); ++i) {
     const Leaf& leaf = batch.leaves()[i];
     if (!leaf.tensor.defined()) continue;
@@ -259,15 +255,72 @@ BatchSource BatchSource::from(const Batch& batch, std::string_view name) {
       throw Unsupported(describe(name, batch, i) +
                         " is on the meta device and has no values; make it on the model's device");
     }
+  }
+}
+
+std::string signature_of(const Batch& batch) {
+  std::string signature;
+  for (const Leaf& leaf : batch.leaves()) {
+    if (!leaf.tensor.defined()) continue;
     signature += c10::toString(leaf.tensor.scalar_type());
     signature += leaf.tensor.device().str();
     signature += '/' + std::to_string(leaf.batch_dim) + '/' + std::to_string(leaf.tensor.dim());
     if (leaf.places > 1) signature += leaf.interleaved ? "/interleaved" : "/together";
     signature += ';';
   }
-  return {batch_size(batch, name), KeptRows{batch},
-          std::move(signature),    dims_of(batch),
+  return signature;
+}
+
+bool has_rows(const Leaf& leaf, int64_t samples) {
+  return leaf.batch_dim != Leaf::kShared && leaf.batch_dim < leaf.tensor.dim() &&
+         leaf.tensor.size(leaf.batch_dim) == samples * leaf.places;
+}
+
+}  // namespace
+
+bool keeps_rows(const BatchSource& source) {
+  return source.rows.target<KeptRows>() != nullptr;
+}
+
+const Batch* kept_batch(const BatchSource& source) {
+  const auto* kept = source.rows.target<KeptRows>();
+  return kept == nullptr ? nullptr : &kept->batch;
+}
+
+std::string why_no_rows(const BatchSource& source) {
+  const auto* kept = source.rows.target<KeptRows>();
+  return kept == nullptr ? std::string() : kept->why_none;
+}
+
+BatchSource BatchSource::from(const Batch& batch, std::string_view name) {
+  check_readable(batch, name);
+  return {batch_size(batch, name), KeptRows{batch, {}},
+          signature_of(batch),     dims_of(batch),
           /*uniform=*/true,        identity_of_plain_leaves(batch)};
+}
+
+BatchSource targets_as_given(const Batch& targets) {
+  try {
+    return BatchSource::from(targets, "targets");
+  } catch (const BatchError& error) {
+    return {0, KeptRows{targets, error.what()}};
+  }
+}
+
+BatchSource whole_targets(const BatchSource& targets, int64_t samples) {
+  const Batch* given = kept_batch(targets);
+  if (given == nullptr || targets.size == samples) return targets;
+  Batch whole = *given;
+  Batch in_rows = *given;
+  for (size_t i = 0; i < whole.leaves().size(); ++i) {
+    Leaf& leaf = whole.leaves()[i];
+    if (!leaf.tensor.defined() || has_rows(leaf, samples)) continue;
+    leaf.batch_dim = Leaf::kShared;
+    leaf.places = 1;
+    in_rows.leaves()[i].tensor = at::Tensor();
+  }
+  return {samples,          KeptRows{std::move(whole), {}}, "whole;" + signature_of(in_rows),
+          dims_of(in_rows), /*uniform=*/true};
 }
 
 }  // namespace infinitybatch

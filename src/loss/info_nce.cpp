@@ -133,6 +133,13 @@ CoupledLoss info_nce(InfoNCELossOptions options, std::optional<at::Device> devic
   return {kInfoNce,
           [options = std::move(options)](const Batch& outputs, const Batch& targets) {
             check_no_targets(kInfoNce, targets);
+            const std::vector<at::Tensor> given = outputs.tensors();
+            // As CLIP returns its features: with what their products are multiplied by.
+            if (given.size() == 3 && given[2].numel() == 1 && given[2].is_floating_point()) {
+              InfoNCELossOptions scaled = options;
+              scaled.temperature = given[2].reciprocal();
+              return info_nce(given[0], given[1], scaled);
+            }
             const auto [a, b] = pair_of(kInfoNce, outputs);
             return info_nce(a, b, options);
           },

@@ -1,5 +1,6 @@
 #include "step/admission.hpp"
 
+#include "core/kept_batch.hpp"
 #include "core/transforms.hpp"
 #include "step/mark_batch.hpp"
 
@@ -76,6 +77,9 @@ at::Device device_of(const Problem& problem) {
 
 void admit(Problem& problem) {
   check_grad_mode();
+  if (std::string why = why_no_rows(*problem.targets); !why.empty()) {
+    throw BatchError(std::move(why));
+  }
   if (problem.inputs->size != problem.targets->size) {
     throw BatchError("inputs have " + std::to_string(problem.inputs->size) + " samples, targets " +
                      std::to_string(problem.targets->size) + "; both need the same number" +
@@ -89,8 +93,8 @@ void admit(Problem& problem) {
   admit_model(problem);
 }
 
-Problem admitted(const Model& model, const std::variant<SeparableLoss, CoupledLoss>& loss,
-                 const BatchSource& inputs, const BatchSource& targets) {
+Problem admitted(const Model& model, const Loss& loss, const BatchSource& inputs,
+                 const BatchSource& targets) {
   Problem problem;
   problem.model = &model;
   problem.loss = loss;
@@ -116,25 +120,27 @@ void admit_model(Problem& problem) {
   problem.training = problem.model->is_training();
 }
 
-BatchSource targets_source(const Batch& targets, int64_t size) {
-  if (targets.tensors().empty()) {
-    return {size, [targets](int64_t, int64_t) { return targets; }, "none", Dims(),
-            /*uniform=*/true};
-  }
-  return BatchSource::from(targets, "targets");
+BatchSource no_targets(const Batch& targets, int64_t size) {
+  return {size, [targets](int64_t, int64_t) { return targets; }, "none", Dims(), /*uniform=*/true};
 }
 
-Sources sources_of(const Batch& inputs, const Batch& targets,
-                   const std::optional<BatchDim>& given) {
-  if (!given) {
-    BatchSource rows = BatchSource::from(inputs, "inputs");
-    const int64_t size = rows.size;
-    return {std::move(rows), targets_source(targets, size)};
-  }
-  const Batch marked = mark_inputs(inputs, *given);
+BatchSource targets_source(const Batch& targets, int64_t size, const Loss& loss) {
+  if (targets.tensors().empty()) return no_targets(targets, size);
+  return targets_for(loss, targets_as_given(targets), size);
+}
+
+Sources sources_of(const Batch& inputs, const Batch& targets, const std::optional<BatchDim>& given,
+                   const Loss& loss) {
+  const bool whole = std::holds_alternative<CoupledLoss>(loss);
+  const Batch marked = given ? mark_inputs(inputs, *given) : inputs;
+  const Batch beside = given ? mark_targets(targets, *given, extent_of(marked), whole) : targets;
   BatchSource rows = BatchSource::from(marked, "inputs");
   const int64_t size = rows.size;
-  return {std::move(rows), targets_source(mark_targets(targets, *given, extent_of(marked)), size)};
+  return {std::move(rows), targets_source(beside, size, loss)};
+}
+
+BatchSource targets_for(const Loss& loss, const BatchSource& targets, int64_t samples) {
+  return std::holds_alternative<CoupledLoss>(loss) ? whole_targets(targets, samples) : targets;
 }
 
 void refuse_batch_dim(const std::optional<BatchDim>& given) {

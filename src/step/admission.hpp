@@ -3,6 +3,7 @@
 #include "execute/problem.hpp"
 
 #include <infinitybatch/step/batch_dim.hpp>
+#include <infinitybatch/step/virtual_batch.hpp>
 
 #include <optional>
 #include <string>
@@ -16,12 +17,17 @@ namespace infinitybatch {
 void admit(Problem& problem);
 
 /// A problem that is admitted; \param inputs, targets outlive it, as model and loss do
-Problem admitted(const Model& model, const std::variant<SeparableLoss, CoupledLoss>& loss,
-                 const BatchSource& inputs, const BatchSource& targets);
+Problem admitted(const Model& model, const Loss& loss, const BatchSource& inputs,
+                 const BatchSource& targets);
 
-/// Targets as a source of `size` rows. A loss that needs none is called with what the user passed:
-/// an empty tuple, say.
-BatchSource targets_source(const Batch& targets, int64_t size);
+/// Targets without any tensor: a loss that needs none is called with what the user passed, an empty
+/// tuple, say.
+BatchSource no_targets(const Batch& targets, int64_t size);
+/// Targets as a source of `size` rows; those of a coupled loss as `whole_targets`, and of another
+/// one without rows as `targets_as_given`.
+BatchSource targets_source(const Batch& targets, int64_t size, const Loss& loss);
+/// The same of what is a source already.
+BatchSource targets_for(const Loss& loss, const BatchSource& targets, int64_t samples);
 
 /// Both sides of a step.
 struct Sources {
@@ -30,7 +36,8 @@ struct Sources {
 };
 /// With samples along the dimensions that `Options::batch_dim` says.
 /// \throws BatchError as `mark_inputs`, `mark_targets` and `BatchSource::from`
-Sources sources_of(const Batch& inputs, const Batch& targets, const std::optional<BatchDim>& given);
+Sources sources_of(const Batch& inputs, const Batch& targets, const std::optional<BatchDim>& given,
+                   const Loss& loss);
 /// Where sources are what was given. \throws InvalidArgument with `Options::batch_dim`
 void refuse_batch_dim(const std::optional<BatchDim>& given);
 

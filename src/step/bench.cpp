@@ -2,6 +2,7 @@
 
 #include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
+#include "core/thread_context.hpp"
 #include "step/admission.hpp"
 #include "step/examined_model.hpp"
 #include "step/native_loss.hpp"
@@ -209,6 +210,7 @@ class Race {
   }
 
   void run_native() {
+    const Within<&ThreadContext::in_step> running(true);
     std::optional<memory::Limit> limit;  // as above
     if (problem_.device.is_cpu()) limit.emplace(memory::Budget("auto").resolve(problem_.device));
     const Batch inputs =
@@ -301,7 +303,8 @@ BenchReport bench(const Model& model, const Loss& loss, const BatchSource& input
   options.loss_scale = nullptr;
   options.keep_outputs = false;
   VirtualBatch(model, loss, options);  // throws what it does not take
-  const Problem problem = admitted(model, loss, inputs, targets);
+  const BatchSource beside = targets_for(loss, targets, inputs.size);
+  const Problem problem = admitted(model, loss, inputs, beside);
   return Race(problem, loss, native, options, how).run();
 }
 
@@ -309,7 +312,7 @@ BenchReport bench(const Model& model, const Loss& loss, const Batch& inputs, con
                   Options options, const BenchOptions& how,
                   const std::optional<CoupledLoss>& native) {
   const Sources sources =
-      sources_of(inputs, targets, std::exchange(options.batch_dim, std::nullopt));
+      sources_of(inputs, targets, std::exchange(options.batch_dim, std::nullopt), loss);
   return bench(model, loss, sources.inputs, sources.targets, std::move(options), how, native);
 }
 

@@ -227,7 +227,7 @@ Batch mark_inputs(Batch inputs, const BatchDim& given, size_t depth) {
   return inputs;
 }
 
-Batch mark_targets(Batch targets, const BatchDim& given, const Extent& inputs) {
+Batch mark_targets(Batch targets, const BatchDim& given, const Extent& inputs, bool whole) {
   const Marking marking(targets, given, "targets", 0);
   const int64_t samples = inputs.samples;
   if (given.by_argument() != nullptr) {
@@ -248,7 +248,7 @@ Batch mark_targets(Batch targets, const BatchDim& given, const Extent& inputs) {
     const at::Tensor& tensor = leaf.tensor;
     const int64_t places = places_in(tensor, samples);
     if (has(tensor, dim, samples)) {
-      if (dim > 0 && places > 1 && places == inputs.places) {
+      if (dim > 0 && places > 1 && places == inputs.places && !whole) {
         marking.refuse(i, samples, "may be [time, batch] flattened, too", dim);
       }
       return mark(leaf, dim);
@@ -256,6 +256,7 @@ Batch mark_targets(Batch targets, const BatchDim& given, const Extent& inputs) {
     if (tensor.dim() == 1 && tensor.size(0) == samples) return mark(leaf, 0);
     const int64_t other = elsewhere(tensor, dim, samples);
     if (samples > 1 && other >= 0) {
+      if (whole) return mark(leaf, Leaf::kShared);
       marking.refuse(i, samples, "has that size along another dimension", other);
     }
     if (dim > 0 && places > 1) {

@@ -29,7 +29,8 @@ Extent extent_of(const Batch& inputs);
 
 /// Likewise targets beside such inputs, each of which has samples: what is several times as long
 /// as there are samples is [time, batch] flattened.
-Batch mark_targets(Batch targets, const BatchDim& given, const Extent& inputs);
+/// \param whole for a loss that sees them whole: what is not clear is shared
+Batch mark_targets(Batch targets, const BatchDim& given, const Extent& inputs, bool whole);
 
 /// The keys that lead to a leaf, from the outermost: names and positions; "0" to a single tensor.
 std::vector<std::string> path_of(const Batch& batch, size_t leaf);

@@ -14,7 +14,7 @@ at::Tensor native_loss(const Loss& loss, const std::optional<CoupledLoss>& given
   if (const auto* coupled = std::get_if<CoupledLoss>(&loss))
     return coupled->value(outputs, targets);
   const SeparableLoss& separable = std::get<SeparableLoss>(loss);
-  const BatchSource source = targets_source(targets, rows);
+  const BatchSource source = targets_source(targets, rows, loss);
   Problem whole;
   whole.loss = separable;
   whole.inputs = &source;

@@ -2,8 +2,10 @@
 
 #include "core/exchange.hpp"
 #include "core/foreign_exception.hpp"
+#include "core/kept_batch.hpp"
 #include "core/out_of_memory.hpp"
 #include "core/rng.hpp"
+#include "core/thread_context.hpp"
 #include "step/admission.hpp"
 #include "step/examined_model.hpp"
 #include "step/native_loss.hpp"
@@ -43,12 +45,16 @@ double norm_of(const at::Tensor& tensor) {
   return tensor.defined() ? at::norm(tensor).item<double>() : 0.0;
 }
 
+/// A gradient this much smaller than the largest is what rounding leaves of a true zero: of a bias
+/// in front of BatchNorm, say, where a few sums cancel.
+constexpr double kTrueZero = 1e-12;
+
 /// Gradients that are zero in truth are measured against the largest.
 double scale_of(const Gradients& oracle, size_t index) {
   double largest = 0;
   for (const at::Tensor& gradient : oracle) largest = std::max(largest, norm_of(gradient));
   const double own = norm_of(oracle[index]);
-  return own > largest * std::numeric_limits<double>::epsilon() ? own : largest;
+  return own > largest * kTrueZero ? own : largest;
 }
 
 double error(const Gradients& ours, const Gradients& oracle, size_t index) {
@@ -86,6 +92,22 @@ at::ScalarType own_type_of(const std::vector<NamedParameter>& parameters) {
     if (rounding_of(type) > rounding_of(coarsest)) coarsest = type;
   }
   return coarsest;
+}
+
+/// False of targets that stand whole beside all samples, which a coupled loss may be given.
+bool targets_follow_samples(const BatchSource& targets) {
+  const Batch* batch = kept_batch(targets);
+  if (batch == nullptr || batch->tensors().empty()) return batch == nullptr;
+  const auto stands = [](const Leaf& leaf) {
+    return leaf.tensor.defined() && leaf.batch_dim == Leaf::kShared;
+  };
+  const auto& leaves = batch->leaves();
+  const bool unmarked = std::any_of(leaves.begin(), leaves.end(), [&](const Leaf& leaf) {
+    return stands(leaf) && !leaf.marked;
+  });
+  return !unmarked && !std::all_of(leaves.begin(), leaves.end(), [&](const Leaf& leaf) {
+    return !leaf.tensor.defined() || stands(leaf);
+  });
 }
 
 /// One logical batch and one model, looked at in several ways.
@@ -134,6 +156,7 @@ class Examination {
   }
 
   Found native(const Batch& inputs, const Batch& targets) {
+    const Within<&ThreadContext::in_step> running(true);
     model_.reset();
     const at::Tensor before = at::globalContext().defaultGenerator(problem_.device).get_state();
     const auto told = tell_foreign_sources();
@@ -158,7 +181,7 @@ class Examination {
         return native(inputs_, targets_);
       } catch (...) {
         keep_foreign_exception(std::current_exception());
-        if (!is_out_of_memory(std::current_exception()) || rows < 2) throw;
+        if (!is_out_of_memory(std::current_exception()) || rows < 2 || !in_rows_) throw;
       }
       rows /= 2;
       read(rows);
@@ -205,7 +228,7 @@ class Examination {
         if (each.error > kAllowedInDouble) {
           if (!reversed) {
             check_repeats(oracle.gradients);
-            reversed = native(reverse(inputs_), reverse(targets_));
+            reversed = in_rows_ ? native(reverse(inputs_), reverse(targets_)) : oracle;
           }
           const double moved = error(*reversed.*what, right, i);
           if (moved <= kMoreThanNoise) each.allowed = std::max(kAllowedInDouble, kNoise * moved);
@@ -262,6 +285,7 @@ class Examination {
     const std::optional<Exchanges> exchanges = exchanges_of(inputs_, rows_);
     if (!exchanges) return std::nullopt;
     const at::NoGradGuard no_grad;
+    const Within<&ThreadContext::in_step> running(true);
     const auto forward = [&](const Batch& inputs) {
       model_.reset();
       return model_.forward(inputs);
@@ -287,6 +311,8 @@ class Examination {
   const std::optional<CoupledLoss>& native_;
   const Options& options_;
   const at::ScalarType own_type_ = own_type_of(problem_.parameters);
+  /// Whether fewer samples, in another order, have targets that belong to them.
+  const bool in_rows_ = targets_follow_samples(*problem_.targets);
   ExaminedModel model_;
   Batch inputs_;
   Batch targets_;
@@ -302,14 +328,15 @@ VerifyReport verify(const Model& model, const Loss& loss, const BatchSource& inp
   options.on_micro_batch = nullptr;
   options.loss_scale = nullptr;
   options.keep_outputs = false;
-  const Problem problem = admitted(model, loss, inputs, targets);
+  const BatchSource beside = targets_for(loss, targets, inputs.size);
+  const Problem problem = admitted(model, loss, inputs, beside);
   return Examination(problem, loss, native, options).run();
 }
 
 VerifyReport verify(const Model& model, const Loss& loss, const Batch& inputs, const Batch& targets,
                     Options options, const std::optional<CoupledLoss>& native) {
   const Sources sources =
-      sources_of(inputs, targets, std::exchange(options.batch_dim, std::nullopt));
+      sources_of(inputs, targets, std::exchange(options.batch_dim, std::nullopt), loss);
   return verify(model, loss, sources.inputs, sources.targets, std::move(options), native);
 }
 

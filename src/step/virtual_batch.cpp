@@ -5,6 +5,7 @@
 #include "core/out_of_memory.hpp"
 #include "core/pinned_copies.hpp"
 #include "core/rng.hpp"
+#include "core/thread_context.hpp"
 #include "core/transforms.hpp"
 #include "coupled/draw_laws.hpp"
 #include "memory/foreign_storage.hpp"
@@ -112,8 +113,10 @@ void VirtualBatch::State::provide(Setup& setup) {
   setup.resources.renormed = &renormed_;
 }
 
-StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSource& targets,
+StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSource& given,
                                      bool hand_out) {
+  const Within<&ThreadContext::in_step> running(true);
+  const BatchSource targets = targets_for(loss_, given, inputs.size);
   if (facts_.options.trim.empty()) return run_step(inputs, targets, hand_out);
   refuse_transforms();
   const bool reads_parts = facts_.options.micro_batch_size.has_value();
@@ -318,7 +321,7 @@ VirtualBatch::VirtualBatch(VirtualBatch&&) noexcept = default;
 VirtualBatch& VirtualBatch::operator=(VirtualBatch&&) noexcept = default;
 
 StepReport VirtualBatch::backward(const Batch& inputs, const Batch& targets) {
-  const Sources sources = sources_of(inputs, targets, state_->batch_dim());
+  const Sources sources = sources_of(inputs, targets, state_->batch_dim(), state_->loss());
   return state_->step(sources.inputs, sources.targets, /*hand_out=*/true);
 }
 
@@ -328,7 +331,7 @@ StepReport VirtualBatch::backward(const BatchSource& inputs, const BatchSource& 
 }
 
 Plan VirtualBatch::plan(const Batch& inputs, const Batch& targets) {
-  const Sources sources = sources_of(inputs, targets, state_->batch_dim());
+  const Sources sources = sources_of(inputs, targets, state_->batch_dim(), state_->loss());
   state_->step(sources.inputs, sources.targets, /*hand_out=*/false);
   return state_->plan();
 }

@@ -32,6 +32,7 @@ class VirtualBatch::State {
 
   Plan plan() const { return facts_.plan; }
   const std::optional<BatchDim>& batch_dim() const noexcept { return facts_.options.batch_dim; }
+  const Loss& loss() const noexcept { return loss_; }
 
  private:
   StepReport run_step(const BatchSource& inputs, const BatchSource& targets, bool hand_out);

@@ -32,7 +32,7 @@ ForwardCall::ForwardCall(const std::shared_ptr<Wrapped>& wrapped, Setup setup, c
       options_(wrapped->options),
       inputs_(inputs),
       rows_(BatchSource::from(detached(inputs), "inputs")),
-      targets_(targets_source(Batch(), rows_.size)),
+      targets_(no_targets(Batch(), rows_.size)),
       setup_(std::move(setup)),
       with_gradients_(at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()),
       rerunnable_(inputs) {

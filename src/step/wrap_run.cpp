@@ -25,7 +25,7 @@ WrapRun::WrapRun(WrappedCall& call, const Setup& setup, std::shared_ptr<const Bu
       recording_(recording),
       taken_(std::move(taken)),
       inputs_(BatchSource::from(call.inputs, "inputs")),
-      targets_(targets_source(Batch(), inputs_.size)),
+      targets_(no_targets(Batch(), inputs_.size)),
       model_(*setup.problem.model),
       setup_(setup) {
   // Each time new leaves: their gradients are this micro-batch's.

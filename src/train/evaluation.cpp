@@ -1,6 +1,8 @@
 #include "autograd/engine.hpp"
+#include "core/kept_batch.hpp"
 #include "core/out_of_memory.hpp"
 #include "core/rng.hpp"
+#include "core/thread_context.hpp"
 #include "execute/findings.hpp"
 #include "step/admission.hpp"
 #include "step/batch_kind.hpp"
@@ -125,7 +127,9 @@ class Evaluation::State {
   State(const State&) = delete;
   State& operator=(const State&) = delete;
 
-  void add(const BatchSource& inputs, const BatchSource& targets) {
+  void add(const BatchSource& inputs, const BatchSource& given) {
+    const BatchSource targets = targets_for(loss_, given, inputs.size);
+    if (std::string why = why_no_rows(targets); !why.empty()) throw BatchError(std::move(why));
     if (inputs.size != targets.size) {
       throw BatchError("inputs have " + std::to_string(inputs.size) + " samples and targets " +
                        std::to_string(targets.size));
@@ -152,6 +156,7 @@ class Evaluation::State {
 
   int64_t samples() const { return samples_; }
   int64_t size() const { return size_; }
+  const Loss& loss_function() const noexcept { return loss_; }
   const std::optional<BatchDim>& batch_dim() const noexcept { return options_.batch_dim; }
 
  private:
@@ -250,6 +255,7 @@ class Evaluation::State {
   }
 
   infinitybatch::MicroBatch forward(const Rowwise& given, Rows rows) {
+    const Within<&ThreadContext::in_step> running(true);
     infinitybatch::MicroBatch slice{rows.begin, rows.end, {}, {}};
     Trimming* const trimming = given.trimming;
     Batch targets = given.targets.rows(rows.begin, rows.end);
@@ -317,7 +323,7 @@ void Evaluation::add(const BatchSource& inputs, const BatchSource& targets) {
   state_->add(inputs, targets);
 }
 void Evaluation::add(const Batch& inputs, const Batch& targets) {
-  const Sources sources = sources_of(inputs, targets, state_->batch_dim());
+  const Sources sources = sources_of(inputs, targets, state_->batch_dim(), state_->loss_function());
   state_->add(sources.inputs, sources.targets);
 }
 

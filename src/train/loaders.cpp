@@ -1,5 +1,7 @@
 #include <infinitybatch/train/loader.hpp>
 
+#include "core/kept_batch.hpp"
+
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <mutex>
@@ -8,7 +10,7 @@
 namespace infinitybatch {
 
 LogicalBatch::LogicalBatch(const Batch& inputs, const Batch& targets)
-    : inputs(BatchSource::from(inputs, "inputs")), targets(BatchSource::from(targets, "targets")) {}
+    : inputs(BatchSource::from(inputs, "inputs")), targets(targets_as_given(targets)) {}
 
 namespace loaders {
 namespace {

@@ -145,9 +145,14 @@ def test_targets_that_are_a_list():
         ib.losses.coupled(lambda o, t: F.cross_entropy(o, torch.tensor(t))),
         micro_batch_size=4,
     )
-    with pytest.raises(ib.BatchError, match="targets is a list with one entry for each of 12"):
-        step.backward(X, Y.tolist())
+    step.backward(X, Y.tolist())  # a loss of all outputs is given all of it
+    found = [p.grad for p in step._model.parameters()]
+    step._model.zero_grad()
     step.backward(X, ib.shared(Y.tolist()))
+    torch.testing.assert_close(found, [p.grad for p in step._model.parameters()])
+    sums = ib.losses.separable(lambda o, t: F.cross_entropy(o, torch.tensor(t)), len)
+    with pytest.raises(ib.BatchError, match="targets is a list with one entry for each of 12"):
+        ib.VirtualBatch(mlp(), sums, micro_batch_size=4).backward(X, Y.tolist())
 
 
 def test_a_dataclass_alone():

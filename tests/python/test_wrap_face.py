@@ -158,8 +158,8 @@ def test_copies_of_the_inner_module_know_hooks_set_on_the_wrapped_one():
     assert len(log) == 6
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_an_empty_batch_without_gradients_is_run_natively(mode):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_an_empty_batch_is_run_natively(mode):
     inner = mlp()
     wrapped = ib.wrap(inner, micro_batch_size=4)
     with mode():
@@ -169,5 +169,10 @@ def test_an_empty_batch_without_gradients_is_run_natively(mode):
             wrapped(3)
         with pytest.raises(ib.BatchError):
             wrapped({"a": X[:0], "b": X})
-    with pytest.raises(ib.BatchError, match="empty"):
-        wrapped(X[:0])
+    for loss in (torch.Tensor.sum, torch.Tensor.mean):  # gradients of zero, and of no number
+        found, wanted = (
+            torch.autograd.grad(loss(m(X[:0])), list(inner.parameters())) for m in (wrapped, inner)
+        )
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(ib.BatchError, match="inputs is empty: it has 0 samples"):
+        ib.VirtualBatch(inner, nn.CrossEntropyLoss()).backward(X[:0], Y[:0])

@@ -58,7 +58,7 @@ def test_it_is_an_instance_of_the_inner_class():
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
             assert getattr(type(wrapped), name) == getattr(kind, name)
         assert wrapped._get_name() == kind.__name__
-        assert ib.unwrap(wrapped) is inner and type(ib.wrap(inner)) is type(wrapped)
+        assert ib.unwrap(wrapped) is ib.unwrap(inner) and type(ib.wrap(inner)) is type(wrapped)
     model = mlp()
     assert ib.unwrap(model) is model
 

@@ -36,7 +36,8 @@ struct InfoNCELossOptions {
 
 /// InfoNCE (van den Oord et al. 2018); symmetric as in CLIP (Radford et al. 2021):
 ///     -log(exp(s_ii) / sum_j exp(s_ij)), s_ij = a_i · b_j / temperature,
-/// `mean` over the pairs. Outputs (a, b) of shapes (N, D), or one tensor (N, 2, D); no targets.
+/// `mean` over the pairs. Outputs (a, b) of shapes (N, D), or one tensor (N, 2, D), or (a, b, s) as
+/// CLIP's: s of one element is 1 / temperature, in its place; no targets.
 CoupledLoss info_nce(InfoNCELossOptions options = {},
                      std::optional<at::Device> device = std::nullopt);
 
