@@ -13,6 +13,7 @@ from . import _packed
 from ._C import Marked
 from ._mapping import Opened, opened
 from ._packed import is_packed
+from .errors import BatchError
 
 
 def is_node(value: Any) -> bool:
@@ -86,14 +87,31 @@ def are_empty(leaves: list[Any], dims: list[int | None], unmarked: int) -> bool:
 
 
 def as_tensor(value: Any, otherwise: Any = None) -> Any:
-    """A NumPy array of numbers as a tensor on the same memory; `otherwise` for anything else."""
+    """A NumPy array of numbers as a tensor, on the same memory where torch has tensors like it;
+    `otherwise` for anything else."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype.kind not in "biufc":
         return otherwise
     with warnings.catch_warnings():
         # Arrays that are mapped read-only cannot be written through a tensor. Nobody does here.
         warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
-        return torch.from_numpy(value)
+        try:
+            return torch.from_numpy(_as_torch_has_it(value))
+        except (TypeError, ValueError) as error:
+            raise BatchError(
+                f"a NumPy array of {value.dtype} is of a type that torch has no tensors of; convert "
+                f"it, for example: x.astype(numpy.float64)"
+            ) from error
+
+
+def _as_torch_has_it(array: Any) -> Any:
+    """A copy where the bytes of a number are swapped, or strides are none of a tensor's (negative
+    ones; a field of records)."""
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    step = array.itemsize
+    if any(stride < 0 or stride % step for stride in array.strides):
+        return array.copy()
+    return array
 
 
 def is_number(value: Any) -> bool:
