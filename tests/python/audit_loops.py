@@ -488,9 +488,7 @@ def noise(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_name(batch: dict[str, Any]) -> Any:
-    return [
-        {n: v[i : i + 4] for n, v in batch.items()} for i in range(0, len(batch["labels"]), 4)
-    ]
+    return [{n: v[i : i + 4] for n, v in batch.items()} for i in range(0, len(batch["labels"]), 4)]
 
 
 def run_by_name(model: Any, optimizer: Any, batch: Any) -> None:
@@ -737,12 +735,8 @@ RIGHT: dict[str, Loop] = {
     ),
     "permuted": Loop(accumulate(taken(*torch.randperm(N, generator=DRAWS).split(4)))),
     "sums over all": Loop(accumulate(criterion=SUM, weight=lambda p, b: 1 / N), loss=loss),
-    "even means": Loop(
-        accumulate(weight=lambda p, b: 1 / 3), batch=(X[:12], Y[:12]), loss=None
-    ),
-    "divided after the sum": Loop(
-        accumulate(weight=lambda p, b: len(p[0]), then=times(1 / N))
-    ),
+    "even means": Loop(accumulate(weight=lambda p, b: 1 / 3), batch=(X[:12], Y[:12]), loss=None),
+    "divided after the sum": Loop(accumulate(weight=lambda p, b: len(p[0]), then=times(1 / N))),
     "clipped": Loop(accumulate(then=of(clip_norm)), after=clip_norm),
     "clipped by value": Loop(accumulate(then=of(clip_value)), after=clip_value),
     "clipped without effect": Loop(accumulate(then=of(lambda p: clip_grad_norm_(p, 1e3)))),
@@ -770,7 +764,11 @@ RIGHT: dict[str, Loop] = {
         accumulate(weight=class_weights, criterion=WEIGHTED),
         true_loss=lambda m, b: WEIGHTED(m(b[0]), b[1]),
     ),
-    "normalised in the loop": Loop(accumulate(before=unscaled), batch=SCALED, true_loss=lambda m, b: loss(m, (unscaled(b[0]), b[1]))),
+    "normalised in the loop": Loop(
+        accumulate(before=unscaled),
+        batch=SCALED,
+        true_loss=lambda m, b: loss(m, (unscaled(b[0]), b[1])),
+    ),
     "cast in the loop": Loop(
         accumulate(before=torch.Tensor.double),
         batch=SINGLES,
@@ -803,16 +801,15 @@ RIGHT: dict[str, Loop] = {
     "a closure": Loop(by_closure),
     "hooks that scale": Loop(accumulate(), model=with_hooks(lambda g: g * 0.5)),
     "seen under no_grad first": Loop(looked_at_first),
-    "two calls for each slice": Loop(
-        consistent, loss=twice_consistent, true_loss=twice_consistent
-    ),
+    "two calls for each slice": Loop(consistent, loss=twice_consistent, true_loss=twice_consistent),
     "picked by a mask": Loop(
         accumulate(lambda b: [(b[0][b[1] == c], b[1][b[1] == c]) for c in b[1].unique()])
     ),
     "picked by an index": Loop(
         accumulate(
             lambda b: [
-                (b[0].index_select(0, i), b[1].index_select(0, i)) for i in torch.randperm(N).split(4)
+                (b[0].index_select(0, i), b[1].index_select(0, i))
+                for i in torch.randperm(N).split(4)
             ]
         )
     ),
@@ -841,9 +838,7 @@ RIGHT: dict[str, Loop] = {
 }
 
 WRONG: dict[str, Loop] = {
-    "one slice four times": Loop(
-        accumulate(taken(*[slice(0, 4)] * 4), each), "other_rows"
-    ),
+    "one slice four times": Loop(accumulate(taken(*[slice(0, 4)] * 4), each), "other_rows"),
     "one slice four times, the loss is given": Loop(
         accumulate(taken(*[slice(0, 4)] * 4), each), "other_rows", loss=loss
     ),
@@ -898,9 +893,7 @@ WRONG: dict[str, Loop] = {
         accumulate(), "scaled_after_sum", optimizer=hooked(times(0.5))
     ),
     "halved in step()": Loop(accumulate(), "scaled_after_sum", optimizer=halving),
-    "the second optimizer's halved": Loop(
-        second_is_scaled, "scaled_after_sum", optimizer=Both
-    ),
+    "the second optimizer's halved": Loop(second_is_scaled, "scaled_after_sum", optimizer=Both),
     "clipped by a function of its own": Loop(
         accumulate(then=of(lambda p: own_clip(p, 0.03))), "undecided"
     ),
@@ -908,26 +901,18 @@ WRONG: dict[str, Loop] = {
         accumulate(weight=lambda p, b: 1.0, then=of(clip_value)), "no_division mean_of_means"
     ),
     "mean of means": Loop(accumulate(weight=each), "mean_of_means"),
-    "not divided": Loop(
-        accumulate(weight=lambda p, b: 1.0), "no_division", batch=(X[:12], Y[:12])
-    ),
+    "not divided": Loop(accumulate(weight=lambda p, b: 1.0), "no_division", batch=(X[:12], Y[:12])),
     "divided as if all were full": Loop(
         accumulate(weight=lambda p, b: len(p[0]) / 16), "divided_by_nominal"
     ),
-    "divided twice": Loop(
-        accumulate(weight=lambda p, b: len(p[0]) / N / 4), "divided_twice"
-    ),
-    "ignored labels, by samples": Loop(
-        accumulate(), "weighted_by_samples", batch=(X, IGNORING)
-    ),
+    "divided twice": Loop(accumulate(weight=lambda p, b: len(p[0]) / N / 4), "divided_twice"),
+    "ignored labels, by samples": Loop(accumulate(), "weighted_by_samples", batch=(X, IGNORING)),
     "class weights, by samples": Loop(
         accumulate(criterion=WEIGHTED),
         "weighted_by_samples",
         true_loss=lambda m, b: WEIGHTED(m(b[0]), b[1]),
     ),
-    "decay in each slice": Loop(
-        decay_in_each_slice, "?", loss=decayed, true_loss=decayed
-    ),
+    "decay in each slice": Loop(decay_in_each_slice, "?", loss=decayed, true_loss=decayed),
     "emptied between slices": Loop(zeroed_between, "zeroed_between"),
     "each slice clipped": Loop(accumulate(between=of(clip_norm)), "clipped_before_sum"),
     "clipped before the last slice": Loop(clipped_before_the_last, "clipped_before_sum"),

@@ -128,9 +128,10 @@ def test_what_is_said_of_rows() -> None:
     says = report.causes[0].says
     assert "2 samples ([12, 13]) never seen" in says
     assert "4 samples ([8, 9, 10, 11]) seen more often than others, up to 2 times" in says
-    assert "14 rows have another sample's target" in audited(
-        WRONG["labels of another slice"]
-    ).causes[0].says
+    assert (
+        "14 rows have another sample's target"
+        in audited(WRONG["labels of another slice"]).causes[0].says
+    )
     assert "rows are of no sample" in audited(WRONG["filled up with zeros"]).causes[0].says
 
 

@@ -301,7 +301,9 @@ class Calls(TorchFunctionMode):
         if not self.calls or not self._losses:
             return
         known = self._losses.get(id(root))
-        self.calls[-1].other = "backward() is called on something else" if known is None else known[1]
+        self.calls[-1].other = (
+            "backward() is called on something else" if known is None else known[1]
+        )
 
     def _criterion(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keywords = dict(kwargs)

@@ -33,9 +33,7 @@ class Clipping:
     Nothing is put in their place: the function is on the stack while it writes.
     """
 
-    def __init__(
-        self, own: Any, begins: Callable[[], None], ends: Callable[[], None]
-    ) -> None:
+    def __init__(self, own: Any, begins: Callable[[], None], ends: Callable[[], None]) -> None:
         functions = [getattr(clip_grad, name, None) for name in _TORCHS]
         functions += _checked(own)
         self._codes = {_code(f) for f in functions if f is not None}

@@ -26,6 +26,7 @@ from .gradients import (
 )
 from .mixing import first_mixing
 from .report import AuditReport, Cause, MicroBatchWeight, ParameterError, Verdict, versions
+from .window import Window
 
 #: What rounding may move, relative to a parameter's gradient.
 ROUNDING = {
@@ -34,38 +35,6 @@ ROUNDING = {
     torch.float16: 1e-2,
     torch.bfloat16: 6e-2,
 }
-
-
-@dataclass
-class Window:
-    """What was seen between two steps."""
-
-    step: int
-    names: list[str]
-    #: `.grad` as `step()` reads it, but before clipping; as it reads it; right after the last
-    #: backward pass.
-    reached: Gradients
-    stepped: Gradients
-    last: Gradients
-    #: `.grad` before the first pass, where it was not empty.
-    start: Gradients | None
-    #: By what each parameter's `.grad` was multiplied between passes.
-    factors: list[list[float | None]]
-    passes: int
-    whole: Micro
-    pieces: list[Micro]
-    sizes: list[int]
-    #: The same pieces with the random state that their loader's batches were given out in.
-    other_pieces: list[Micro] | None = None
-    #: How many micro-batches came before the loader's end.
-    before_the_end: int = 0
-    #: Samples of the batch that ib.audit was given, and those that the model was not called on.
-    rows: int = 0
-    unseen: int = 0
-    #: Whether a clipping function was called after the last pass; whether `.grad` was written to
-    #: after one that had an effect.
-    is_clipped: bool = False
-    is_written_after_clipping: bool = False
 
 
 @dataclass

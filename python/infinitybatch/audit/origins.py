@@ -213,7 +213,12 @@ def _moved(
     try:
         if name == "__getitem__":
             index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-            if index is Ellipsis or index is None or isinstance(args[1], tuple) and len(args[1]) > 1:
+            if (
+                index is Ellipsis
+                or index is None
+                or isinstance(args[1], tuple)
+                and len(args[1]) > 1
+            ):
                 others = args[1][1:] if isinstance(args[1], tuple) else ()
                 if index is Ellipsis or index is None or any(o is None for o in others):
                     return None

@@ -14,8 +14,8 @@ from .causes import cause
 from .diagnosis import Examination, Right
 from .experiment import Micro
 from .gradients import error
+from .matching import Seen, repeats
 from .report import AuditReport, Cause
-from .rows import Seen, repeats
 
 #: Causes that are seen to happen, whatever the rows.
 _EVIDENT = {c[0] for c in (causes.STALE, causes.ZEROED, causes.CLIPPED, causes.CHANGED)}
@@ -159,7 +159,9 @@ class _Rows:
         if seen.missing:
             told.append(f"{_samples(seen.missing)} never seen")
         if seen.repeated:
-            told.append(f"{_samples(seen.repeated)} seen more often than others, up to {seen.most} times")
+            told.append(
+                f"{_samples(seen.repeated)} seen more often than others, up to {seen.most} times"
+            )
         if seen.foreign:
             told.append(f"{seen.foreign} rows are of no sample of it")
         if seen.mispaired:
@@ -175,7 +177,10 @@ class _Rows:
                 return found
             part = {n: column[rows] for n, column in self.seen.whole.items()}
             leaves = _tree.flatten((call.args, call.kwargs))[0]
-            own = [(f"input{i}", *each) for i, each in enumerate(zip(leaves, call.origins, strict=True))]
+            own = [
+                (f"input{i}", *each)
+                for i, each in enumerate(zip(leaves, call.origins, strict=True))
+            ]
             own += [(f"target{i}", c.target, c.origin) for i, c in enumerate(call.criteria)]
             for place, leaf, origin in own:
                 if origin is None or origin.same or origin.remake is None or origin.single:

@@ -12,7 +12,7 @@ from .batches import Given, Join, map_tensors, rows_of, split
 from .calls import Call, Conditions
 from .experiment import Micro
 from .losses import Loss
-from .rows import Seen
+from .matching import Seen
 
 #: The forward calls before each backward pass.
 Groups = list[list[Call]]

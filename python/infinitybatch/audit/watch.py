@@ -13,21 +13,24 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .. import _checks, _random_state
+from .. import _checks
 from ..errors import Error, InvalidArgument, InvalidType, StateError, Unsupported
 from . import causes, losses
 from .arguments import checked_model, hook_bases, inner_optimizer, parameters_of
-from .batches import Given, Join, Loader, join, keep, rows_of
-from .calls import Awaited, Call, Calls
+from .batches import Loader, keep, rows_of
+from .calls import Awaited, Calls
 from .causes import cause
 from .clipping import Clipping
-from .diagnosis import Examination, Window
+from .diagnosis import Examination
 from .experiment import Experiment, untouched
+from .matching import Seen
 from .other_rows import judge
 from .report import AuditReport, MicroBatchWeight, versions
-from .rows import Seen, compare, take
-from .step_batches import Groups, StepBatches, consumed, of_calls, of_loader
-from .trace import Slot, Trace
+from .rows import take
+from .source import Source
+from .step_batches import Groups
+from .trace import Trace
+from .window import Window, seen_gradients
 
 
 class Watch:
@@ -54,7 +57,6 @@ class Watch:
             raise InvalidType(
                 f"join must be a function of a list of batches, not {type(join).__name__}"
             )
-        self._join: Join | None = join
         self._steps = _checks.whole_number("steps", steps, "steps")
         if self._steps < 1:
             raise InvalidArgument(f"steps must be at least 1, not {self._steps}")
@@ -78,6 +80,16 @@ class Watch:
         self._rows = None if batch is None else take(batch, 0, self._calls.origins, self._batch)
         self.loader = (
             None if loader is None else Loader(loader, lambda: self._inside, self._calls.origins)
+        )
+        self._source = Source(
+            self._model,
+            self._loss,
+            join,
+            self._calls,
+            self._trace,
+            self.loader,
+            self._batch,
+            self._rows,
         )
         #: Where each optimizer's window begins: (step, batch of the loader, backward pass).
         self._begins: dict[Optimizer, tuple[int, int, int]] = {}
@@ -258,14 +270,14 @@ class Watch:
             self._stepping[optimizer] = depth - 1
             return
         self._examined.discard(optimizer)
-        number, _, begin = self._begin(optimizer)
-        self._begins[optimizer] = (number + 1, self._consumed(optimizer), self._trace.passes)
+        number, batch, begin = self._begin(optimizer)
+        passes = self._trace.passes - begin
+        groups = self._groups(optimizer, max(passes - self._trace.skipped, 0))
+        end = self._source.end(batch, groups)
+        self._begins[optimizer] = (number + 1, end, self._trace.passes)
         self._trace.stepped(parameters_of(optimizer))
         self._trace.watch(self._model.parameters())
-        numbers = _numbers(self._calls.calls)
-        for one in self.loader.given if self.loader is not None else ():
-            one.used = one.used or _has(one, numbers)
-        passes = self._trace.passes - begin
+        self._source.note_used()
         if any(0 < slot.passes <= passes for slot in self._trace.slots.values()):
             return  # another optimizer steps after the same micro-batches
         first = min(begin[2] for begin in self._begins.values())
@@ -356,7 +368,7 @@ class Watch:
             places = {p: place for place, p in enumerate(prepared[1])}
             examination = prepared[2].of([places[p] for p in own])
             examination.window = replace(
-                examination.window, step=step, **self._gradients(optimizer, own, named)
+                examination.window, step=step, **seen_gradients(self._trace, optimizer, own, named)
             )
             report = self._run(examination, groups, optimizer)
             # A step of the other optimizer told of this one's share.
@@ -372,11 +384,13 @@ class Watch:
             )
         others = [] if self._optimizer else self._of_other_optimizers(mine, passes, named)
         report = self._compared(optimizer, step, groups, own, others, named)
-        unseen = self._unseen_rows(optimizer, groups)
+        unseen = self._source.unseen_rows(self._begin(optimizer)[1], groups)
         if unseen is None:
             return report
         # Batches of the loader that were passed over: for good, or until later?
+        prepared = self._prepared
         with_all = self._compared(optimizer, step, groups, own, others, named, unseen=True)
+        self._prepared = prepared
         if with_all.ok:
             return report
         awaited = Awaited(unseen)
@@ -395,18 +409,18 @@ class Watch:
         unseen: bool = False,
     ) -> AuditReport:
         parameters = own + others
-        batches = self._batches(optimizer, groups, unseen)
+        batches = self._source.batches(self._begin(optimizer)[1], groups, unseen)
         window = Window(
             step=step,
-            **self._gradients(optimizer, parameters, named),
+            **seen_gradients(self._trace, optimizer, parameters, named),
             passes=len(groups),
             whole=batches.whole,
             pieces=batches.pieces,
             sizes=[rows_of(piece.batch) or 1 for piece in batches.pieces],
             other_pieces=batches.others,
             before_the_end=batches.before_the_end,
-            rows=self._count(),
-            unseen=self._unseen(groups),
+            rows=self._source.count,
+            unseen=self._source.missed(groups),
         )
         experiment = Experiment(self._model, parameters, batches.loss, self._budget)
         experiment.reached = {p: named[p] for p in parameters if self._trace.slots[p].passes}
@@ -418,51 +432,9 @@ class Watch:
             examination = examination.of(list(range(len(own))))
         return self._run(examination, groups, optimizer, unseen)
 
-    def _unseen_rows(self, optimizer: Optimizer, groups: Groups) -> torch.Tensor | None:
-        if self.loader is None or not all(groups):
-            return None
-        places = self._places(groups)
-        unseen = self._unseen_places(optimizer, groups, places) if places else []
-        rows = [self.loader.given[place].rows for place in unseen]
-        each = [torch.arange(r.first, r.first + r.count) for r in rows if r is not None]
-        return torch.cat(each) if each else None
-
     def _trains(self, parameter: nn.Parameter) -> bool:
         """Now, or when a micro-batch of this step was computed."""
         return parameter.requires_grad or self._trace.slots[parameter].passes > 0
-
-    def _gradients(
-        self, optimizer: Optimizer, parameters: list[nn.Parameter], named: dict[Any, str]
-    ) -> dict[str, Any]:
-        """What a Window holds of the gradients of these parameters."""
-        slots = [self._trace.slots[p] for p in parameters]
-        pairs = list(zip(slots, parameters, strict=True))
-        scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer, which unscales
-
-        def dense(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-            if tensor is None:
-                return torch.zeros_like(like)
-            return (tensor if tensor.layout == torch.strided else tensor.to_dense()).detach()
-
-        reached = [dense(s.before_clipping(p.grad), p) for s, p in pairs]
-        if scale is not None:
-            reached = [g / scale.to(g.device) for g in reached]
-        starts = [s.start if s.passes else p.grad for s, p in pairs]
-        has_start = any(s is not None and bool(dense(s, s).any()) for s in starts)
-        return {
-            "names": [named[p] for p in parameters],
-            "reached": reached,
-            "stepped": [dense(p.grad, p) for p in parameters],
-            "last": [dense(s.last if s.passes else p.grad, p) for s, p in pairs],
-            "start": (
-                [dense(s, p) for s, p in zip(starts, parameters, strict=True)]
-                if has_start
-                else None
-            ),
-            "factors": [slot.factors for slot in slots],
-            "is_clipped": any(s.clips for s in slots),
-            "is_written_after_clipping": any(s.is_written_after_clipping(p.grad) for s, p in pairs),
-        }
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
@@ -485,9 +457,9 @@ class Watch:
     ) -> AuditReport:
         with self._computing():
             report = examination.run()
-            is_given = self._loss is not None and (self._rows or self.loader) is not None
+            is_given = self._source.has_loss
             if not (is_given and report.ok):
-                seen = self._seen(optimizer, groups, unseen)
+                seen = self._source.seen(self._begin(optimizer)[1], groups, unseen)
                 report, early = judge(report, examination, seen, groups, is_given)
                 if early is not None and not unseen:
                     self._await(early, report, seen)
@@ -521,117 +493,6 @@ class Watch:
         is too late to compute them again."""
         slots = self._trace.slots
         return [p for p in slots if p not in mine and p in named and slots[p].passes == passes]
-
-    def _count(self) -> int:
-        return 0 if self._batch is None else rows_of(self._batch) or 0
-
-    def _unseen(self, groups: Groups) -> int:
-        """Samples of the batch that ib.audit was given which the step never called the model on."""
-        rows = self._count()
-        seen = sum(call.rows or rows for group in groups for call in group)
-        return max(0, rows - seen) if all(groups) else 0
-
-    def _batches(self, optimizer: Optimizer, groups: Groups, unseen: bool) -> StepBatches:
-        joined = self._join or join
-        if self._loss is None or (self.loader is None and self._batch is None):
-            return of_calls(groups, self._model, self._loss, joined)
-        if self._batch is not None:
-            given = [Given(self._batch, _random_state.capture(), 0)]
-        else:
-            given = self._given(optimizer, groups, unseen)
-            if not given:
-                raise StateError(self._no_batch())
-        seen = self._seen(optimizer, groups, unseen)
-        return of_loader(given, groups, self._loss, joined, seen)
-
-    def _seen(self, optimizer: Optimizer, groups: Groups, unseen: bool = False) -> Seen | None:
-        """Which rows of the batch the model was called on."""
-        if self._rows is not None:
-            batches = [self._rows]
-        else:
-            given = [] if self.loader is None else self._given(optimizer, groups, unseen)
-            batches = [one.rows for one in given if one.rows is not None]
-        return compare(batches, [call.columns() for group in groups for call in group])
-
-    def _given(self, optimizer: Optimizer, groups: Groups, unseen: bool = False) -> list[Given]:
-        assert self.loader is not None
-        places = self._places(groups)
-        if places:
-            more = self._unseen_places(optimizer, groups, places) if unseen else []
-            return [self.loader.given[place] for place in sorted([*places, *more])]
-        given = self.loader.given[max(0, self._begin(optimizer)[1] - self.loader.first) :]
-        return consumed(given, groups, self._trace.skipped)
-
-    def _places(self, groups: Groups) -> list[int]:
-        """The loader's batches that these calls are known to have rows of."""
-        assert self.loader is not None
-        numbers = _numbers([call for group in groups for call in group])
-        return [p for p, one in enumerate(self.loader.given) if _has(one, numbers)]
-
-    def _unseen_places(
-        self, optimizer: Optimizer, groups: Groups, places: list[int]
-    ) -> list[int]:
-        """The loader's batches of this step that no call has seen, where rows can be followed.
-
-        Those after the last one are read ahead, unless the loop uses the others again in their place.
-        """
-        assert self.loader is not None
-        given = self.loader.given
-        used = _numbers(self._calls.calls)
-        begin = max(0, self._begin(optimizer)[1] - self.loader.first)
-        apart = torch.cat([_numbers(group).unique() for group in groups])
-        is_again = len(apart) > len(apart.unique()) or places[0] < begin
-        return [
-            p
-            for p in range(begin, len(given) if is_again else places[-1])
-            if given[p].rows
-            and not given[p].used
-            and not _has(given[p], used)
-            and given[p].epoch >= given[places[0]].epoch
-        ]
-
-    def _consumed(self, optimizer: Optimizer) -> int:
-        """The number of the loader's first batch that belongs to the next step."""
-        if self.loader is None:
-            return 0
-        _, first, passes = self._begin(optimizer)
-        skipped = self._trace.skipped
-        groups = self._groups(optimizer, max(self._trace.passes - passes - skipped, 0))
-        places = self._places(groups)
-        if places:
-            return max(first, self.loader.first + places[-1] + 1)
-        end = first + len(self._given(optimizer, groups)) + skipped
-        for one in self.loader.given[: max(0, end - self.loader.first)]:
-            one.used = True  # rows cannot be followed
-        return end
-
-    def _no_batch(self) -> str:
-        assert self.loader is not None
-        kind = type(self.loader.loader).__name__
-        if self.loader.sees_the_own_loop:
-            return (
-                f"the loop took no batch out of this {kind}: watch the loader that it iterates over"
-            )
-        return (
-            f"a loop over a {kind} cannot be seen: iterate over the watch's own loader, "
-            f"`with ib.audit.watch(...) as watched: for batch in watched.loader:`"
-        )
-
-
-def _numbers(calls: list[Call]) -> torch.Tensor:
-    """The samples that these calls are known to have seen, over all of the loader's batches."""
-    rows = []
-    for call in calls:
-        known = [o.rows.reshape(-1) for o in call.origins if o is not None and o.rows is not None]
-        rows += known[:1]
-    return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
-
-
-def _has(given: Given, numbers: torch.Tensor) -> bool:
-    if given.rows is None:
-        return False
-    end = given.rows.first + given.rows.count
-    return bool(((numbers >= given.rows.first) & (numbers < end)).any())
 
 
 def _are_finite(slots: Any) -> bool:
