@@ -101,6 +101,27 @@ def test_lightning(past_forward: bool, given: Any, tmp_path: Path) -> None:
     assert watch.ok and "clipped after the sum" in watch.report.notes[0]
 
 
+class Halving(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)
+
+
+class FirstRows(Classifier):
+    def training_step(self, batch: Any, number: int) -> Any:
+        return CRITERION(self(batch[0][:2].repeat(2, 1)), batch[1][:2].repeat(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [(Halving, "scaled_after_sum"), (FirstRows, "other_rows")]
+)
+def test_lightning_with_a_mistake(kind: Any, code: str, tmp_path: Path) -> None:
+    model, batches = kind(False), loader(4, 16)
+    with ib.audit.watch(model, loader=batches) as watch:
+        fit(model, batches, tmp_path, accumulate_grad_batches=2)
+    assert [codes(report) for report in watch.reports] == [[code], [code]], print(watch)
+
+
 VOCABULARY = 23
 
 
@@ -210,7 +231,7 @@ TRAINERS = {
     "labels that are counted and not predicted": (
         gpt2,
         transformers.Trainer,
-        {"max_grad_norm": 0.0},
+        {},  # clips to 1.0, which hides a factor and is looked behind
         None,
         ["other_factor"],
     ),
@@ -234,6 +255,22 @@ def test_trainer(name: str, tmp_path: Path) -> None:
         train(model, tmp_path, kind, **options)
     assert codes(watch.report) == wanted, print(watch)
     assert watch.ok == (not wanted) and len(watch.reports) == 2
+
+
+class HalvingCallback(transformers.TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        for parameter in given["model"].parameters():
+            parameter.grad.mul_(0.5)
+
+
+def test_a_callback_of_trainer_that_changes_gradients(tmp_path: Path) -> None:
+    model = llama()
+    settings = transformers.TrainingArguments(output_dir=str(tmp_path), **THREE_BATCHES, seed=0)
+    with ib.audit.watch(model) as watch:
+        transformers.Trainer(
+            model=model, args=settings, train_dataset=texts(), callbacks=[HalvingCallback()]
+        ).train()
+    assert codes(watch.report) == ["scaled_after_sum"], print(watch)
 
 
 def test_trainer_with_smoothed_labels_asks_for_the_loss(tmp_path: Path) -> None:
