@@ -36,7 +36,7 @@ int64_t leaf_size(const Batch& batch, size_t index, std::string_view name) {
   if (leaf.tensor.dim() == 0) {
     throw BatchError(
         describe(name, batch, index) +
-        " is a 0-dimensional tensor and has no batch dimension; mark it shared, so that "
+        " is a 0-dimensional tensor and has no batch dimension; mark it, ib.shared(x), so that "
         "every micro-batch sees it whole");
   }
   if (leaf.batch_dim >= leaf.tensor.dim()) {
@@ -47,15 +47,101 @@ int64_t leaf_size(const Batch& batch, size_t index, std::string_view name) {
   return leaf.tensor.size(leaf.batch_dim) / leaf.places;
 }
 
-/// Whether the second dimension of all has one size, where nobody has said which the samples have.
-bool may_be_time_first(const Batch& batch) {
+/// The dimension along which a leaf has `size` samples, where it is not its first; -1 without one.
+int64_t dimension_of(const Leaf& leaf, int64_t size) {
+  for (int64_t d = 0; d < leaf.tensor.dim(); ++d) {
+    if (d != leaf.batch_dim && leaf.tensor.size(d) == size) return d;
+  }
+  return -1;
+}
+
+/// The size of the second dimension, where all have one and nobody has said which the samples have.
+int64_t second_size(const Batch& batch) {
   int64_t size = -1;
   for (const Leaf& leaf : batch.leaves()) {
     if (!leaf.tensor.defined() || leaf.marked || leaf.tensor.dim() < 2) continue;
-    if (size >= 0 && leaf.tensor.size(1) != size) return false;
+    if (size >= 0 && leaf.tensor.size(1) != size) return -1;
     size = leaf.tensor.size(1);
   }
-  return size >= 0;
+  return size;
+}
+
+/// Whether the leaves differ in their rows alone, as a list of samples of other lengths.
+bool may_be_samples(const Batch& batch) {
+  const Leaf* first = nullptr;
+  size_t count = 0;
+  for (const Leaf& leaf : batch.leaves()) {
+    if (!leaf.tensor.defined() || leaf.tensor.dim() == 0) return false;
+    if (!first) first = &leaf;
+    if (leaf.tensor.scalar_type() != first->tensor.scalar_type() ||
+        leaf.tensor.sizes().slice(1) != first->tensor.sizes().slice(1)) {
+      return false;
+    }
+    ++count;
+  }
+  return count > 2;
+}
+
+/// Whether whole numbers may be numbers of samples, as the edges of a graph are.
+bool may_be_indices(const at::Tensor& tensor, int64_t samples) {
+  if (tensor.scalar_type() != at::kLong && tensor.scalar_type() != at::kInt) return false;
+  if (tensor.dim() != 2 || tensor.size(0) != 2 || tensor.numel() == 0 || tensor.is_meta()) {
+    return false;
+  }
+  return tensor.min().item<int64_t>() >= 0 && tensor.max().item<int64_t>() < samples;
+}
+
+/// A key as it is given to batch_dim, where the leaf is an argument itself.
+std::string argument_key(const std::string& path) {
+  if (path.starts_with("['") && path.find("']") == path.size() - 2) {
+    return "\"" + path.substr(2, path.size() - 4) + "\"";
+  }
+  return "";
+}
+
+/// What to do where leaf `i` has `here` samples and leaf `first` has `size`.
+std::string advice(const Batch& batch, std::string_view name, size_t first, int64_t size, size_t i,
+                   int64_t here) {
+  for (const auto& [leaf, wanted] : {std::pair(i, size), std::pair(first, here)}) {
+    const at::Tensor& tensor = batch.leaves()[leaf].tensor;
+    if (may_be_indices(tensor, wanted)) {
+      return describe(name, batch, leaf) + " has shape " + shape(tensor) +
+             " and may hold numbers of samples (the edges of a graph), which cannot be split: give "
+             "whole graphs as samples, [graphs, nodes, ...], or run this model as it is";
+    }
+  }
+  if (may_be_samples(batch)) {
+    return "a list of samples is not split: pad them to one size and give one tensor, "
+           "torch.nn.utils.rnn.pad_sequence(" +
+           std::string(name) + ", batch_first=True), with a tensor of their lengths beside it";
+  }
+  const std::string shared = "mark what every sample needs whole (positions, a mask), ib.shared(x)";
+  const Leaf& leaf = batch.leaves()[i];
+  const bool may_be_positions =
+      leaf.tensor.dim() == 1 || leaf.tensor.size(0) == leaf.tensor.size(1);
+  const int64_t along = dimension_of(leaf, size);
+  const int64_t other = dimension_of(batch.leaves()[first], here);
+  std::string text;
+  if (along < 0 && other >= 0 && may_be_positions) {
+    text = shared;
+  } else if (along >= 0 || other >= 0) {
+    const size_t told = along >= 0 ? i : first;
+    const std::string dim = std::to_string(along >= 0 ? along : other);
+    const std::string key = argument_key(batch.structure()->leaf_name(told));
+    text = "if the samples of " + describe(name, batch, told) + " " +
+           shape(batch.leaves()[told].tensor) + " lie along dimension " + dim + ", say so, " +
+           (key.empty() ? "ib.batch_dim(x, " + dim + ")" : "batch_dim={" + key + ": " + dim + "}");
+  } else {
+    text =
+        "give each leaf one row for each sample, parts of other lengths padded to one, "
+        "torch.nn.utils.rnn.pad_sequence(parts, batch_first=True); or " +
+        shared;
+  }
+  if (const int64_t second = second_size(batch); second >= 0) {
+    text += "; for a batch of " + std::to_string(second) +
+            " samples along dimension 1 of all (time first), say batch_dim=1";
+  }
+  return text;
 }
 
 template <typename Change>
@@ -80,12 +166,10 @@ int64_t batch_size(const Batch& batch, std::string_view name) {
       size = here;
       first = i;
     } else if (here != size) {
-      throw BatchError(describe(name, batch, i) + " has " + std::to_string(here) + " samples, " +
-                       describe(name, batch, first) + " has " + std::to_string(size) +
-                       "; every leaf needs the same number, or mark it shared" +
-                       (may_be_time_first(batch)
-                            ? ". If samples lie along dimension 1 (time first), say batch_dim=1"
-                            : ""));
+      throw BatchError(
+          describe(name, batch, i) + " has " + std::to_string(here) + " samples, " +
+          describe(name, batch, first) + " has " + std::to_string(size) +
+          "; every leaf needs the same number: " + advice(batch, name, first, size, i, here));
     }
   }
   if (size < 0) {

@@ -139,7 +139,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "time first without the option": (
         lambda: wrapped(None, x(T, N), torch.zeros(2, N)),
         ib.BatchError,
-        "every leaf needs the same number, .* say batch_dim=1",
+        "every leaf needs the same number: .* say batch_dim=1",
     ),
     "targets of another number": (
         lambda: stepped(1, x(T, N), labels(T, N + 1)),
