@@ -958,6 +958,23 @@ WRONG: dict[str, Loop] = {
         batch=NAMED,
         true_loss=lambda m, b: MEAN(m(b["ids"], b["scale"]), b["labels"]),
     ),
+    "inputs of other samples, the loss is given": Loop(
+        by_name_of_another,
+        "other_rows",
+        model=keyword_net,
+        batch=NAMED,
+        loss=lambda m, b: MEAN(m(b["ids"], b["scale"]), b["labels"]),
+        true_loss=lambda m, b: MEAN(m(b["ids"], b["scale"]), b["labels"]),
+    ),
+    "a scale that is not undone": Loop(
+        accumulate(weight=lambda p, b: 1024 * len(p[0]) / N), "other_factor"
+    ),
+    "a penalty over each slice": Loop(
+        accumulate(criterion=lambda z, y: MEAN(z, y) + z.norm()),
+        "?",
+        loss=lambda m, b: (lambda z: MEAN(z, b[1]) + z.norm())(m(b[0])),
+        true_loss=lambda m, b: (lambda z: MEAN(z, b[1]) + z.norm())(m(b[0])),
+    ),
     "half of the outputs": Loop(half_of_the_outputs, "undecided"),
     "evaluation mode for one slice": Loop(
         evaluated_for_one, "undecided", model=dropout_net, truth=own_masks

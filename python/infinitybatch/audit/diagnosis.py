@@ -329,9 +329,12 @@ class Examination:
     def _distance(self, summed: Gradients, target: Gradients) -> float:
         """The error of `target` from this sum, or from a GradScaler's multiple of it."""
         by = factor(target, summed)
-        is_scaled = by >= 2**6 and error(self.window.reached, self.window.last) > self.strict
-        scale = 2.0 ** round(math.log2(by)) if is_scaled else 1.0
+        scale = 2.0 ** round(math.log2(by)) if by >= 2**6 and self._may_be_scaled() else 1.0
         return error(target, summed, scale)
+
+    def _may_be_scaled(self) -> bool:
+        """Whether the loop divides the sum, as a GradScaler does."""
+        return error(self.window.reached, self.window.last) > self.strict
 
     def _factors(self, count: int) -> list[list[float]] | None:
         """By what `.grad` was multiplied after each piece; None where that was no factor."""
@@ -359,7 +362,8 @@ class Examination:
         if found is None or found[1] > self.loose():
             return None
         largest = max(map(abs, found[0]))
-        scale = 2.0 ** round(math.log2(largest * len(pieces))) if largest >= 2**6 else 1.0
+        is_scaled = largest >= 2**6 and self._may_be_scaled()
+        scale = 2.0 ** round(math.log2(largest * len(pieces))) if is_scaled else 1.0
         return [weight / scale for weight in found[0]]
 
     def _evidence(self) -> list[Cause]:

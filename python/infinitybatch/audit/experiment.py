@@ -187,11 +187,12 @@ class Experiment:
             )
 
     def values(self, micro: Micro, quiet: bool) -> None:
-        """Runs the loss of a batch without a graph, for hooks."""
+        """Runs the loss of a batch, for hooks."""
         _random_state.restore(micro.conditions.random)
         _put_back(micro.conditions.buffers)
         quietly = _in_evaluation(self.model, (_DropoutNd,) if quiet else ())
-        with torch.no_grad(), _in_modes(self.model, micro.conditions.modes), quietly:
+        # With a graph: the loss may ask for gradients itself.
+        with _in_modes(self.model, micro.conditions.modes), quietly:
             self.loss(self.native, to_device(micro.batch, self.parameters[0].device))
 
     def has_batch_norm(self) -> bool:

@@ -47,7 +47,7 @@ def judge(
     found = _Rows(seen, calls, examination)
     if report.ok and (why := found.doubt()):
         return _undecided(examination, report, why), None
-    if seen.is_whole:
+    if seen.is_whole and not (is_given and seen.unlike_inputs):
         changes = "" if is_given else found.changes()
         if changes == "apart" and report.ok:
             return _undecided(examination, report, _APART), None
@@ -166,6 +166,8 @@ class _Rows:
             told.append(f"{seen.foreign} rows are of no sample of it")
         if seen.mispaired:
             told.append(f"{seen.mispaired} rows have another sample's target")
+        if seen.unlike_inputs:
+            told.append(f"{seen.unlike_inputs} rows have an input of another sample")
         return cause(causes.OTHER_ROWS, rows=len(seen.numbers), told="; ".join(told))
 
     def changes(self) -> str:
