@@ -54,7 +54,8 @@ class Audit:
 
         Args:
             step: does what your loop does between two steps: forward, backward, `optimizer.step()`.
-            batch: the whole batch, of which `step` makes its micro-batches in order.
+            batch: the whole batch, of which `step` makes its micro-batches: each row once, in any
+                order, which is compared.
             loss, memory_budget, same_random_numbers, clip: as for `watch`.
             optimizer: the one to look at, where several train the model.
 
@@ -123,8 +124,8 @@ class Audit:
         Args:
             model: the module that is trained.
             optimizer: the one to look at; None for each that trains the model.
-            loader: what the loop iterates over, needed with `loss` where a batch holds more than
-                the model's inputs. A list or generator cannot be seen from outside: iterate over
+            loader: what the loop iterates over. The rows that the model sees are compared with what
+                it gives; needed with `loss` where a batch holds more than the model's inputs. A list or generator cannot be seen from outside: iterate over
                 `watched.loader`.
             loss: of a batch of the loader, `loss(model, batch)`, or a criterion of torch.nn for
                 pairs (inputs, targets); without a loader the batch is what the model is called with
