@@ -1,6 +1,7 @@
 """What a wrapped module is: an object of a subclass of the inner module's class, on its state."""
 
 import copy
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -38,6 +39,19 @@ _HOOKS = (
     "_is_full_backward_hook",
 )
 _SLOTS = ("_infinitybatch", "_compiled_call_impl", *_HOOKS)
+
+
+def _registering(name: str) -> Any:
+    """`register_forward_hook` and its like: what code of a step registers, which may run several
+    times, goes where such steps look and put back: to the inner module, which runs plainly there."""
+
+    @functools.wraps(getattr(nn.Module, name))
+    def register(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _C._in_step():
+            return getattr(self._infinitybatch.inner, name)(*args, **kwargs)
+        return getattr(super(Wrapped, self), name)(*args, **kwargs)
+
+    return register
 
 
 @dataclass(slots=True)
@@ -105,6 +119,11 @@ class Wrapped(nn.Module):
         # It would refer to the wrapped module: copies of the inner one alone would come upon it.
         inner = self._infinitybatch.inner
         return inner._register_load_state_dict_pre_hook(hook, with_module)
+
+    register_forward_hook = _registering("register_forward_hook")
+    register_forward_pre_hook = _registering("register_forward_pre_hook")
+    register_full_backward_hook = _registering("register_full_backward_hook")
+    register_full_backward_pre_hook = _registering("register_full_backward_pre_hook")
 
     def extra_repr(self) -> str:
         state = self._infinitybatch

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from .losses import LOSSES, Loss
+from .losses import LOSSES, LOSSES_OF_OBJECTS, Loss
 from .outputs import OUTPUTS, Output
 from .statement import WIDTH, Statement
 from .statements_words import LOSSES_OF_WORDS, OUTPUTS_OF_WORDS
@@ -88,6 +88,8 @@ class Way:
     input_gradient: bool = False
     #: What is said of padding, as code.
     trim: str = ""
+    #: What is wrapped before: "itself", "the outlet", "each child"; or nothing.
+    nested: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Case:
 
     @property
     def criterion(self) -> Loss:
-        return (LOSSES | LOSSES_OF_WORDS)[self.loss]
+        return (LOSSES | LOSSES_OF_WORDS | LOSSES_OF_OBJECTS)[self.loss]
 
     @property
     def returned(self) -> Output:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Loss:
     #: An expression in `z`, the logits, and `y`, the targets: the loss of the whole batch.
     value: str
-    #: "classes" (some ignored), "labels" (none is) or "numbers".
+    #: "classes" (some ignored), "labels" (none is), "numbers", or "objects" (without rows).
     targets: str
     #: As a criterion of torch.nn, for models that return their logits.
     criterion: str = ""
@@ -93,4 +93,16 @@ LOSSES = {
     "sorted": Loss("(z.sort(0).values - y.sort(0).values).abs().mean()", "numbers"),
     "in place": Loss("z.mul_(0.5).sub_(y).square().mean() if z.dim() else z", "numbers"),
     "information": Loss("ib.losses.info_nce(z, y, temperature=0.5)", "numbers"),
+}
+
+#: Of boxes: rows that say which sample they belong to, as many as there are; coupled.
+LOSSES_OF_OBJECTS = {
+    "squared error of objects": Loss(
+        "F.mse_loss(z[y[:, 0].long()], y[:, 1:])",
+        "objects",
+    ),
+    "nearest objects": Loss(
+        "torch.cdist(z, y[:, 1:]).min(0).values.mean() + z.square().mean()",
+        "objects",
+    ),
 }

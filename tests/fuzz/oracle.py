@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import numpy as np
+import infinitybatch as ib
 import torch
 from torch import nn
 from torch.utils import _pytree
@@ -52,7 +53,8 @@ def state_of(side: Any) -> State:
                 if name.startswith("rows_seen"):  # in pieces: a run that does not count adds none
                     value = sum(value)
                 state[f"{kind} {prefix}.{name}"] = _plain(value)
-        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        places = {id(each): each for each in (module, ib.unwrap(module))}.values()
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in places)
         state[f"attribute {prefix} number of hooks"] = hooks
     state |= {f"fired {name}": count for name, count in side.space["FIRED"].items()}
     return state

@@ -12,7 +12,7 @@ from .faults import tried
 from .found import Found, Outcome, compared, guard_of, same_again
 from .oracle import State, outputs_of
 from .refusals import excuse
-from .side import Side, drive, marked, seeded
+from .side import Side, drive, marked, nested, seeded
 
 #: A larger loss tells of a model that rounding rules.
 LARGEST = 1e6
@@ -67,10 +67,11 @@ class Ours:
         if case.way.trim:
             options["trim"] = eval(case.way.trim)
         self.guard = guard_of(self.side, options.get("memory_budget"))
+        model = nested(self.side.model, case.way.nested)
         if case.way.api == "wrap":
-            self.wrapped = ib.wrap(self.side.model, **options)
+            self.wrapped = ib.wrap(model, **options)
         else:
-            self.batch = ib.VirtualBatch(self.side.model, self.side.space["ours"], **options)
+            self.batch = ib.VirtualBatch(model, self.side.space["ours"], **options)
         self.states: list[State] = []
         self.schedules: set[str] = set()
 

@@ -1,5 +1,5 @@
-"""Random programs for schedules that the others seldom meet: boundary activations kept in part, and
-rows packed by their lengths. Each has seeds of its own."""
+"""Random programs for schedules that the others seldom meet: boundary activations kept in part, rows
+packed by their lengths, models that are wrapped already. Each has seeds of its own."""
 
 import random
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from dataclasses import replace
 from .case import Case, Way
 from .found import Outcome
 from .generate import case_of
-from .losses import LOSSES
+from .losses import LOSSES, LOSSES_OF_OBJECTS
 from .outputs import OUTPUTS
 from .refusals import TIGHT
 from .runner import run
@@ -105,11 +105,27 @@ def packed_case_of(seed: int) -> Case:
     )  # fmt: skip
 
 
+def nested_case_of(seed: int) -> Case:
+    """Any program, wrapped in part or as a whole before it is given to the library; or with targets
+    that have no rows; or both."""
+    chance = random.Random(f"nested {seed}")
+    case = case_of(seed)
+    where = chance.choice(["itself", "the outlet", "each child", ""])
+    way = replace(case.way, nested=where)
+    if not where or chance.random() < 0.3:
+        loss = chance.choice(list(LOSSES_OF_OBJECTS))
+        api = "coupled" if way.api == "stream" else way.api
+        way = replace(way, api=api, criterion=False)
+        case = case.having(loss=loss)
+    return case.having(way=way)
+
+
 #: By name, which is also what outcomes call its schedule.
 KINDS: dict[str, Callable[[int], Case]] = {
     "any": case_of,
     "kept": kept_case_of,
     "packed": packed_case_of,
+    "nested": nested_case_of,
 }
 
 

@@ -92,6 +92,8 @@ INPUTS = {
     "mask": "padded(rows, {words}, {left}, g)",
 }
 TARGETS = {
+    "objects": "torch.cat([torch.randint(rows, (count := int(torch.randint(1, 3 * rows, (), "
+    "generator=g)), 1), generator=g), torch.randn(count, CLASSES, **real)], 1)",
     "numbers": "torch.randn(rows, CLASSES, **real)",
     "labels": "torch.randint(CLASSES, (rows,), generator=g)",
     "classes": "torch.randint(CLASSES, (rows,), generator=g)\n    y[1::3] = -100",
@@ -108,6 +110,13 @@ LOOPS = {
         "        grads = torch.autograd.grad(value, wanted, allow_unused=True)\n"
         "        for p, g in zip(wanted, grads):\n            p.grad = g\n"
     ),
+}
+NESTED = {
+    "": "",
+    "itself": "model = ib.wrap(model, micro_batch_size=2)\n",
+    "the outlet": "model.out = ib.wrap(model.out, micro_batch_size=2)\n",
+    "each child": "for name, child in list(model.named_children()):\n"
+    "    setattr(model, name, ib.wrap(child, micro_batch_size=2))\n",
 }
 WRAP = """call = ib.wrap(model, **options)
 called = lambda **inputs: call(**marked(inputs))
@@ -145,7 +154,7 @@ def script_of(case: Case, comment: str = "") -> str:
         look=case.evaluate,
         zero="" if case.accumulate else "        optimizer.zero_grad()\n",
         options=f"dict({given})",
-        call=(WRAP if way.api == "wrap" else VIRTUAL).format(look=case.evaluate),
+        call=NESTED[way.nested] + (WRAP if way.api == "wrap" else VIRTUAL).format(look=case.evaluate),
     )
     said = "".join(f"# {line}\n" for line in comment.splitlines())
     return said + case.source() + body

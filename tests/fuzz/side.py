@@ -65,6 +65,10 @@ class Side:
         }
         inputs |= {name: make() for name, make in made.items() if name in self.case.inputs}
         kind = self.case.criterion.targets
+        if kind == "objects":
+            count = int(torch.randint(1, 3 * rows, (), generator=g))
+            image = torch.randint(rows, (count, 1), generator=g)
+            return inputs, torch.cat([image, torch.randn(count, CLASSES, **real)], 1)
         if kind == "numbers":
             return inputs, torch.randn(rows, CLASSES, **real)
         if kind == "words":
@@ -87,6 +91,16 @@ class Side:
         x = inputs["x"].grad
         gradient = {"gradient of x": None if x is None else x.clone()}
         return state_of(self) | seen | (gradient if self.case.way.input_gradient else {})
+
+
+def nested(model: Any, kind: str) -> Any:
+    """What the library is given in place of `model`, which stays the one that is trained."""
+    if kind == "itself":
+        return ib.wrap(model, micro_batch_size=2)
+    names = {"the outlet": ["out"], "each child": [name for name, _ in model.named_children()]}
+    for name in names.get(kind, []):
+        setattr(model, name, ib.wrap(getattr(model, name), micro_batch_size=2))
+    return model
 
 
 def marked(inputs: dict[str, Any]) -> dict[str, Any]:

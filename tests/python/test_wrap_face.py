@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import mlp
 from torch import nn
-from wrap_support import X, close
+from wrap_support import X, Y, close
 
 
 class Own(nn.Module):

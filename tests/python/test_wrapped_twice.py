@@ -347,3 +347,28 @@ def test_audit_of_what_is_wrapped_twice():
 
     report = ib.audit(step, model, (X, Y), loss=nn.CrossEntropyLoss())
     assert report.ok, print(report)
+
+
+@pytest.mark.parametrize("step", ["wrap", "VirtualBatch"])
+def test_hooks_that_forward_registers_on_a_wrapped_part(step):
+    """Once, in the first forward: micro-batches and runs that look are one native forward."""
+
+    class Lazy(Parent):
+        hooked = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.hooked:
+                self.part.register_forward_hook(lambda *made: made[-1] * 0.9)
+                self.hooked = True
+            return super().forward(x)
+
+    model = Lazy(part("size"))
+    native = copy.deepcopy(model)
+    model.part = ib.wrap(model.part, micro_batch_size=3)
+    for coupled in (True, False):
+        for each in (model, native):
+            each.zero_grad()
+        STEPS[step](model, coupled, micro_batch_size=4)
+        by_loop(native, coupled)
+        close(grads(model), grads(native))
+    assert model.hooked and len(ib.unwrap(model.part)._forward_hooks) == 1
