@@ -121,6 +121,7 @@ void AcrossBatch::collect(Rows rows, const Arguments& arguments) {
   for (const at::Tensor& input : arguments[0].toTensorVector()) {
     part.sizes.push_back(input.size(0));
     part.inputs.push_back(input.detach());
+    part.wants_gradient.push_back(input.requires_grad());
   }
   for (const int64_t size : part.sizes) {
     if (size % rows.size() == 0) continue;
@@ -143,18 +144,18 @@ void AcrossBatch::combine(SettledBuffers& /*buffers*/) {
   for (size_t i = 0; i < count; ++i) {
     std::vector<at::Tensor> rows;
     int64_t begin = 0;
+    bool wants_gradient = false;
     for (auto& [key, part] : parts_) {
       part.begins.push_back(begin);
       begin += part.sizes[i];
       rows.push_back(std::move(part.inputs[i]));
+      wants_gradient = wants_gradient || part.wants_gradient[i];
     }
     const at::NoGradGuard no_grad;
     inputs_.push_back(at::cat(rows));
+    inputs_.back().set_requires_grad(wants_gradient);
   }
   for (auto& [key, part] : parts_) part.inputs.clear();
-  for (at::Tensor& input : inputs_) {
-    if (input.is_floating_point() || input.is_complex()) input.requires_grad_();
-  }
   const uint64_t begin = at::sequence_number::peek();
   std::vector<at::Tensor> given;
   for (const at::Tensor& input : inputs_) {

@@ -29,7 +29,8 @@ class AcrossBatch final : public WholeBatchOp {
  private:
   struct Part {
     std::vector<at::Tensor> inputs;  // until they are joined
-    std::vector<int64_t> begins;     // first row in each joined input
+    std::vector<bool> wants_gradient;
+    std::vector<int64_t> begins;  // first row in each joined input
     std::vector<int64_t> sizes;
     at::Tensor gradient;  // of these rows of the result
   };
@@ -39,10 +40,10 @@ class AcrossBatch final : public WholeBatchOp {
   std::shared_ptr<bool> ran_;               // on all samples, while forward was recorded
   int64_t samples_ = 0;                     // so far: a rehearsal has not all of them
   std::map<int64_t, Part> parts_;           // by first sample
-  std::vector<at::Tensor> inputs_;          // joined, leaves
-  at::Tensor result_;                       // with its graph
-  bool keep_ = false;                       // the result's graph, for another backward pass
-  std::vector<at::Tensor> gradients_;       // of the joined inputs; undefined where none is wanted
+  std::vector<at::Tensor> inputs_;     // joined, leaves; those of any rows that do require grad
+  at::Tensor result_;                  // with its graph
+  bool keep_ = false;                  // the result's graph, for another backward pass
+  std::vector<at::Tensor> gradients_;  // of the joined inputs; undefined where none is wanted
 };
 
 }  // namespace infinitybatch::coupled

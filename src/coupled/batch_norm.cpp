@@ -74,6 +74,7 @@ std::pair<at::Tensor, at::Tensor> tapped(const at::Tensor& values) {
 
 void BatchNorm::collect(Rows rows, const Arguments& arguments) {
   const at::NoGradGuard no_grad;
+  wants_gradient_ = wants_gradient_ || arguments[kInput].toTensor().requires_grad();
   const at::Tensor input = arguments[kInput].toTensor().detach();
   const int64_t channels = input.size(1);
   if (!known_) {
@@ -165,7 +166,8 @@ at::Tensor BatchNorm::apply(Rows /*rows*/, const Arguments& arguments,
   const at::Tensor input = arguments[kInput].toTensor();
   at::Tensor weight = tensor_or_none(arguments[kWeight]);
   at::Tensor bias = tensor_or_none(arguments[kBias]);
-  const bool differentiable = c10::GradMode::is_enabled() && input.requires_grad();
+  // Rows whose own input has no gradient have their share in the sums of the others'.
+  const bool differentiable = c10::GradMode::is_enabled() && wants_gradient_;
   if (weight.defined()) {
     weight_ = weight.detach();
     weight = weight.to(type_);

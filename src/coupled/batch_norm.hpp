@@ -40,6 +40,7 @@ class BatchNorm final : public WholeBatchOp {
   void update_running(SettledBuffers& buffers, const at::Tensor& buffer, const at::Tensor& value);
 
   at::ScalarType type_ = at::kFloat;  // of statistics that kernels take
+  bool wants_gradient_ = false;       // the input, of any micro-batch
   bool known_ = false;                // the fields below are set
   int64_t channels_ = 0;
   at::Tensor running_mean_;

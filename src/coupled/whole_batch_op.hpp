@@ -42,11 +42,15 @@ class SettledBuffers {
 ///     for each micro-batch: correct     adds what only the whole batch knows to its gradient
 ///
 /// `apply` may be called again for the same micro-batch, with or without a backward after it.
+///
+/// What requires grad for one micro-batch and not for another requires it in the whole batch, as
+/// rows do that are stacked: whether the op is differentiable is known once all are collected.
 class WholeBatchOp {
  public:
   using Arguments = std::vector<c10::IValue>;
   virtual ~WholeBatchOp() = default;
 
+  /// \param arguments require grad where they did in forward
   /// \throws CouplingError where the op mixes the samples in another way than it can stand in for
   virtual void collect(Rows rows, const Arguments& arguments) = 0;
   /// Runs in the modes of the op.

@@ -176,6 +176,11 @@ void CutMicroBatch::give_op_behind(const Batch& inputs, int64_t segment) {
   if (op == nullptr) return;
   const tape::Segment& next = at(segment + 1);
   std::vector<at::Tensor> values = frontier(next, /*op_only=*/true);
+  for (const tape::Take& take : next.takes) {
+    at::Tensor& value = values[take.from.value];
+    if (!value.defined() || !boundaries_.differentiable(take.from)) continue;
+    value = value.detach().requires_grad_();
+  }
   op->collect(rows_, tape::first_arguments(recorded_->tape, next, inputs, values));
 }
 

@@ -49,8 +49,17 @@ void StandIns::agree(const Recorded& here) const {
     const auto name = [&](const Recorded& of) {
       return s < of.stretches.size() ? op(of).facts->name() : std::string("none");
     };
+    const auto has_gradients = [&](const Recorded& of) {
+      return of.tape.modes[op(of).modes].grad_mode;
+    };
     const bool both = name(here) != "none" && name(first) != "none";
-    if (both && coupled::same_layer(first.tape, op(first), here.tape, op(here))) continue;
+    if (both && coupled::same_layer(first.tape, op(first), here.tape, op(here))) {
+      const bool draws = coupled::draws_for_all(first.tape, op(first));
+      if (draws || has_gradients(here) == has_gradients(first)) continue;
+      refuse_to_cut(name(here),
+                    "it runs without gradients (torch.no_grad) for some micro-batches and with "
+                    "them for others, which forward of the whole batch decides once");
+    }
     refuse_to_cut(name(first) == "none" ? name(here) : name(first),
                   "micro-batches do not run the same layers that see the whole batch (number " +
                       std::to_string(s) + " is " + name(first) + " in the first and " +
