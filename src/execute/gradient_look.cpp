@@ -4,7 +4,6 @@
 #include "autograd/own_backward.hpp"
 #include "core/torch_compat.hpp"
 #include "execute/relative_distance.hpp"
-#include "execute/row_difference.hpp"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
@@ -144,31 +143,31 @@ class Sketch {
 std::optional<std::string> GradientLook::find(const Batch& inputs, int64_t rows,
                                               const std::vector<int64_t>& dims) const {
   const int64_t half = rows / 2;
-  const auto of = [&](const Batch& from, Rows part) -> std::optional<Sketch> {
+  const auto of = [&](Rows part, uint32_t rounded = 0) -> std::optional<Sketch> {
     Sketch sketch(numbers);
     std::mutex mutex;  // the engine may run several device threads
     const auto show = [&](size_t parameter, const at::Tensor& gradient) {
       const std::lock_guard<std::mutex> lock(mutex);
       sketch.add(parameter, gradient);
     };
-    if (!run(infinitybatch::rows(from, part.begin, part.end), part, dims, show)) {
+    if (!run(infinitybatch::rows(inputs, part.begin, part.end), part, dims, show, rounded)) {
       return std::nullopt;
     }
     sketch.end();
     return sketch;
   };
-  const auto whole = of(inputs, {0, rows});
+  const auto whole = of({0, rows});
   if (!whole) return std::nullopt;
-  const auto first = of(inputs, {0, half});
-  const auto second = first ? of(inputs, {half, rows}) : std::nullopt;
+  const auto first = of({0, half});
+  const auto second = first ? of({half, rows}) : std::nullopt;
   if (!second) return std::nullopt;
   const double apart = whole->distance({&*first, &*second});
   if (!std::isfinite(apart) || !std::isfinite(whole->size)) return std::nullopt;
   if (apart <= whole->rounding * whole->size) return std::nullopt;
-  const auto moved = of(moved_by_rounding(inputs), {0, rows});
+  const auto moved = of({0, rows}, /*rounded=*/1);
   if (!moved) return std::nullopt;
-  constexpr double kNoisy = 64;  // times what rounding of the inputs moves
-  if (apart <= kNoisy * moved->distance({&*whole})) return std::nullopt;
+  const double noisy = is_coarse(whole->rounding) ? 1 : 64;  // times what another rounding moves
+  if (apart <= noisy * moved->distance({&*whole})) return std::nullopt;
   std::ostringstream text;
   text << "the gradient of samples 0 to " << rows - 1 << " is not the sum of those of its halves";
   if (whole->size > 0) text << " (by " << apart / whole->size << " relative)";

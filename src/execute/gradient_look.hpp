@@ -23,8 +23,9 @@ using ShowGradient = std::function<void(size_t, const at::Tensor&)>;
 struct GradientLook {
   /// Shows each gradient as it comes, undone; false where they cannot be compared.
   /// \param dims along which samples lie in each leaf of the outputs; -1: not known
+  /// \param rounded see `RoundedOps`; 0: as it rounds
   std::function<bool(const Batch& inputs, Rows rows, const std::vector<int64_t>& dims,
-                     const ShowGradient& show)>
+                     const ShowGradient& show, uint32_t rounded)>
       run;
   int64_t numbers = 0;  ///< of all parameters
   /// What differs, for people.

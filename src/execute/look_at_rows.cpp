@@ -6,6 +6,7 @@
 #include "execute/copied_batch.hpp"
 #include "execute/findings.hpp"
 #include "execute/light_recording.hpp"
+#include "execute/rounded_ops.hpp"
 #include "execute/row_checks.hpp"
 #include "tape/recorder.hpp"
 
@@ -77,7 +78,8 @@ void RowChecks::read_by(const at::Tensor& share) {
   });
 }
 
-std::optional<TrialOutputs> RowChecks::try_forward(const Batch& inputs, int64_t rows) {
+std::optional<TrialOutputs> RowChecks::try_forward(const Batch& inputs, int64_t rows,
+                                                   uint32_t rounded) {
   std::optional<TrialOutputs> tried;
   const auto run = [&](bool light) {
     forwards_.aside(/*trial=*/true, [&] {
@@ -85,6 +87,8 @@ std::optional<TrialOutputs> RowChecks::try_forward(const Batch& inputs, int64_t 
       const std::vector<at::Device> devices = devices_of(problem_);
       coupled::FixedOps fixed(devices, rows, forwards_.watch(), /*backward=*/false);
       const auto call = [&] {
+        std::optional<RoundedOps> otherwise;
+        if (rounded != 0) otherwise.emplace(rounded);
         forwards_.run({0, rows});
         return std::exchange(forwards_.outputs, Batch());
       };
@@ -108,13 +112,16 @@ std::optional<TrialOutputs> RowChecks::try_forward(const Batch& inputs, int64_t 
 }
 
 bool RowChecks::try_gradients(const Batch& inputs, Rows rows, const std::vector<int64_t>& dims,
-                              const std::vector<bool>& compared, const ShowGradient& show) {
+                              const std::vector<bool>& compared, const ShowGradient& show,
+                              uint32_t rounded) {
   bool shown = false;
   forwards_.aside(/*trial=*/true, [&] {
     forwards_.inputs = as_leaves(forwards_.wrote_inputs() ? copied(inputs) : inputs);
     coupled::FixedOps fixed(devices_of(problem_), rows.size(), forwards_.watch(),
                             /*backward=*/true);
     const at::AutoGradMode recording(/*enabled=*/true);
+    std::optional<RoundedOps> otherwise;
+    if (rounded != 0) otherwise.emplace(rounded);
     forwards_.run({0, rows.size()});
     const at::Tensor number =
         weighed(std::exchange(forwards_.outputs, Batch()), dims, compared, rows);
@@ -176,7 +183,9 @@ void RowChecks::compare_rows() {
     return trims ? problem_.trimming->inputs(inputs, parts.front()) : inputs;
   };
   if (!look.again) recount([&look](Rows part) { return look.load({part}); });
-  look.run = [this](const Batch& inputs, int64_t count) { return try_forward(inputs, count); };
+  look.run = [this](const Batch& inputs, int64_t count, uint32_t rounded) {
+    return try_forward(inputs, count, rounded);
+  };
   // Calls of a wrapped model without gradients exclude nobody, who may read parameters.
   const bool moves = problem_.loss.external() == nullptr || at::GradMode::is_enabled();
   MovedValues moved(moves ? problem_.parameters : std::vector<NamedParameter>(),
@@ -188,10 +197,10 @@ void RowChecks::compare_rows() {
     for (const NamedParameter& parameter : problem_.parameters) {
       if (parameter.tensor.requires_grad()) look.gradients->numbers += parameter.tensor.numel();
     }
-    look.gradients->run = [this, compared = look.compared](const Batch& inputs, Rows part,
-                                                           const std::vector<int64_t>& dims,
-                                                           const ShowGradient& show) {
-      return try_gradients(inputs, part, dims, compared, show);
+    look.gradients->run = [this, compared = look.compared](
+                              const Batch& inputs, Rows part, const std::vector<int64_t>& dims,
+                              const ShowGradient& show, uint32_t rounded) {
+      return try_gradients(inputs, part, dims, compared, show, rounded);
     };
   }
   const memory::HighWater::Pause apart(high_water_ ? &*high_water_ : nullptr);

@@ -3,20 +3,18 @@
 #include "core/extent.hpp"
 #include "core/tensor_memory.hpp"
 #include "core/unwatched.hpp"
+#include "execute/last_bits.hpp"
+#include "execute/number_bits.hpp"
 
 #include <ATen/Functions.h>
-#include <ATen/MapAllocator.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <optional>
-#include <type_traits>
 #include <utility>
 
 namespace infinitybatch {
@@ -26,38 +24,6 @@ namespace {
 std::mutex one_at_a_time;
 
 constexpr int64_t kPiece = int64_t{1} << 22;  // numbers that go over the host at a time
-// Those that a device works on at once. Its ops need some times their memory.
-constexpr int64_t kPieceThere = int64_t{1} << 20;
-
-template <typename Number>
-struct Bits;
-template <>
-struct Bits<double> {
-  using Word = uint64_t;
-  static constexpr int kMantissa = 52, kBias = 1023;
-};
-template <>
-struct Bits<float> {
-  using Word = uint32_t;
-  static constexpr int kMantissa = 23, kBias = 127;
-};
-template <>
-struct Bits<c10::Half> {
-  using Word = uint16_t;
-  static constexpr int kMantissa = 10, kBias = 15;
-};
-template <>
-struct Bits<c10::BFloat16> {
-  using Word = uint16_t;
-  static constexpr int kMantissa = 7, kBias = 127;
-};
-
-/// Bits without a pattern, of a place.
-uint32_t mixed(uint32_t place) {
-  uint32_t bits = place * 0x9E3779B1U + 0x7F4A7C15U;
-  bits = (bits ^ (bits >> 15)) * 0x2C1B3C6DU;
-  return bits ^ (bits >> 13);
-}
 
 /// Exchanges bits of each number. Doing it again undoes it: which bits are exchanged depends on the
 /// place, and on bits that stay.
@@ -91,76 +57,6 @@ void exchange_bits(Number* numbers, int64_t count, uint32_t place, int zero, boo
   }
 }
 
-template <typename F>
-bool with_type(at::ScalarType type, F&& f) {
-  switch (type) {
-    case at::kDouble:
-      f(double{});
-      return true;
-    case at::kFloat:
-      f(float{});
-      return true;
-    case at::kHalf:
-      f(c10::Half{});
-      return true;
-    case at::kBFloat16:
-      f(c10::BFloat16{});
-      return true;
-    default:
-      return false;
-  }
-}
-
-/// Which bit of a number is turned, and which tell its size.
-/// \param coarse the last bit that a type of half the size keeps
-template <typename Number>
-struct LastBit {
-  using Word = typename Bits<Number>::Word;
-  static constexpr int kMantissa = Bits<Number>::kMantissa;
-  static constexpr int kKept = std::min(kMantissa, Bits<c10::BFloat16>::kMantissa);
-  static constexpr Word kMagnitude = static_cast<Word>(~(Word{1} << (sizeof(Word) * 8 - 1)));
-
-  explicit LastBit(bool coarse)
-      : bit(static_cast<Word>(Word{1} << (coarse ? kMantissa - kKept : 0))),
-        size_mask(static_cast<Word>(kMagnitude & ~bit)) {}
-
-  Word bit;
-  Word size_mask;
-  Word exponent = static_cast<Word>(kMagnitude & ~((Word{1} << kMantissa) - 1));
-};
-
-/// Doing it again undoes it.
-template <typename Number>
-void turn_last_bits(Number* numbers, int64_t count, uint32_t place, bool coarse) {
-  using Word = typename Bits<Number>::Word;
-  const LastBit<Number> last(coarse);
-  for (int64_t i = 0; i < count; ++i) {
-    const Word word = std::bit_cast<Word>(numbers[i]);
-    const Word size = static_cast<Word>(word & last.size_mask);
-    if (size == 0 || (size & last.exponent) == last.exponent ||
-        (mixed(place + static_cast<uint32_t>(i)) & 16U) == 0)
-      continue;
-    numbers[i] = std::bit_cast<Number>(static_cast<Word>(word ^ last.bit));
-  }
-}
-
-/// The same where a device's own ops do it: at every other place or so, without a pattern.
-void turn_last_bits_there(const at::Tensor& flat, uint32_t place, bool coarse) {
-  with_type(flat.scalar_type(), [&](auto kind) {
-    using Number = decltype(kind);
-    using Word = std::make_signed_t<typename Bits<Number>::Word>;
-    const LastBit<Number> last(coarse);
-    const at::Tensor words = flat.view(c10::CppTypeToScalarType<Word>::value);
-    const at::Tensor size = words.bitwise_and(static_cast<Word>(last.size_mask));
-    const auto exponent = static_cast<Word>(last.exponent);
-    at::Tensor turns = size.ne(0).logical_and_(size.bitwise_and(exponent).ne(exponent));
-    const at::Tensor places =
-        at::arange(place, place + flat.numel(), words.options().dtype(at::kLong));
-    turns.logical_and_(places.mul_(0x2C1B3C6D).bitwise_right_shift(13).bitwise_and_(1).ne(0));
-    words.bitwise_xor_(turns.to(words.scalar_type()).mul_(static_cast<Word>(last.bit)));
-  });
-}
-
 /// Scales by a power of two, in integers: whatever the mode of the processor, no bit is lost.
 template <typename Number>
 void shift_exponents(Number* numbers, int64_t count, int by) {
@@ -186,29 +82,6 @@ void move_here(const at::Tensor& flat, uint32_t place, int scale, int zero, bool
     exchange_bits(numbers, flat.numel(), place, zero, sign);
     if (!there) shift_exponents(numbers, flat.numel(), -scale);
   });
-}
-
-/// Whether another process may read it meanwhile (`share_memory_`, a mapped file).
-bool is_mapped(const at::Tensor& tensor) {
-  const c10::DataPtr& memory = tensor.storage().data_ptr();
-  return at::MapAllocator::fromDataPtr(memory) != nullptr ||
-         at::RefcountedMapAllocator::fromDataPtr(memory) != nullptr;
-}
-
-/// Whether its numbers lie in memory in which they may be exchanged for a while.
-bool is_plain(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
-         tensor.numel() > 0 && !tensor.is_meta() && !is_mapped(tensor) && !tensor.is_quantized() &&
-         !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
-         tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense() &&
-         (tensor.is_complex() || tensor.is_floating_point());
-}
-
-/// All numbers in a row, in the order of memory.
-at::Tensor flat_of(const at::Tensor& tensor) {
-  const at::Tensor alias = tensor.variable_data();
-  const at::Tensor row = alias.as_strided({alias.numel()}, {1}, alias.storage_offset());
-  return row.is_complex() ? at::view_as_real(row).view({-1}) : row;
 }
 
 /// The largest size.
@@ -270,6 +143,8 @@ void MovedValues::add(const at::Tensor& tensor, bool parameter) {
   const int64_t fan = tensor.dim() < 2 ? 1 : std::max<int64_t>(1, tensor.numel() / tensor.size(0));
   added.size = -2 - std::ilogb(std::sqrt(static_cast<double>(fan)));
   const double largest = largest_of(added.flat);
+  // Ids, labels, a count. Zeros may be a gate.
+  if (!parameter && largest > 0 && are_whole(added.flat)) return;
   constexpr int kTiny = 3;
   if (largest > 0 && std::isfinite(largest)) {
     const int apart = added.size - std::ilogb(largest);
@@ -296,21 +171,8 @@ void MovedValues::move(const Values& values, const at::Tensor& flat, bool there)
 
 void MovedValues::nudge(const Values& values, uint32_t which) const {
   const auto number = static_cast<uint32_t>(&values - values_.data());
-  const at::Tensor& flat = values.flat;
-  const bool coarse = at::autocast::is_autocast_enabled(flat.device().type());
-  const uint32_t place = mixed(number + 0x51ED270BU * which);
-  if (flat.is_cpu()) {
-    with_type(flat.scalar_type(), [&](auto kind) {
-      auto* numbers = static_cast<decltype(kind)*>(flat.mutable_data_ptr());
-      turn_last_bits(numbers, flat.numel(), place, coarse);
-    });
-    return;
-  }
-  for (int64_t begin = 0; begin < flat.numel(); begin += kPieceThere) {
-    const int64_t count = std::min(kPieceThere, flat.numel() - begin);
-    turn_last_bits_there(flat.narrow(0, begin, count), place + static_cast<uint32_t>(begin),
-                         coarse);
-  }
+  const bool coarse = at::autocast::is_autocast_enabled(values.flat.device().type());
+  turn_last_bits(values.flat, mixed(number + 0x51ED270BU * which), coarse);
 }
 
 void MovedValues::renew_copy(const Values& values) const {

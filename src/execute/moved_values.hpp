@@ -67,7 +67,8 @@ class MovedValues {
 };
 
 /// While it lives, the last bit of some numbers is another, as if they had been rounded otherwise:
-/// under autocast the last that its types keep. `on` and `off` may not be called meanwhile.
+/// under autocast the last that its types keep. Whole numbers stay, see `turn_last_bits`. `on` and
+/// `off` may not be called meanwhile.
 class MovedValues::Nudge {
  public:
   /// \param which another number, other places

@@ -65,7 +65,8 @@ class RowChecks final : public Check {
   }
   /// What forward gives on these rows of another size, with `coupled::FixedOps`, undone. Nothing
   /// where that cannot be compared.
-  std::optional<TrialOutputs> try_forward(const Batch& inputs, int64_t rows);
+  /// \param rounded see `RoundedOps`; 0: as it rounds
+  std::optional<TrialOutputs> try_forward(const Batch& inputs, int64_t rows, uint32_t rounded = 0);
   /// Whether a recording of another number of rows would tell more, until `examine`.
   bool wants_other_rows() const { return experiment_.may_count().has_value(); }
   void let_go() override { high_water_.reset(); }
@@ -89,7 +90,7 @@ class RowChecks final : public Check {
   /// same order, once for each kind of batch. \throws BatchError
   void check_flattened_targets();
   bool try_gradients(const Batch& inputs, Rows rows, const std::vector<int64_t>& dims,
-                     const std::vector<bool>& compared, const ShowGradient& show);
+                     const std::vector<bool>& compared, const ShowGradient& show, uint32_t rounded);
 
   const Problem& problem_;
   const Strategy& strategy_;

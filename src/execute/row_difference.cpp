@@ -22,6 +22,13 @@ bool comparable(const at::Tensor& tensor) {
          tensor.dim() > 0;
 }
 
+/// How far rows are apart, and where they are.
+struct Apart {
+  double most = kApart;
+  int64_t dim = -1;       ///< of both; -1: rows have no place
+  at::Tensor there = {};  ///< these rows of the whole
+};
+
 /// One leaf of both.
 class Leaves {
  public:
@@ -31,26 +38,29 @@ class Leaves {
         rows_(rows),
         all_(all) {}
 
-  /// How far the rows are apart, along the dimension that suits them best; nothing where they have
-  /// no places.
+  /// Along the dimension that suits them best; nothing where rows have no places.
   /// \param known see `RowsSeen::dims`
-  std::optional<double> apart(int64_t known) const {
+  std::optional<Apart> apart(int64_t known) const {
     if (whole_.dim() != part_.dim()) return std::nullopt;
-    std::optional<double> least;
-    const auto meet = [&](double found) { least = std::min(least.value_or(kApart), found); };
+    std::optional<Apart> least;
     for (int64_t d = 0; d < whole_.dim(); ++d) {
       if (whole_.size(d) != all_ || part_.size(d) != rows_.size() || !else_alike(d)) continue;
-      meet(relative_distance(part_, whole_.narrow(d, rows_.begin, rows_.size())));
+      at::Tensor there = whole_.narrow(d, rows_.begin, rows_.size());
+      const double most = relative_distance(part_, there);
+      if (!least || most < least->most) least = Apart{most, d, std::move(there)};
     }
     if (least) return least;
-    if (compares()) return kApart;
+    if (compares()) return Apart{};
     if (known == 0 || known == kInterleaved) {
-      if (const auto found = apart_flattened(known == kInterleaved)) return found;
+      if (auto there = there_flattened(known == kInterleaved); there.defined()) {
+        const double most = relative_distance(part_, there);
+        return Apart{most, 0, std::move(there)};
+      }
     }
     if (part_.size(0) != rows_.size() || whole_.size(0) == all_) return std::nullopt;
     // A row for each sample of the part, but not of the whole.
     if (!else_alike(0) || whole_.size(0) % all_ == 0) return std::nullopt;
-    return all_found() ? std::nullopt : std::optional(kApart);
+    return all_found() ? std::nullopt : std::optional(Apart{});
   }
 
   /// That one, where there is one; else -1.
@@ -90,6 +100,8 @@ class Leaves {
     return *together < *by_turns ? Flattened::together : Flattened::interleaved;
   }
 
+  const at::Tensor& part() const noexcept { return part_; }
+
   /// Along several dimensions, as where samples are compared with each other.
   bool compares() const {
     int64_t following = 0;
@@ -105,13 +117,19 @@ class Leaves {
   /// How far several places of each sample along the first dimension are apart, in one order;
   /// nothing where there are not several.
   std::optional<double> apart_flattened(bool interleaved) const {
-    if (whole_.dim() != part_.dim() || part_.dim() == 0 || !else_alike(0)) return std::nullopt;
+    const at::Tensor there = there_flattened(interleaved);
+    return there.defined() ? std::optional(relative_distance(part_, there)) : std::nullopt;
+  }
+
+  /// Those rows of the whole; undefined where there are not several places of each sample.
+  at::Tensor there_flattened(bool interleaved) const {
+    if (whole_.dim() != part_.dim() || part_.dim() == 0 || !else_alike(0)) return {};
     Leaf like;
     like.places = part_.size(0) / rows_.size();
     like.interleaved = interleaved;
-    if (like.places < 2 || part_.size(0) != like.places * rows_.size()) return std::nullopt;
-    if (whole_.size(0) != like.places * all_) return std::nullopt;
-    return relative_distance(part_, rows_of(whole_, like, rows_));
+    if (like.places < 2 || part_.size(0) != like.places * rows_.size()) return {};
+    if (whole_.size(0) != like.places * all_) return {};
+    return rows_of(whole_, like, rows_);
   }
 
   bool else_alike(int64_t dim) const {
@@ -159,42 +177,7 @@ std::string tell(const Batch& outputs, size_t leaf, const Leaves& leaves, double
   return text.str();
 }
 
-/// With `changed` of each tensor of numbers in place of it.
-template <typename Change>
-Batch with_numbers_changed(const Batch& inputs, const Change& changed) {
-  const at::NoGradGuard no_grad;
-  std::vector<Leaf> leaves = inputs.leaves();
-  for (Leaf& leaf : leaves) {
-    const at::Tensor& tensor = leaf.tensor;
-    if (!tensor.defined() || !tensor.is_floating_point() || tensor.layout() != at::kStrided) {
-      continue;
-    }
-    leaf.tensor = changed(tensor.detach());
-  }
-  return {std::move(leaves), inputs.structure()};
-}
-
 }  // namespace
-
-Batch moved_by_rounding(const Batch& inputs) {
-  return with_numbers_changed(inputs, [](const at::Tensor& tensor) {
-    const double eps = tensor.scalar_type() == at::kDouble ? 4.5e-16 : 2.4e-7;
-    return tensor.mul(1 + eps);
-  });
-}
-
-Batch nudged(const Batch& inputs, uint32_t which) {
-  return with_numbers_changed(inputs, [which](const at::Tensor& tensor) {
-    const at::ScalarType type = tensor.scalar_type();
-    const double eps = type == at::kDouble     ? 2.2e-16
-                       : type == at::kBFloat16 ? 7.8e-3
-                       : type == at::kHalf     ? 9.8e-4
-                                               : 1.2e-7;
-    const at::Tensor wide = tensor.to(at::kDouble);
-    const at::Tensor place = at::arange(1, tensor.numel() + 1, wide.options()).view(tensor.sizes());
-    return wide.addcmul(wide, place.mul(1.3 + 0.37 * which).sin(), 2 * eps).to(type);
-  });
-}
 
 Flattened flattened(const at::Tensor& whole, int64_t all, const at::Tensor& part, Rows rows) {
   const at::NoGradGuard no_grad;
@@ -228,29 +211,53 @@ std::optional<RowDifference> several_places(const RowsOfOutputs& whole, const Ro
   return std::nullopt;
 }
 
-std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOfOutputs& part,
-                                        const std::vector<bool>& compared,
-                                        const std::vector<int64_t>& dims, const Noise* noise) {
+std::vector<RowDifference> differences(const RowsOfOutputs& whole, const RowsOfOutputs& part,
+                                       const std::vector<bool>& compared,
+                                       const std::vector<int64_t>& dims) {
   const at::NoGradGuard no_grad;
   const auto& here = part.outputs.leaves();
   const auto& there = whole.outputs.leaves();
-  if (here.size() != there.size()) return std::nullopt;
-  for (size_t i = 0; i < here.size(); ++i) {
+  std::vector<RowDifference> found;
+  for (size_t i = 0; i < here.size() && here.size() == there.size(); ++i) {
     if (i < compared.size() && !compared[i]) continue;
     if (!comparable(here[i].tensor) || !comparable(there[i].tensor)) continue;
     const Leaves leaves(there[i].tensor, here[i].tensor, part.rows, whole.rows.size());
-    const std::optional<double> apart = leaves.apart(i < dims.size() ? dims[i] : -1);
-    if (!apart || *apart <= rounding_of(here[i].tensor)) continue;
-    if (noise != nullptr && i < noise->moved.leaves().size() &&
-        noise->moved.leaves()[i].tensor.defined()) {
-      const at::Tensor& still = noise->outputs.leaves()[i].tensor;
-      const double moved = relative_distance(still, noise->moved.leaves()[i].tensor);
-      const bool counts = moved >= noise->least * rounding_of(still);
-      if (counts && *apart <= noise->times * moved) continue;
-    }
-    return RowDifference{i, tell(whole.outputs, i, leaves, *apart, part.rows, whole.rows.size())};
+    const auto apart = leaves.apart(i < dims.size() ? dims[i] : -1);
+    if (!apart || apart->most <= rounding_of(here[i].tensor)) continue;
+    RowDifference differs{
+        i, tell(whole.outputs, i, leaves, apart->most, part.rows, whole.rows.size())};
+    differs.dim = apart->dim;
+    if (apart->dim >= 0)
+      differs.apart = relative_distances(leaves.part(), apart->there, apart->dim);
+    if (!differs.apart.defined()) differs.apart = at::full({1}, kApart, at::kDouble);
+    found.push_back(std::move(differs));
   }
-  return std::nullopt;
+  return found;
+}
+
+void explain(std::vector<RowDifference>& differences, const Batch& outputs, const Batch& rounded,
+             double times) {
+  constexpr double kTurned = 4, kFarAboveRounding = 10;
+  const at::NoGradGuard no_grad;
+  std::erase_if(differences, [&](RowDifference& differs) {
+    if (differs.leaf >= rounded.leaves().size()) return false;
+    const at::Tensor& still = outputs.leaves()[differs.leaf].tensor;
+    const at::Tensor& other = rounded.leaves()[differs.leaf].tensor;
+    if (!comparable(other)) return false;
+    const double rounding = rounding_of(still);
+    const bool rows = differs.dim >= 0 && still.sizes() == other.sizes();
+    // Where sizes follow values there are other rows, which nobody can tell apart.
+    const at::Tensor moved =
+        rows ? relative_distances(still.resolve_conj().resolve_neg(),
+                                  other.resolve_conj().resolve_neg(), differs.dim)
+             : at::full({1}, relative_distance(still, other), at::kDouble);
+    const double most = is_coarse(rounding) ? 1 : times;
+    const at::Tensor turned =
+        moved.ge(kFarAboveRounding * rounding).logical_and_(differs.apart.le(moved * kTurned));
+    const at::Tensor by_chance = differs.apart.le(moved * most).logical_or_(turned);
+    differs.apart = differs.apart.masked_fill(by_chance, 0.0);
+    return differs.apart.max().item<double>() <= rounding;
+  });
 }
 
 }  // namespace infinitybatch

@@ -16,9 +16,12 @@ struct RowsOfOutputs {
   Rows rows;
 };
 
+/// A leaf of the outputs whose rows differ.
 struct RowDifference {
   size_t leaf = 0;
-  std::string what;  ///< for people
+  std::string what;       ///< for people
+  int64_t dim = -1;       ///< along which rows lie; -1: they have no place
+  at::Tensor apart = {};  ///< how far each row is apart, on the host; of one number without a place
 };
 
 /// How several places of each sample lie along the first dimension of an output.
@@ -32,30 +35,24 @@ enum class Flattened : uint8_t {
 /// \param part  of some of them alone
 Flattened flattened(const at::Tensor& whole, int64_t all, const at::Tensor& part, Rows rows);
 
-/// What rounding of the inputs moves.
-struct Noise {
-  Batch outputs;  ///< of some inputs
-  Batch moved;    ///< of the same, moved by rounding
-  double times;   ///< differences of so many times that do not count,
-  double least;   ///< if it is so many roundings
-};
-
 /// Where `part`, some of the rows of `whole`, has other rows of outputs. Leaves without a place for
 /// each sample (one number, a sum), and rows whose other dimensions differ (padding), say nothing.
 ///
 /// Two numbers are the same where they are within `rounding_of` them.
 /// \param compared which leaves matter; empty: all
 /// \param dims     see `RowsSeen::dims`: several places of a sample are compared in a known order
-/// \param noise    may be null
-std::optional<RowDifference> difference(const RowsOfOutputs& whole, const RowsOfOutputs& part,
-                                        const std::vector<bool>& compared,
-                                        const std::vector<int64_t>& dims, const Noise* noise);
+std::vector<RowDifference> differences(const RowsOfOutputs& whole, const RowsOfOutputs& part,
+                                       const std::vector<bool>& compared,
+                                       const std::vector<int64_t>& dims);
 
-/// Inputs moved by rounding: what outputs move then is no matter of other samples.
-Batch moved_by_rounding(const Batch& inputs);
-/// The same unevenly, each number by its type's rounding at most.
-/// \param which another number, other ones
-Batch nudged(const Batch& inputs, uint32_t which);
+/// Strikes out rows that another rounding moves as far as they differ, and leaves of which no row
+/// is left: a row that it moves explains no other.
+/// \param outputs of the part
+/// \param rounded the same, rounded otherwise
+/// \param times   differences of so many times what moves do not count; of four times where it
+///                moves far above rounding, as a choice that turns
+void explain(std::vector<RowDifference>& differences, const Batch& outputs, const Batch& rounded,
+             double times);
 
 /// The first of the leaves that have a place for each sample along several dimensions, as where
 /// samples are compared with each other: their values may be anything.

@@ -18,13 +18,6 @@
 namespace infinitybatch {
 namespace {
 
-// As many times what rounding of inputs moves, which is smooth; what last bits of parameters move,
-// too, which is more than kernels of other batch sizes do; and the same where it turns a choice,
-// which shows far above rounding.
-constexpr struct {
-  double times, least;
-} kOfInputs{64, 0}, kOfLastBits{1, 0}, kTurned{4, 10};
-
 /// Forward does at other values of the parameters what it does not at its own: a check of a user's
 /// fails, or numbers overflow.
 struct OnlyAtItsOwnValues {};
@@ -36,7 +29,7 @@ bool refuses_rows(const std::exception_ptr& error) {
 /// Whether forward fails on these rows, once more.
 bool fails(const RowLook& look, const Batch& inputs, int64_t rows) {
   try {
-    look.run(inputs, rows);
+    look.run(inputs, rows, /*rounded=*/0);
   } catch (...) {
     keep_foreign_exception(std::current_exception());
     if (!refuses_rows(std::current_exception())) throw;
@@ -49,7 +42,7 @@ bool fails(const RowLook& look, const Batch& inputs, int64_t rows) {
 /// once is no matter of the rows. Nothing where it refuses them.
 std::optional<TrialOutputs> attempt(const RowLook& look, const Batch& inputs, int64_t rows) {
   try {
-    return look.run(inputs, rows);
+    return look.run(inputs, rows, /*rounded=*/0);
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
     keep_foreign_exception(error);
@@ -135,27 +128,27 @@ std::optional<std::string> gradients_differ(const RowLook& look, const Batch& in
   }
 }
 
-/// Whether numbers that are off by their last bits, inputs and parameters, move outputs as far: a
-/// choice between two that are as good (a router's, a codebook's, a maximum) turns by rounding
-/// alone, and kernels of other batch sizes round otherwise. What one nudge leaves alone another one
-/// turns.
-/// \param explains whether outputs that moved so far are apart by chance
-bool turns_by_rounding(const RowLook& look, const Batch& inputs, int64_t rows,
-                       const std::function<bool(const Batch& moved)>& explains) {
-  constexpr uint32_t kNudges = 8;
-  for (uint32_t which = 1; which <= kNudges; ++which) {
+/// Strikes out what differs by rounding alone, which kernels of other batch sizes do otherwise: it
+/// grows in what is chaotic, and turns a choice between two that are as good (a router's, a
+/// codebook's, a maximum). What one rounding leaves alone another one turns.
+/// \param outputs of these rows
+void explain_by_rounding(const RowLook& look, const Batch& inputs, int64_t rows,
+                         const Batch& outputs, std::vector<RowDifference>& differences) {
+  constexpr uint32_t kRoundings = 9;
+  constexpr double kSmooth = 64;
+  for (uint32_t which = 1; which <= kRoundings && !differences.empty(); ++which) {
     std::optional<MovedValues::Nudge> parameters;
     if (look.moved != nullptr) parameters.emplace(*look.moved, which);
-    std::optional<TrialOutputs> moved;
+    std::optional<TrialOutputs> rounded;
     try {
-      moved = look.run(nudged(inputs, which), rows);
+      rounded = look.run(inputs, rows, which);
     } catch (...) {
       keep_foreign_exception(std::current_exception());
       if (!refuses_rows(std::current_exception())) throw;
     }
-    if (moved && explains(moved->outputs)) return true;
+    if (!rounded) continue;
+    explain(differences, outputs, rounded->outputs, which == 1 ? kSmooth : 1);
   }
-  return false;
 }
 
 /// Forward on `more` rows, and on fewer of them at several places.
@@ -181,24 +174,9 @@ RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, in
     seen.compared = true;
     if (seen.dims.empty()) seen.dims = dims_of_rows(whole, part);
     const std::vector<int64_t>& dims = look.dims.empty() ? seen.dims : look.dims;
-    if (!difference(whole, part, look.compared, dims, /*noise=*/nullptr)) continue;
-    // What one sample moves says little of what it might have: all of them are moved then.
-    const bool all = fewer == 1;
-    const std::optional<TrialOutputs> noisy =
-        attempt(look, moved_by_rounding(all ? inputs : some), all ? more : here.size());
-    if (!noisy) return {};
-    const Batch& still = all ? of_whole->outputs : of_part->outputs;
-    const auto beyond = [&](const Batch& moved, const auto& kind) {
-      const Noise noise{still, moved, kind.times, kind.least};
-      return difference(whole, part, look.compared, dims, &noise);
-    };
-    const auto differs = beyond(noisy->outputs, kOfInputs);
-    if (!differs) continue;
-    const auto explains = [&](const Batch& moved) {
-      return !beyond(moved, kOfLastBits) || !beyond(moved, kTurned);
-    };
-    if (turns_by_rounding(look, all ? inputs : some, all ? more : here.size(), explains)) continue;
-    return {differs->what, {}};
+    std::vector<RowDifference> apart = differences(whole, part, look.compared, dims);
+    explain_by_rounding(look, some, here.size(), of_part->outputs, apart);
+    if (!apart.empty()) return {apart.front().what, {}};
   }
   if (auto differs = gradients_differ(look, inputs, fewer, seen.dims)) {
     return {std::move(differs), {}, /*backward=*/true};

@@ -63,7 +63,9 @@ struct RowLook {
   std::function<Batch(const std::vector<Rows>&)> load;  ///< side by side
   /// Forward, with `coupled::FixedOps` and the same random state each time, undone. Nothing where
   /// what it gave cannot be compared.
-  std::function<std::optional<TrialOutputs>(const Batch& inputs, int64_t rows)> run;
+  /// \param rounded see `RoundedOps`; 0: as it rounds
+  std::function<std::optional<TrialOutputs>(const Batch& inputs, int64_t rows, uint32_t rounded)>
+      run;
   /// Parameters at other values while forward runs, unless it fails there, or gives numbers that
   /// are not finite. Not `again`: somebody else may read them meanwhile, and behind the first steps
   /// they have values of their own. Null where they stay.

@@ -7,6 +7,7 @@ from .losses import LOSSES
 from .outputs import OUTPUTS
 from .statements_batch import MIXING, RANDOM, WHOLE_BATCH
 from .statements_layers import LAYERS
+from .statements_rows import BRANCHES, IDS
 from .statements_state import CODE, HOOKS, IN_PLACE, STATE
 
 #: Groups of statements, and how often one is taken where the group takes part.
@@ -31,6 +32,15 @@ def statements_of(chance: random.Random) -> tuple:
     return tuple(chosen)
 
 
+def with_rows(seed: int, statements: tuple) -> tuple:
+    """A statement more for some seeds, which leaves the other ones' programs alone."""
+    chance = random.Random(f"rows {seed}")
+    if chance.random() >= 0.2:
+        return statements
+    place = chance.randrange(len(statements) + 1)
+    return *statements[:place], chance.choice(chance.choice([IDS, BRANCHES])), *statements[place:]
+
+
 def way_of(chance: random.Random, rows: int, loss: str, output: str, tags: frozenset) -> Way:
     separable = LOSSES[loss].separable
     api = chance.choice(["stream", "coupled", "wrap", "wrap"] if separable else ["coupled", "wrap"])
@@ -42,7 +52,7 @@ def way_of(chance: random.Random, rows: int, loss: str, output: str, tags: froze
     if "random" in tags and chance.random() < 0.85 or chance.random() < 0.1:
         options["match_native_rng"] = True
     # What the host reads breaks that promise, and nobody could tell.
-    if chance.random() < 0.2 and "host_read" not in tags:
+    if chance.random() < 0.2 and tags.isdisjoint({"host_read", "branches"}):
         options["static_graph"] = True
     if chance.random() < 0.25:
         options["offload"] = chance.choice(["always", "never"])
@@ -65,7 +75,7 @@ def way_of(chance: random.Random, rows: int, loss: str, output: str, tags: froze
 
 def case_of(seed: int) -> Case:
     chance = random.Random(seed)
-    statements = statements_of(chance)
+    statements = with_rows(seed, statements_of(chance))
     output = chance.choice(["tensor"] * 6 + list(OUTPUTS))
     loss = chance.choice(list(LOSSES))
     rows = chance.choice([4, 5, 6, 7, 8, 9, 11, 13])

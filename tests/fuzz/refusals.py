@@ -39,6 +39,17 @@ def _single(case: Case) -> bool:
     )
 
 
+def _branches_behind(case: Case) -> bool:
+    """Whether Python decides for rows by values that are known only once all samples were there."""
+    waits = False
+    for statement in case.statements:
+        if waits and "branches" in statement.tags:
+            return True
+        draws = _option("match_native_rng")(case) and "random" in statement.tags
+        waits = waits or draws or "whole" in statement.tags
+    return False
+
+
 #: Outputs that are the same for any samples.
 STANDING = ("temperature", "penalty", "prototypes")
 
@@ -60,6 +71,7 @@ RULES: list[Rule] = [
         lambda c: _has("weight_written")(c) and (c.way.api != "stream" or _cut(c)),
         "weights written where recorded",
     ),
+    (ib.CouplingError, _branches_behind, "rows branch behind what sees the whole batch"),
     (ib.Error, lambda c: _has("input_write")(c), "inputs written where forward runs again"),
     (
         ib.Unsupported,

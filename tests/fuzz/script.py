@@ -60,7 +60,8 @@ def loop(call, model):
 
 
 def marked(inputs):
-    marks = {{"seq": lambda t: ib.batch_dim(t, 1), "table": ib.shared, "scale": ib.shared}}
+    marks = {{"seq": lambda t: ib.batch_dim(t, 1), "table": ib.shared,
+             "scale": ib.shared, "boxes": ib.shared}}
     return {{name: marks.get(name, lambda t: t)(value) for name, value in inputs.items()}}
 
 
@@ -88,6 +89,9 @@ INPUTS = {
     "table": "torch.randn(4, W, **real)",
     "scale": "torch.tensor(0.7, dtype=torch.float64)",
     "flag": "True",
+    "ids": "torch.randint(3, (rows,), generator=g).double()",
+    "boxes": "torch.cat([torch.randint(rows, (9, 1), generator=g).double(), "
+    "torch.randn(9, 2, **real)], 1)",
     "words": "torch.randint(7, (rows, {words}), generator=g)",
     "mask": "padded(rows, {words}, {left}, g)",
 }

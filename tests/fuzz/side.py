@@ -60,6 +60,10 @@ class Side:
             "table": lambda: torch.randn(4, WIDTH, **real),
             "scale": lambda: torch.tensor(0.7, dtype=torch.float64),
             "flag": lambda: True,
+            "ids": lambda: torch.randint(3, (rows,), generator=g).double(),
+            "boxes": lambda: torch.cat(
+                [torch.randint(rows, (9, 1), generator=g).double(), torch.randn(9, 2, **real)], 1
+            ),
             "words": lambda: torch.randint(7, (rows, self.case.words), generator=g),
             "mask": lambda: self.space["padded"](rows, self.case.words, self.case.left, g),
         }
@@ -109,7 +113,7 @@ def marked(inputs: dict[str, Any]) -> dict[str, Any]:
         name: ib.batch_dim(value, 1)
         if name == "seq"
         else ib.shared(value)
-        if name in ("table", "scale")
+        if name in ("table", "scale", "boxes")
         else value
         for name, value in inputs.items()
     }
