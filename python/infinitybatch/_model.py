@@ -138,17 +138,12 @@ class ModelView:
                     continue
                 seen.add(id(parameter))
                 name = prefix + key
-                if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
-                    raise StateError(
-                        f"parameter '{name}' has no shape yet (a lazy module): run the model once "
-                        f"on a few samples, model(inputs[:2]), before the first step and before "
-                        f"making the optimizer"
-                    )
+                _check_shape("parameter", name, parameter)
                 parameters.append((name, parameter))
             owner: Any = module._buffers
             for key, buffer in owner.items():
-                if buffer is not None and id(buffer) not in seen:
-                    seen.add(id(buffer))
+                if not isinstance(buffer, nn.Parameter):
+                    _check_shape("buffer", prefix + key, buffer)
                     # TorchScript keeps no dict of its own: C++ asks the module for the attribute.
                     slots.append((prefix + key, owner if type(owner) is dict else module, key))
         self._has_compiled = self.is_uncompiled
@@ -240,6 +235,14 @@ def _batch_norm(
     return torch.batch_norm(
         input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn
     )
+
+
+def _check_shape(kind: str, name: str, tensor: torch.Tensor | None) -> None:
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        raise StateError(
+            f"{kind} '{name}' has no shape yet (a lazy module): run the model once on a few samples, "
+            f"model(inputs[:2]), before the first step and before making the optimizer"
+        )
 
 
 @functools.lru_cache(maxsize=1024)

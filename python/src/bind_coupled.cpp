@@ -36,6 +36,18 @@ bool ends_the_step(const std::exception_ptr& exception) {
   }
 }
 
+/// As Python complains of None in the place of a tensor, and of names that are not there.
+bool is_of_state(const std::exception_ptr& exception) {
+  const py::gil_scoped_acquire gil;
+  try {
+    std::rethrow_exception(exception);
+  } catch (const py::error_already_set& error) {
+    return error.matches(PyExc_TypeError) || error.matches(PyExc_AttributeError);
+  } catch (...) {
+    return false;
+  }
+}
+
 /// For the form of its result alone: what it leaves in its closure, or on its object, is undone.
 /// What ends the step leaves what it leaves natively.
 py::object run_provisionally(const py::object& function, const py::tuple& arguments) {
@@ -92,6 +104,7 @@ at::Tensor call_across_batch(const py::object& given, const py::args& inputs) {
 
 void bind_coupled(py::module_& module) {
   coupled::register_row_errors(&ends_the_step);
+  coupled::register_state_errors(&is_of_state);
   module.def("across_batch", &call_across_batch, py::arg("function"),
              R"(An op of your own inside of a model that needs all samples at once.
 

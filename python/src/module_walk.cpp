@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -85,7 +86,12 @@ class Walk {
     PyObject* key = nullptr;
     PyObject* value = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(buffers, &at, &key, &value) != 0;) {
-      if (value == Py_None || !tensors_.insert(value).second) continue;
+      if (Py_TYPE(value) == parameter_type()) continue;
+      // One that holds nothing may be given a tensor by forward.
+      const bool ordinary =
+          value == Py_None || Py_TYPE(value) == reinterpret_cast<PyTypeObject*>(THPVariableClass);
+      if (!ordinary) return false;
+      if (value != Py_None) tensors_.insert(value);
       const Held owner(py::reinterpret_borrow<py::object>(buffers));
       const Held name(py::reinterpret_borrow<py::object>(key));
       owned_.buffers.push_back(dict_slot(joined(prefix, key), owner, name));
@@ -117,15 +123,27 @@ std::optional<Owned> walk_ordinary(py::handle model) {
 }
 
 BufferSlot dict_slot(std::string name, const Held& buffers, const Held& key) {
+  // `del self.mean` leaves another nothing than `self.mean = None` does: what was seen last is put
+  // back.
+  const auto is_gone = std::make_shared<bool>(false);
   return {std::move(name),
-          [buffers, key] {
+          [buffers, key, is_gone] {
             const py::gil_scoped_acquire gil;
             const py::error_scope keep_error;
-            return tensor_or_nothing(PyDict_GetItemWithError(buffers.get(), key.get()));
+            PyObject* now = PyDict_GetItemWithError(buffers.get(), key.get());
+            const at::Tensor tensor = tensor_or_nothing(now);
+            if (!tensor.defined()) *is_gone = now == nullptr;
+            return tensor;
           },
-          [buffers, key](const at::Tensor& tensor) {
+          [buffers, key, is_gone](const at::Tensor& tensor) {
             const py::gil_scoped_acquire gil;
             const py::error_scope keep_error;
+            if (!tensor.defined() && *is_gone) {
+              if (PyDict_Contains(buffers.get(), key.get()) == 1) {
+                raise_if(PyDict_DelItem(buffers.get(), key.get()));
+              }
+              return;
+            }
             const auto value = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
             if (PyDict_SetItem(buffers.get(), key.get(), value.ptr()) != 0) {
               throw py::error_already_set();

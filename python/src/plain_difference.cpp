@@ -45,14 +45,55 @@ bool is_other_object(PyObject* before, PyObject* now) {
   return now == nullptr || !was || !is_number_or_text(now);
 }
 
-PlainObject object_of(std::string name, PyObject* now) {
-  if (now == nullptr) return {std::move(name), [] { return std::string("nothing"); }};
+/// An `nn.Parameter` that gets a gradient.
+at::Tensor parameter_of(PyObject* object) {
+  static PyObject* const type =
+      py::object(py::module_::import("torch.nn").attr("Parameter")).release().ptr();
+  const bool is_one =
+      object != nullptr && PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(type));
+  const at::Tensor tensor = is_one ? tensor_or_nothing(object) : at::Tensor();
+  return tensor.defined() && tensor.requires_grad() ? tensor : at::Tensor();
+}
+
+PlainObject object_of(std::string name, PyObject* now, PyObject* before = nullptr) {
+  const at::Tensor stood = parameter_of(before);
+  if (now == nullptr) return {std::move(name), [] { return std::string("nothing"); }, {}, stood};
   const Held held(py::reinterpret_borrow<py::object>(now));
-  return {std::move(name), [held] {
+  return {std::move(name),
+          [held] {
             const py::gil_scoped_acquire gil;
             const py::error_scope keep_error;
             return description_of(held.get());
-          }};
+          },
+          parameter_of(now), stood};
+}
+
+/// Names that are in one of two dicts alone.
+void add_other_names(const std::string& owner, PyObject* before, PyObject* now,
+                     std::vector<PlainObject>& found) {
+  PyObject* key = nullptr;
+  PyObject* value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(now, &at, &key, &value) != 0;) {
+    if (PyDict_GetItemWithError(before, key) != nullptr) continue;
+    found.push_back(object_of(owner + py::handle(key).cast<std::string>(), value));
+  }
+  for (Py_ssize_t at = 0; PyDict_Next(before, &at, &key, &value) != 0;) {
+    if (PyDict_GetItemWithError(now, key) != nullptr) continue;
+    found.push_back(object_of(owner + py::handle(key).cast<std::string>(), nullptr));
+  }
+}
+
+/// What forward has put into a dict or set that was empty: buffers and parameters by their names.
+void add_first_items(PyObject* now, std::vector<PlainObject>& found) {
+  bool named = PyDict_Check(now);
+  PyObject* key = nullptr;
+  PyObject* value = nullptr;
+  for (Py_ssize_t at = 0; named && PyDict_Next(now, &at, &key, &value) != 0;) {
+    named = PyUnicode_Check(key) != 0 && is_tensor(value);
+  }
+  if (!named) return found.push_back(object_of("(an empty dict or set)", now));
+  const py::object empty = owned(PyDict_New());
+  add_other_names("", empty.ptr(), now, found);
 }
 
 /// "layers.0." and an attribute's key, or "[key]" of a dict.
@@ -234,10 +275,14 @@ std::vector<PlainNumber> PlainSnapshot::numbers() const {
 std::vector<PlainObject> PlainSnapshot::objects() const {
   std::vector<PlainObject> found;
   for (PyObject* each : empty_) {
-    if (!is_empty(each)) found.push_back(object_of("(an empty dict or set)", each));
+    if (!is_empty(each)) add_first_items(each, found);
   }
   for (const Entry& entry : entries_) {
-    if (entry.names_only || !differs(entry)) continue;
+    if (!differs(entry)) continue;
+    if (entry.names_only) {
+      add_other_names(entry.name, entry.before, entry.now, found);
+      continue;
+    }
     switch (entry.kind) {
       case Kind::cell:
         if (PyObject* now = PyCell_GET(entry.now); is_other_object(entry.before, now)) {
@@ -261,8 +306,9 @@ std::vector<PlainObject> PlainSnapshot::objects() const {
         PyObject* key = nullptr;
         PyObject* value = nullptr;
         for (Py_ssize_t at = 0; PyDict_Next(entry.now, &at, &key, &value) != 0;) {
-          if (!is_other_object(PyDict_GetItemWithError(entry.before, key), value)) continue;
-          found.push_back(object_of(name_of_item(entry.name, key), value));
+          PyObject* before = PyDict_GetItemWithError(entry.before, key);
+          if (!is_other_object(before, value)) continue;
+          found.push_back(object_of(name_of_item(entry.name, key), value, before));
         }
         for (Py_ssize_t at = 0; PyDict_Next(entry.before, &at, &key, &value) != 0;) {
           if (PyDict_GetItemWithError(entry.now, key) != nullptr) continue;

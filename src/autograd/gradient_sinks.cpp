@@ -271,7 +271,10 @@ void GradientSinks::redirect_other_leaves(const std::vector<at::Tensor>& roots,
       auto* accumulator = dynamic_cast<AccumulateGrad*>(edge.function.get());
       if (accumulator == nullptr) continue;
       // Not held: the edge keeps the accumulator, and with it the leaf, until it is replaced.
-      const at::Tensor variable = accumulator->variable;
+      at::Tensor variable = accumulator->variable;
+      for (const auto& [made, stands] : stand_ins_) {
+        if (made.is_same(variable)) variable = stands;
+      }
       c10::TensorImpl* identity = variable.unsafeGetTensorImpl();
       if (left_alone.contains(identity)) continue;
       Entry* entry = nullptr;
@@ -312,7 +315,12 @@ void GradientSinks::release(const std::vector<at::Tensor>& roots) const {
   });
 }
 
+void GradientSinks::let_stand(const at::Tensor& made, const at::Tensor& stands) {
+  stand_ins_.emplace_back(made, stands);
+}
+
 void GradientSinks::forget_dead_leaves() {
+  stand_ins_.clear();
   if (entries_.size() == parameter_count_) return;
   std::erase_if(entries_, [](const std::unique_ptr<Entry>& entry) {
     return !entry->parameter.defined() && !entry->slot->lock().defined();

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace infinitybatch::autograd {
@@ -47,6 +48,10 @@ class GradientSinks {
   ///             matrices are added to their sums as they are computed
   void redirect_other_leaves(const std::vector<at::Tensor>& roots,
                              const std::vector<at::Tensor>& except = {}, bool once = false);
+
+  /// `made` is what another run of the same forward has put in the place of `stands`, which stays:
+  /// until `forget_dead_leaves` gradients of the one are the other's.
+  void let_stand(const at::Tensor& made, const at::Tensor& stands);
 
   /// After `uninstall`: the graph behind `roots` ends where it would without these sinks.
   void release(const std::vector<at::Tensor>& roots) const;
@@ -106,6 +111,7 @@ class GradientSinks {
   std::vector<std::unique_ptr<Entry>> entries_;
   std::shared_ptr<std::function<void(const SinkEvent&)>> watcher_;
   std::shared_ptr<NormCounter> norms_;  ///< null where nobody asks
+  std::vector<std::pair<at::Tensor, at::Tensor>> stand_ins_;
   size_t parameter_count_ = 0;
   bool nested_;
 };

@@ -11,7 +11,10 @@ class Check {
   Check(const Check&) = delete;
   Check& operator=(const Check&) = delete;
 
-  /// A micro-batch is done, and its graph is gone.
+  /// A micro-batch is done, and its graph is gone: what it has left is looked at, by all checks
+  /// before any of them puts something back, for buffers and parameters may lie in one memory.
+  virtual void see_micro_batch() {}
+  /// And then it is put back. Sees it first where that has not been done.
   virtual void end_micro_batch() {}
   /// From now on micro-batches run for the second time: what they leave is undone.
   virtual void begin_second_pass() {}

@@ -12,7 +12,20 @@ ExceptionClassifiers& enders_of_steps() {
   return list;
 }
 
+ExceptionClassifiers& errors_of_state() {
+  static ExceptionClassifiers list;
+  return list;
+}
+
 }  // namespace
+
+bool may_be_of_state(const std::exception_ptr& error) {
+  return errors_of_state().any(error);
+}
+
+void register_state_errors(std::function<bool(const std::exception_ptr&)> of_state) {
+  errors_of_state().add(std::move(of_state));
+}
 
 bool may_be_of_rows(const std::exception_ptr& error) {
   return !enders_of_steps().any(error);

@@ -1,6 +1,8 @@
 #include "execute/buffer_rule.hpp"
 
 #include "core/bits.hpp"
+#include "core/tensor_memory.hpp"
+#include "core/torch_compat.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -15,7 +17,22 @@ namespace infinitybatch {
 namespace {
 
 bool are_strided(const at::Tensor& a, const at::Tensor& b) {
-  return a.layout() == at::kStrided && b.layout() == at::kStrided;
+  return a.defined() && b.defined() && a.layout() == at::kStrided && b.layout() == at::kStrided;
+}
+
+/// Of tensors, those that are there.
+std::vector<at::Tensor> copies_of_defined(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> defined;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined()) defined.push_back(tensor);
+  }
+  const std::vector<at::Tensor> made = copies_of(defined);
+  std::vector<at::Tensor> copies(tensors.size());
+  size_t next = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].defined()) copies[i] = made[next++];
+  }
+  return copies;
 }
 
 }  // namespace
@@ -26,13 +43,12 @@ BufferRule::BufferRule(std::vector<BufferSlot> slots, bool exact) : exact_(exact
   for (BufferSlot& slot : slots) {
     Entry entry;
     entry.tensor = slot.get();
-    if (!entry.tensor.defined()) continue;
-    entry.version = entry.tensor._version();
+    if (entry.tensor.defined()) entry.version = version_of(entry.tensor);
     entry.slot = std::move(slot);
     tensors.push_back(entry.tensor);
     entries_.push_back(std::move(entry));
   }
-  const std::vector<at::Tensor> copies = copies_of(tensors);
+  const std::vector<at::Tensor> copies = copies_of_defined(tensors);
   for (size_t i = 0; i < entries_.size(); ++i) entries_[i].initial = copies[i];
 }
 
@@ -41,7 +57,8 @@ void BufferRule::note_means(const std::vector<coupled::SampleMean>& means, int64
     entry.weight_now = 0;
     for (const coupled::SampleMean& mean : means) {
       const bool each = mean.count > 0 && rows > 0 && mean.count % rows == 0;
-      if (each && entry.tensor.is_same(mean.buffer)) entry.weight_now = mean.count;
+      if (each && entry.tensor.defined() && entry.tensor.is_same(mean.buffer))
+        entry.weight_now = mean.count;
     }
   }
 }
@@ -70,41 +87,79 @@ void BufferRule::settle_means() {
 
 void BufferRule::end_micro_batch() {
   const at::NoGradGuard no_grad;
+  if (!sees_) see_micro_batch();
+  restore(seen_);
+  seen_.clear();
+  sees_ = first_ = false;
+}
+
+void BufferRule::see_micro_batch() {
+  const at::NoGradGuard no_grad;
+  seen_.clear();
+  sees_ = true;
   if (exact_ && !second_pass_) add_means();
   // Writes through `.data`, or by an op that does not tell (batch_norm), raise no version. Code
   // that does this once does it in the first micro-batch, so that values are compared only then.
   const bool looks = first_ && exact_ && !second_pass_;
   const std::set<size_t> silent = looks ? silently_written() : std::set<size_t>();
-  std::vector<Entry*> written, fresh;
+  std::vector<Entry*> fresh;
   std::vector<at::Tensor> left;
   for (size_t i = 0; i < entries_.size(); ++i) {
     Entry& entry = entries_[i];
     const at::Tensor now = entry.slot.get();
     const bool same = is_same(entry, now);
     if (second_pass_) {
-      if (exact_ && (!same || entry.written)) written.push_back(&entry);
+      if (exact_ && (!same || entry.written)) seen_.push_back(&entry);
       continue;
     }
     if (same && !silent.contains(i) && !entry.written) continue;
     // Written now for the first time, though earlier micro-batches left it alone: they left
     // `initial`.
-    if (!entry.written && !first_) entry.left = entry.initial;
+    if (!entry.written && !first_) entry.left = Left{entry.initial, {}};
     entry.written = true;
     entry.rebound = entry.rebound || !now.is_same(entry.tensor);
     if (!exact_) continue;
-    if (entry.left.defined()) {
-      disagreements_.note(i, entry.left, now);
+    if (entry.left) {
+      compare(i, now);
     } else {
       left.push_back(now);
       fresh.push_back(&entry);
     }
-    written.push_back(&entry);
+    seen_.push_back(&entry);
   }
   disagreements_.flush();
-  const std::vector<at::Tensor> copies = copies_of(left);
-  for (size_t i = 0; i < fresh.size(); ++i) fresh[i]->left = copies[i];
-  restore(written);
-  first_ = false;
+  const std::vector<at::Tensor> copies = copies_of_defined(left);
+  for (size_t i = 0; i < fresh.size(); ++i) {
+    fresh[i]->left = left_of(*fresh[i], left[i], copies[i]);
+  }
+}
+
+void BufferRule::compare(size_t index, const at::Tensor& now) {
+  Entry& entry = entries_[index];
+  const at::Tensor& before = entry.left->values;
+  if (now.defined() && before.defined()) {
+    disagreements_.note(index, before, now);
+  } else {
+    entry.apart = entry.apart || now.defined() != before.defined();
+  }
+}
+
+/// \param copy of `now`
+BufferRule::Left BufferRule::left_of(const Entry& entry, const at::Tensor& now,
+                                     at::Tensor copy) const {
+  Left left{std::move(copy), {}};
+  if (!now.defined() || now.is_same(entry.tensor)) return left;
+  // Other buffers may be views of it, or it of them. A view of something large alone, as of a row
+  // of activations, is not worth holding it.
+  const c10::StorageImpl* storage = storage_of(now);
+  const bool whole =
+      storage == nullptr || compat::bytes_in(*storage) <= 2 * static_cast<int64_t>(now.nbytes());
+  const bool keep = whole || std::any_of(entries_.begin(), entries_.end(), [&](const Entry& other) {
+                      return &other != &entry && (storage_of(other.slot.get()) == storage ||
+                                                  storage_of(other.tensor) == storage);
+                    });
+  if (keep) left.put = now.is_leaf() ? now : now.detach();  // nobody goes back through it
+  return left;
 }
 
 void BufferRule::end_other_rows() {
@@ -123,7 +178,30 @@ void BufferRule::note_write(const at::Tensor& buffer) {
   for (Entry& entry : entries_) {
     if (!entry.tensor.is_same(buffer) || entry.written) continue;
     entry.written = true;
-    if (!first_) entry.left = entry.initial;  // what earlier micro-batches left
+    if (!first_) entry.left = Left{entry.initial, {}};  // what earlier micro-batches left
+  }
+}
+
+/// What forward leaves there, as far as it is known.
+const at::Tensor& BufferRule::values_after(const Entry& entry) {
+  if (entry.settled.defined()) return entry.settled;
+  return entry.left ? entry.left->values : entry.initial;
+}
+
+/// Whether what forward leaves is to be written into the tensor that was there.
+bool BufferRule::stays_in_place(const Entry& entry) {
+  const at::Tensor& after = values_after(entry);
+  return !entry.rebound && after.defined() && entry.tensor.defined() &&
+         after.options().type_equal(entry.tensor.options());
+}
+
+/// Where it does not: another tensor, or none.
+void BufferRule::put_in_place(const Entry& entry) {
+  const at::Tensor& after = values_after(entry);
+  if (!entry.settled.defined() && entry.left->put.defined()) {
+    entry.slot.set(entry.left->put);
+  } else {
+    entry.slot.set(after.defined() ? after.clone() : at::Tensor());  // others' may lie beside it
   }
 }
 
@@ -131,15 +209,15 @@ void BufferRule::begin_loss() {
   if (!exact_) return;  // they hold it already
   const at::NoGradGuard no_grad;
   settle_means();
-  for (Entry& entry : entries_) {
-    const at::Tensor& after = entry.settled.defined() ? entry.settled : entry.left;
-    if (!after.defined()) continue;
-    if (!entry.rebound && after.options().type_equal(entry.tensor.options())) {
-      resize_to(entry.tensor, after);
-      entry.tensor.variable_data().copy_(after);
-    } else {
-      entry.slot.set(after.clone());
+  for (const Entry& entry : entries_) {
+    if (!entry.left && !entry.settled.defined()) continue;
+    if (!stays_in_place(entry)) {
+      put_in_place(entry);
+      continue;
     }
+    const at::Tensor& after = values_after(entry);
+    resize_to(entry.tensor, after);
+    entry.tensor.variable_data().copy_(after);
   }
 }
 
@@ -149,25 +227,27 @@ void BufferRule::end_loss() {
   // Values tell where versions do not: `.data`, batch_norm.
   BitDifferences values;
   for (size_t i = 0; i < entries_.size(); ++i) {
-    const Entry& entry = entries_[i];
-    const at::Tensor& after = entry.settled.defined() ? entry.settled : entry.left;
-    const at::Tensor& before = after.defined() ? after : entry.initial;
-    const at::Tensor now = entry.slot.get();
+    const at::Tensor& before = values_after(entries_[i]);
+    const at::Tensor now = entries_[i].slot.get();
     if (are_strided(now, before)) values.note(i, before, now);
   }
   const std::set<size_t> differ = values.take();
   for (size_t i = 0; i < entries_.size(); ++i) {
     Entry& entry = entries_[i];
+    const at::Tensor& before = values_after(entry);
     const at::Tensor now = entry.slot.get();
-    const at::Tensor& after = entry.settled.defined() ? entry.settled : entry.left;
-    const bool strided = are_strided(now, after.defined() ? after : entry.initial);
-    if (strided ? differ.contains(i) : !is_same(entry, now)) {
+    bool changed = now.defined() != before.defined();
+    if (now.defined() && before.defined()) {
+      changed = are_strided(now, before) ? differ.contains(i) : !is_same(entry, now);
+    }
+    const bool left = entry.left || entry.settled.defined();
+    if (changed) {
       entry.rebound = entry.rebound || !now.is_same(entry.tensor);
-      entry.left = now.detach().clone();
+      entry.left = left_of(entry, now, now.defined() ? now.detach().clone() : at::Tensor());
       entry.settled.reset();
       entry.left_by_loss = entry.written = true;
     }
-    if (entry.left_by_loss || after.defined()) restore_unseen(entry);
+    if (entry.left_by_loss || left) restore_unseen(entry);
   }
 }
 
@@ -177,8 +257,9 @@ void BufferRule::begin_second_pass() {
   if (exact_) return;
   for (Entry& entry : entries_) {
     const at::Tensor now = entry.slot.get();
-    entry.left = now.detach().clone();
     entry.rebound = !now.is_same(entry.tensor);
+    if (!now.defined() && !entry.rebound) continue;
+    entry.left = left_of(entry, now, now.defined() ? now.detach().clone() : at::Tensor());
   }
 }
 
@@ -187,14 +268,15 @@ std::set<size_t> BufferRule::silently_written() const {
   BitDifferences values;
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& entry = entries_[i];
-    if (entry.tensor.layout() != at::kStrided || !is_same(entry, entry.slot.get())) continue;
+    if (!entry.tensor.defined() || entry.tensor.layout() != at::kStrided) continue;
+    if (!is_same(entry, entry.slot.get())) continue;
     values.note(i, entry.initial, entry.tensor);
   }
   return values.take();
 }
 
 bool BufferRule::is_same(const Entry& entry, const at::Tensor& now) {
-  return now.is_same(entry.tensor) && now._version() == entry.version;
+  return now.is_same(entry.tensor) && (!now.defined() || version_of(now) == entry.version);
 }
 
 /// Written at least once in this step, perhaps without a new version.
@@ -202,20 +284,24 @@ void BufferRule::restore(const std::vector<Entry*>& entries) {
   std::vector<at::Tensor> to, from;
   for (Entry* entry : entries) {
     if (!entry->slot.get().is_same(entry->tensor)) entry->slot.set(entry->tensor);
+    if (!entry->tensor.defined()) continue;
     resize_to(entry->tensor, entry->initial);
     to.push_back(entry->tensor);
     from.push_back(entry->initial);
   }
   copy_into(to, from);
-  for (Entry* entry : entries) entry->version = entry->tensor._version();
+  for (Entry* entry : entries) {
+    if (entry->tensor.defined()) entry->version = version_of(entry->tensor);
+  }
 }
 
 /// Without raising the version: where nothing was written, graphs of others stay valid.
 void BufferRule::restore_unseen(Entry& entry) {
   if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
+  if (!entry.tensor.defined()) return;
   resize_to(entry.tensor, entry.initial);
   entry.tensor.variable_data().copy_(entry.initial);
-  entry.version = entry.tensor._version();
+  entry.version = version_of(entry.tensor);
 }
 
 void BufferRule::settle(const at::Tensor& buffer, const at::Tensor& value) {
@@ -231,10 +317,10 @@ void BufferRule::meet(const at::Tensor& buffer, const at::Tensor& value) {
     Entry& entry = entries_[i];
     if (!entry.tensor.is_same(buffer)) continue;
     entry.written = true;
-    if (!exact_ || !entry.left.defined()) {
-      entry.left = value;
+    if (!exact_ || !entry.left) {
+      entry.left = Left{value, {}};
     } else {
-      disagreements_.note(i, entry.left, value);
+      compare(i, value);
     }
   }
 }
@@ -252,9 +338,33 @@ std::vector<at::Tensor> BufferRule::written_buffers() const {
   return written;
 }
 
-bool BufferRule::rebound() const noexcept {
+bool BufferRule::restores_memory() const noexcept {
   return std::any_of(entries_.begin(), entries_.end(),
-                     [](const Entry& entry) { return entry.rebound; });
+                     [](const Entry& entry) { return entry.written && entry.tensor.defined(); });
+}
+
+bool BufferRule::rebinds() const {
+  return std::any_of(entries_.begin(), entries_.end(),
+                     [](const Entry& entry) { return !entry.slot.get().is_same(entry.tensor); });
+}
+
+void BufferRule::refuse(const Entry& entry) {
+  const std::string& name = entry.slot.name;
+  if (!entry.tensor.defined()) {
+    throw CouplingError(
+        name, "forward makes the buffer '" + name +
+                  "' of its first batch, and each micro-batch would make another one, where the "
+                  "whole batch makes one of all samples: run forward once over the whole first "
+                  "batch in front of the first step, as in with torch.no_grad(): model(inputs), "
+                  "or make the budget large enough for one micro-batch");
+  }
+  throw CouplingError(
+      name, "buffer '" + name +
+                "' depends on the samples, or counts them: micro-batches leave different values in "
+                "it, so what the whole batch leaves is not known; call eval() on the module that "
+                "owns it, or accept another value with batch_coupling=\"per_micro_batch\". If the "
+                "first call alone writes it, run that over the whole batch in front of the first "
+                "step: with torch.no_grad(): model(inputs)");
 }
 
 void BufferRule::commit() {
@@ -263,30 +373,20 @@ void BufferRule::commit() {
   const std::set<size_t> disagree = disagreements_.take();
   for (size_t i = 0; i < entries_.size(); ++i) {
     Entry& entry = entries_[i];
-    if (entry.settled.defined()) {
-      entry.left = entry.settled;
-      continue;
-    }
-    if (disagree.contains(i)) {
-      throw CouplingError(
-          entry.slot.name,
-          "buffer '" + entry.slot.name +
-              "' depends on the samples, or counts them: micro-batches leave different values in "
-              "it, so what the whole batch leaves is not known; call eval() on the module that "
-              "owns it, or accept another value with batch_coupling=\"per_micro_batch\"");
-    }
+    if (!entry.settled.defined() && (entry.apart || disagree.contains(i))) refuse(entry);
   }
   std::vector<at::Tensor> to, from;
-  for (Entry& entry : entries_) {
-    if (!entry.left.defined()) continue;
-    if (!entry.rebound && entry.left.options().type_equal(entry.tensor.options())) {
-      if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
-      resize_to(entry.tensor, entry.left);
-      to.push_back(entry.tensor);
-      from.push_back(entry.left);
-    } else {
-      entry.slot.set(entry.left.clone());  // others' may lie beside it
+  for (const Entry& entry : entries_) {
+    if (!entry.left && !entry.settled.defined()) continue;
+    if (!stays_in_place(entry)) {
+      put_in_place(entry);
+      continue;
     }
+    if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
+    const at::Tensor& after = values_after(entry);
+    resize_to(entry.tensor, after);
+    to.push_back(entry.tensor);
+    from.push_back(after);
   }
   copy_into(to, from);
 }
@@ -296,8 +396,7 @@ void BufferRule::roll_back() {
   for (Entry& entry : entries_) {
     // Whatever the version says: batch_norm writes its running statistics without raising it.
     restore_unseen(entry);
-    entry.written = false;
-    entry.rebound = false;
+    entry.written = entry.rebound = entry.apart = false;
     entry.left.reset();
     entry.settled.reset();
     entry.sum.reset();
@@ -306,6 +405,8 @@ void BufferRule::roll_back() {
     entry.left_by_loss = false;
   }
   disagreements_.clear();
+  seen_.clear();
+  sees_ = false;
   first_ = true;
   second_pass_ = false;
 }

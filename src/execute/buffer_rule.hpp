@@ -7,6 +7,7 @@
 #include <infinitybatch/core/model.hpp>
 
 #include <cstddef>
+#include <optional>
 #include <set>
 #include <vector>
 
@@ -14,7 +15,8 @@ namespace infinitybatch {
 
 /// Every micro-batch starts from the buffers that the step began with, and a buffer that all of
 /// them leave equal is written once: as in one native forward over the whole batch (spectral_norm's
-/// vectors, step counters). Buffers that they leave unequal couple the samples: a typed error.
+/// vectors, step counters, a mask that the first call makes). Buffers that they leave unequal
+/// couple the samples: a typed error. A slot that holds nothing is a value like any other.
 ///
 /// Holds a copy of every buffer during the step. Parameters are not covered.
 class BufferRule final : public Check {
@@ -26,6 +28,7 @@ class BufferRule final : public Check {
   /// that what micro-batches leave adds up. Holds where all of them say so.
   void note_means(const std::vector<coupled::SampleMean>& means, int64_t rows);
 
+  void see_micro_batch() override;
   void end_micro_batch() override;
 
   /// The same for rows that ran beside the step's, in the second pass too: what they leave has to
@@ -57,25 +60,34 @@ class BufferRule final : public Check {
   /// Those that one has written, where no other tensor was put into their place.
   std::vector<at::Tensor> written_buffers() const;
 
-  /// Whether any micro-batch has put another tensor into a buffer's place.
-  bool rebound() const noexcept;
+  /// Whether restoring writes into memory that graphs may have saved.
+  bool restores_memory() const noexcept;
+  /// Whether forward has put another tensor, or none, into a buffer's place, as no tape does.
+  bool rebinds() const;
 
   void commit() override;
   void roll_back() override;
   void let_go() override {
     entries_.clear();
+    seen_.clear();
     disagreements_.clear();
   }
 
  private:
+  /// What forward leaves in a slot.
+  struct Left {
+    at::Tensor values;  // a copy; undefined where it leaves nothing there
+    at::Tensor put;     // the tensor itself, where it is another one than before
+  };
   struct Entry {
     BufferSlot slot;
-    at::Tensor tensor;   // the tensor object that was there
+    at::Tensor tensor;   // the tensor object that was there; undefined where there was none
     at::Tensor initial;  // a copy of its values
     uint32_t version = 0;
     bool written = false;
-    bool rebound = false;       // another tensor was put into the slot
-    at::Tensor left;            // what the first micro-batch left; undefined before
+    bool rebound = false;       // another tensor, or none, was put into the slot
+    bool apart = false;         // some micro-batches left a tensor there, others none
+    std::optional<Left> left;   // what the first micro-batch left; nothing before
     at::Tensor settled;         // by an op of the whole batch
     at::Tensor sum;             // of what micro-batches left, each times its weight
     int64_t weight = 0;         // of all of them
@@ -85,14 +97,22 @@ class BufferRule final : public Check {
   };
   void add_means();
   void settle_means();
+  void compare(size_t index, const at::Tensor& now);
   std::set<size_t> silently_written() const;
   static bool is_same(const Entry& entry, const at::Tensor& now);
+  Left left_of(const Entry& entry, const at::Tensor& now, at::Tensor copy) const;
+  static bool stays_in_place(const Entry& entry);
+  static void put_in_place(const Entry& entry);
+  static const at::Tensor& values_after(const Entry& entry);
   static void restore(const std::vector<Entry*>& entries);
   static void restore_unseen(Entry& entry);
+  [[noreturn]] static void refuse(const Entry& entry);
 
   std::vector<Entry> entries_;
   BitDifferences disagreements_;  // by place among the entries
   bool exact_;
+  std::vector<Entry*> seen_;  // written by the micro-batch that is about to end
+  bool sees_ = false;         // it has been looked at
   bool first_ = true;
   bool second_pass_ = false;
 };

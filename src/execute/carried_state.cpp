@@ -58,10 +58,21 @@ void CarriedState::before_forward(const PlainLook& look) {
   if (!part_) return;
   memory_.rest();
   for (NamedParameter& each : tensors) {
+    if (is_left(each.tensor)) continue;
     memory_.know(each.tensor, /*carried=*/true);
     const uint32_t version = version_of(each.tensor);
     before_.push_back({std::move(each.name), std::move(each.tensor), version});
   }
+}
+
+void CarriedState::leave(const std::vector<at::Tensor>& buffers) {
+  for (const at::Tensor& buffer : buffers) {
+    if (const c10::StorageImpl* storage = storage_of(buffer)) of_buffers_.insert(storage);
+  }
+}
+
+bool CarriedState::is_left(const at::Tensor& tensor) const {
+  return of_buffers_.contains(storage_of(tensor));
 }
 
 bool CarriedState::has_read(const at::Tensor& tensor) const {
@@ -98,7 +109,7 @@ void CarriedState::after_forward() {
   // There was none, and no attribute or container holds anything else: most models, in each step.
   const bool none = first_ && before_.empty() && runs_->found_all_the_same();
   const std::vector<NamedParameter> now = none ? std::vector<NamedParameter>() : look_.tensors();
-  bool changed = now.size() != before_.size();
+  bool changed = now.size() != before_.size();  // those in the memory of buffers count too
   std::vector<NamedParameter> left;
   for (const Seen& seen : before_) {
     const auto here = std::find_if(
@@ -118,6 +129,7 @@ void CarriedState::after_forward() {
   }
   left_.clear();
   for (const NamedParameter& each : now) {
+    if (is_left(each.tensor)) continue;
     const bool known = std::any_of(before_.begin(), before_.end(), [&](const Seen& seen) {
       return seen.tensor.is_same(each.tensor);
     });

@@ -33,6 +33,9 @@ class CarriedState final : public Check {
   CarriedState(coupled::WatchedMemory& memory, const CarriedState& beside)
       : memory_(memory), beside_(&*beside.runs_), runs_(std::make_shared<PlainRuns>()) {}
 
+  /// Attributes that lie in the memory of these are put back with them.
+  void leave(const std::vector<at::Tensor>& buffers);
+
   /// While it lives, forwards in this thread are told to a state. Scopes may nest.
   class Scope {
    public:
@@ -84,6 +87,7 @@ class CarriedState final : public Check {
   };
 
   bool has_read(const at::Tensor& tensor) const;
+  bool is_left(const at::Tensor& tensor) const;
   void collect(const std::vector<NamedParameter>& left);
   [[noreturn]] void refuse(const std::string& name, const std::string& more);
 
@@ -92,7 +96,8 @@ class CarriedState final : public Check {
   int64_t batch_ = 0;
   bool first_ = true;
   const PlainRuns* beside_ = nullptr;
-  bool idle_ = false;                                // no attribute changes
+  bool idle_ = false;  // no attribute changes
+  std::unordered_set<const c10::StorageImpl*> of_buffers_;
   std::unordered_set<const c10::TensorImpl*> left_;  // by the last forward
   LeftTensors left_behind_;
   std::vector<at::Tensor> with_graph_;

@@ -54,6 +54,7 @@ CheckpointRecorder::Recording CheckpointRecorder::record(Rows rows, const Batch&
   Recording made;
   {
     tape::Recorder recorder(inputs, model_.buffers, model_.devices);
+    recorder.leave_parameters(model_.parameters);
     recorder.lighten(model_.problem.device);
     // Until a coupled loss is known the other micro-batches need the room.
     recorder.keep(guide, /*tail=*/separable, [&](const tape::Frontiers& so_far, int32_t cut) {

@@ -118,6 +118,7 @@ tape::Tape CoupledRecorder::record_tape(const Batch& inputs, coupled::CouplingWa
   const bool is_static = model_.strategy.reuses_tapes;
   watch.forget();
   tape::Recorder recorder(inputs, model_.buffers, model_.devices);
+  recorder.leave_parameters(model_.parameters);
   if (disturbed) recorder.disturb(coupled::is_provisional);
   if (is_static) recorder.witness();
   recorder.borrow([this](const at::Tensor& buffer) { return found_.in(buffer); });
@@ -167,7 +168,7 @@ CoupledRecorder::Recording CoupledRecorder::record(Rows rows, const Batch& input
   const tape::Tape whole = check ? recorded->tape : tape::Tape();
   const PlainNumbers* const known = PlainNumbers::at_work();
   bool numbers = known != nullptr && known->moves();
-  const bool counts = is_static && (reads_buffers(recorded->tape) || rebinds_buffers());
+  const bool counts = is_static && (reads_buffers(recorded->tape) || buffers_.rebinds());
   // What this step's recordings left in buffers (a counter) the rule of buffers has seen.
   const auto left_already = [&tape = recorded->tape](const tape::Op& op) {
     return !coupled::is_whole_batch_op(tape, op);
@@ -260,19 +261,6 @@ tape::Tape CoupledRecorder::disturbed(const Batch& inputs, coupled::CouplingWatc
       inputs, watch, [&] { return forward.again(as_first); }, /*disturbed=*/true, nullptr);
   after.restore();
   return again;
-}
-
-/// Whether forward has put another tensor in a buffer's place, as no tape does.
-bool CoupledRecorder::rebinds_buffers() const {
-  const auto is_held = [this](const at::Tensor& now) {
-    return std::any_of(model_.buffers.begin(), model_.buffers.end(),
-                       [&](const at::Tensor& held) { return held.is_same(now); });
-  };
-  const std::vector<BufferSlot>& slots = model_.problem.buffers;
-  return std::any_of(slots.begin(), slots.end(), [&](const BufferSlot& slot) {
-    const at::Tensor now = slot.get();
-    return now.defined() && !is_held(now);
-  });
 }
 
 std::shared_ptr<const Recorded> CoupledRecorder::reuse(Rows rows) {

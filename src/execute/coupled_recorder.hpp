@@ -69,7 +69,6 @@ class CoupledRecorder {
                     const Batch& outputs) const;
   void learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape,
                    coupled::CouplingWatch& watch, const RecordableForward& forward);
-  bool rebinds_buffers() const;
 
   const RecordedModel& model_;
   BufferRule& buffers_;

@@ -42,6 +42,8 @@ Executor::Executor(const Setup& setup)
       pass_(setup, sinks_, forwards_.buffers(), share_.get(), whole_.get()),
       total_(setup.problem.device) {
   if (whole_) checks_.know(*whole_);
+  forwards_.state().runs().tell_remade(
+      [this](const at::Tensor& made, const at::Tensor& stands) { sinks_.let_stand(made, stands); });
   // Casts made before this step lead to the parameters' own accumulators, past the sinks.
   at::autocast::clear_cache();
 }
@@ -222,6 +224,7 @@ void Executor::backward(Rows rows, int64_t segment) {
 void Executor::free() {
   release();
   if (going_back_) return;  // whoever has the loss puts back what forward found
+  each_check(&Check::see_micro_batch);
   each_check(&Check::end_micro_batch);
 }
 

@@ -92,7 +92,7 @@ void Executor::record_for_cuts(Rows rows) {
       whole_->offload(rows);
     }
     // Buffers that were restored under a graph could belong to what it has saved.
-    if (forwards_.buffers().written()) pass_.drop_graph(rows);
+    if (forwards_.buffers().restores_memory()) pass_.drop_graph(rows);
     return;
   }
   const Batch inputs = forwards_.inputs;

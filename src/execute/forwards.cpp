@@ -55,6 +55,7 @@ Forwards::Forwards(const Setup& setup, std::function<void()> release)
   watch_.know_parameters(setup.problem.parameters);
   if (setup.resources.renormed != nullptr) watch_.renormed()->expect(setup.resources.renormed);
   parameters_.emplace(setup.problem.parameters, watch_.memory(), setup.problem.exact_coupling);
+  state_.leave(buffers_of(setup.problem));
   checks_ = {&buffers_, &*parameters_, &watch_, &state_};
   if (setup.problem.match_native_rng) watch_.watch_draws(devices_of(setup.problem));
 }
@@ -252,6 +253,7 @@ void Forwards::aside(bool trial, const std::function<void()>& forward) {
   const BufferValues values(problem_.buffers);
   const auto told = std::tuple(first_, uneven_, lengths_);  // of the step's own micro-batches
   CarriedState trial_state(watch_.memory(), state_);
+  trial_state.leave(buffers_of(problem_));
   state_at_work_ = &trial_state;
   const auto undo = [&] {
     release_();

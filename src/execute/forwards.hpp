@@ -68,11 +68,18 @@ class Forwards {
   /// Of them, what micro-batches leave alike is written. \throws CouplingError naming what is not
   void commit();
   BufferRule& buffers() noexcept { return buffers_; }
+  /// Rows beside the step's have run: what they have left has to be what micro-batches left.
+  void end_other_rows() {
+    parameters_->see_micro_batch();
+    buffers_.end_other_rows();
+  }
+  /// Parameters that forward has written.
+  std::vector<ParameterRule::Found> written_parameters() const { return parameters_->found(); }
   coupled::CouplingWatch& watch() noexcept { return watch_; }
   CarriedState& state() noexcept { return state_; }
   const CarriedState& state() const noexcept { return state_; }
   /// Whether what was restored could belong to graphs that are kept.
-  bool restores() const { return buffers_.written() || parameters_->written(); }
+  bool restores() const { return buffers_.restores_memory() || parameters_->written(); }
 
   /// Rows of the first micro-batch.
   Rows first() const noexcept { return first_; }

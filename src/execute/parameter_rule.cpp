@@ -38,6 +38,17 @@ bool ParameterRule::is_exchanged(const Entry& entry) const {
 
 void ParameterRule::end_micro_batch() {
   const at::NoGradGuard no_grad;
+  if (!sees_) see_micro_batch();
+  for (Entry* entry : seen_) restore(*entry);
+  seen_.clear();
+  memory_.rest();
+  sees_ = first_ = false;
+}
+
+void ParameterRule::see_micro_batch() {
+  const at::NoGradGuard no_grad;
+  seen_.clear();
+  sees_ = true;
   for (Entry& entry : entries_) {
     const at::Tensor& now = entry.parameter.tensor;
     const coupled::WatchedMemory::Known& known = memory_[entry.place];
@@ -50,10 +61,8 @@ void ParameterRule::end_micro_batch() {
                         "' by what is no operator of torch's, so that micro-batches cannot start "
                         "from the values that it had; change it outside of forward");
     }
-    if (second_pass_) {
-      restore(entry);
-      continue;
-    }
+    seen_.push_back(&entry);
+    if (second_pass_) continue;
     if (!entry.written && !first_) entry.left = values_before(entry);
     entry.written = written_ = true;
     entry.exchanged = entry.exchanged || exchanged;
@@ -62,10 +71,16 @@ void ParameterRule::end_micro_batch() {
     } else {
       entry.left = now.variable_data().clone();
     }
-    restore(entry);
   }
-  memory_.rest();
-  first_ = false;
+}
+
+std::vector<ParameterRule::Found> ParameterRule::found() const {
+  std::vector<Found> found;
+  for (const Entry& entry : entries_) {
+    const coupled::WatchedMemory::Known& known = memory_[entry.place];
+    if (entry.left.defined()) found.push_back({entry.parameter.tensor, known.memory, known.before});
+  }
+  return found;
 }
 
 void ParameterRule::end_trial() {
@@ -121,7 +136,8 @@ void ParameterRule::roll_back() {
     entry.disagree.reset();
   }
   memory_.rest();
-  written_ = false;
+  seen_.clear();
+  sees_ = written_ = false;
   first_ = true;
   second_pass_ = false;
 }

@@ -25,6 +25,7 @@ class ParameterRule final : public Check {
 
   /// \throws Unsupported where a parameter was changed by what is no operator, so that the values
   /// that it had are lost
+  void see_micro_batch() override;
   void end_micro_batch() override;
   /// The same for a forward that nobody wants but for its outputs: what it leaves is undone.
   void end_trial();
@@ -32,9 +33,18 @@ class ParameterRule final : public Check {
   /// Whether any micro-batch has changed one.
   bool written() const noexcept { return written_; }
   void commit() override;
+  /// One that forward has written, as the step found it: in this memory, with these values;
+  /// undefined where it was given other memory alone.
+  struct Found {
+    at::Tensor parameter, memory, values;
+  };
+  std::vector<Found> found() const;
   /// Every parameter lies again in the memory that the step found it in, with its values.
   void roll_back() override;
-  void let_go() override { entries_.clear(); }
+  void let_go() override {
+    entries_.clear();
+    seen_.clear();
+  }
 
  private:
   struct Entry {
@@ -52,6 +62,8 @@ class ParameterRule final : public Check {
 
   std::vector<Entry> entries_;
   coupled::WatchedMemory& memory_;
+  std::vector<Entry*> seen_;  // written by the micro-batch that is about to end
+  bool sees_ = false;         // it has been looked at
   bool exact_;
   bool first_ = true;
   bool second_pass_ = false;

@@ -224,7 +224,7 @@ void Pass::collect(Rows rows, int64_t segment) {
 
 void Pass::drop_graph(Rows rows) {
   if (strategy_.is_cut()) return cut_.at(rows.begin).drop_graphs();
-  uncut_.at(rows.begin).drop_graph();
+  uncut_.at(rows.begin).drop_spoilt_graph();
 }
 
 void Pass::begin_backward(bool keep, bool repeatable) {

@@ -35,6 +35,14 @@ using NumberKind = PlainNumbers::Kind;
                 "with batch_coupling=\"per_micro_batch\"");
 }
 
+[[noreturn]] void refuse_parameter(const std::string& name) {
+  throw CouplingError(
+      name, "forward puts another parameter into '" + name +
+                "' in each call, and the gradient of each micro-batch goes to the one that it has "
+                "made: make the budget large enough for one micro-batch, or write into the "
+                "parameter that is there, as in with torch.no_grad(): self.weight.copy_(values)");
+}
+
 [[noreturn]] void refuse_generator(const std::string& name) {
   throw Unsupported(
       "forward advances '" + name +
@@ -196,7 +204,7 @@ void PlainRuns::note_move() const {
 }
 
 bool PlainRuns::counts() const {
-  return known_->whole() ||
+  return known_->whole() || !made_.empty() ||  // the others may not make one too
          std::any_of(moved_.begin(), moved_.end(), [this](const PlainNumber& each) {
            return known_->kind_of(each.name) != NumberKind::harmless;
          });
@@ -219,12 +227,31 @@ void PlainRuns::put_back(bool guess) const {
 }
 
 void PlainRuns::after_part() {
-  if (!counts()) return;
+  if (!changed_ && !counts()) return;
   try {
-    meet_left();
+    meet_parameters();
+    if (counts()) meet_left();
   } catch (const CouplingError&) {
     found_ = true;
     throw;
+  }
+}
+
+void PlainRuns::note_remade(const PlainState& now) const {
+  if (!remade_) return;
+  for (const PlainObject& each : now.objects()) {
+    if (each.parameter.defined() && each.before.defined()) remade_(each.parameter, each.before);
+  }
+}
+
+/// A parameter that this part's forward has made gets the gradient of this part alone, unless all
+/// find the one that the first has made.
+void PlainRuns::meet_parameters() {
+  if (!changed_) return;
+  for (const PlainObject& each : base_.objects()) {
+    if (!each.parameter.defined()) continue;
+    const auto [known, first] = made_.try_emplace(each.name, each.parameter);
+    if (!first && !known->second.is_same(each.parameter)) refuse_parameter(each.name);
   }
 }
 
@@ -266,6 +293,7 @@ void PlainRuns::count_anew() {
   left_.clear();
   sums_.clear();
   kept_.clear();
+  made_.clear();
 }
 
 void PlainRuns::commit() const {
@@ -346,18 +374,32 @@ void PlainRuns::learn(Rows first, int64_t total, const std::function<Batch(Rows)
       throw;
     }
   };
+  // A flag beside a buffer that the first call makes: forward cannot run on one without the other,
+  // and the buffer has been put back.
+  const auto tried = [&]() -> std::optional<std::pair<Batch, LeftNumbers>> {
+    try {
+      return as_candidate(other);
+    } catch (const Error&) {
+      throw;
+    } catch (...) {
+      const std::exception_ptr error = std::current_exception();
+      keep_foreign_exception(error);
+      if (is_out_of_memory(error) || !coupled::may_be_of_state(error)) throw;
+      return std::nullopt;
+    }
+  };
   try {
-    const auto [later, left_later] = as_candidate(other);
+    const auto later = tried();
     base_.restore();
     const Batch as_first = run(other);
-    counters = read_by_forward(left_later, LeftNumbers(base_.numbers()));
+    if (later) counters = read_by_forward(later->second, LeftNumbers(base_.numbers()));
     now.restore();
     for (PlainNumber& each : base_.numbers()) {
       const bool known = std::any_of(moved_.begin(), moved_.end(),
                                      [&](const PlainNumber& one) { return one.name == each.name; });
       if (!known) moved_.push_back(std::move(each));
     }
-    bool whole = counters.empty() && !same_outputs(later, as_first);
+    bool whole = !later || (counters.empty() && !same_outputs(later->first, as_first));
     if (!counters.empty()) {
       const auto [outputs, left] = as_candidate(other);
       whole = !same_outputs(outputs, as_first);
@@ -378,7 +420,7 @@ void PlainRuns::learn(Rows first, int64_t total, const std::function<Batch(Rows)
       const Batch again = run(other);
       now.restore();
       // Where forward gives other outputs each time nobody can tell.
-      if (same_outputs(as_first, again)) known_->learn_whole();
+      if (!later || same_outputs(as_first, again)) known_->learn_whole();
     }
   } catch (const CouplingError&) {
     found_ = true;

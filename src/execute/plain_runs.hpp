@@ -120,6 +120,7 @@ class PlainRuns {
     if (as_first) put_back(/*guess=*/true);
     try {
       auto result = run();
+      note_remade(now);
       now.restore();
       check_can_put_back();
       return result;
@@ -129,6 +130,10 @@ class PlainRuns {
       throw;
     }
   }
+  /// Whom to tell of parameters that such a run has made anew, and of those that stay in their
+  /// places.
+  using Remade = std::function<void(const at::Tensor& made, const at::Tensor& stands)>;
+  void tell_remade(Remade remade) { remade_ = std::move(remade); }
   /// In front of a run that somebody else undoes.
   void show_first_numbers() const {
     if (begun_ && !quiet()) put_back(/*guess=*/true);
@@ -138,10 +143,12 @@ class PlainRuns {
 
  private:
   void put_back(bool guess) const;
+  void note_remade(const PlainState& now) const;
   void note_move() const;
   /// \throws Unsupported where forward has moved what cannot be put back
   void check_can_put_back() const;
   void meet_left();
+  void meet_parameters();
   /// \throws CouplingError where outputs depend on this number
   void check_unread(const std::string& name, Rows first, const Batch& wanted,
                     const std::function<Batch(Rows)>& run, const PlainState& now) const;
@@ -159,6 +166,8 @@ class PlainRuns {
   std::map<std::string, std::string> left_;  // by it, of counters
   std::map<std::string, double> sums_;
   std::map<std::string, std::string> kept_;  // where all state is put back: what it left
+  std::map<std::string, at::Tensor> made_;   // parameters, by the first forward
+  Remade remade_;
   bool met_first_ = false;
   bool found_ = false;
 };

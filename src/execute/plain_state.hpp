@@ -25,6 +25,9 @@ struct PlainObject {
   std::string name;
   /// By its value, a few levels deep: equal text, equal state.
   std::function<std::string()> describe;
+  // Parameters that require grad and stand there now, or stood there before; undefined for others.
+  at::Tensor parameter;
+  at::Tensor before;
 };
 
 /// What lies in plain attributes of modules.

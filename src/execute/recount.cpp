@@ -42,7 +42,7 @@ void RowChecks::recount(const std::function<Batch(Rows)>& load) {
         call();
       }
       forwards_.outputs = Batch();
-      forwards_.buffers().end_other_rows();
+      forwards_.end_other_rows();
     });
   };
   const auto ask = [&] {

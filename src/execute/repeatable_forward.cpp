@@ -37,13 +37,14 @@ Batch RepeatableForward::first(const Batch& inputs, bool keep, bool read,
     buffers_ = std::make_shared<BufferValues>(problem.buffers);
   }
   Batch outputs;
-  const bool graph_alone = keep && !problem.goes_back_again && problem.buffers.empty();
+  const bool graph_alone = keep && !problem.goes_back_again && buffers_of(problem).empty();
   const bool needs_tape = again_ && model_.strategy.replays() && !graph_alone;
   if (!needs_tape && !read) {
     outputs = run();
     forget_recording();
   } else {
     tape::Recorder recorder(inputs, model_.buffers, model_.devices);
+    recorder.leave_parameters(model_.parameters);
     outputs = recorder.run(run);
     tape_ = recorder.finish(outputs);
     tape::share_with_last(tape_);
@@ -55,7 +56,7 @@ Batch RepeatableForward::first(const Batch& inputs, bool keep, bool read,
   }
   // A tape has what it needs of both, unless it turns out to give other outputs; a graph that is
   // kept needs neither.
-  if (replays() && !problem.goes_back_again) {
+  if (recorded_ && replays() && !problem.goes_back_again) {
     random_ = RngSnapshot();
     buffers_.reset();
   }
@@ -71,6 +72,11 @@ void RepeatableForward::forget_recording() {
 void RepeatableForward::keep_graph(Batch outputs, Batch inputs) {
   graph_ = std::move(outputs);
   inputs_ = std::move(inputs);
+}
+
+void RepeatableForward::drop_spoilt_graph() {
+  drop_graph();
+  if (!recorded_ && again_) run_again("forward writes into what its graph keeps");
 }
 
 void RepeatableForward::drop_graph() {

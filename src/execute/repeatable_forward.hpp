@@ -42,6 +42,8 @@ class RepeatableForward {
   bool keeps_graph() const noexcept { return graph_.has_value(); }
   const Batch& inputs_of_graph() const noexcept { return inputs_; }
   void drop_graph();
+  /// What it keeps has been written.
+  void drop_spoilt_graph();
   /// The outputs, with the graph that was kept; it is kept no more.
   Batch take_graph();
 

@@ -69,7 +69,7 @@ std::string hint_at_batch_dim(const BatchSource& inputs, int64_t samples) {
 
 at::Device device_of(const Problem& problem) {
   for (const NamedParameter& parameter : problem.parameters) return parameter.tensor.device();
-  for (const BufferSlot& buffer : problem.buffers) return buffer.get().device();
+  for (const at::Tensor& buffer : buffers_of(problem)) return buffer.device();
   return at::kCPU;
 }
 

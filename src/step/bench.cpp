@@ -186,7 +186,7 @@ class Race {
       std::vector<int64_t> before;
       for (int step = 0; step < kMostRehearsals; ++step) {
         model_.reset();
-        report = batch->backward(*problem_.inputs, *problem_.targets);
+        model_.watch([&] { report = batch->backward(*problem_.inputs, *problem_.targets); });
         const bool settled =
             (step & (step + 1)) != 0 &&  // else it looks at other rows
             (options.micro_batch_size || (report.predicted_peak_bytes && report.restarts == 0 &&

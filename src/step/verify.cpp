@@ -20,6 +20,7 @@
 #include <cmath>
 #include <cstdio>
 #include <limits>
+#include <map>
 #include <numeric>
 
 namespace infinitybatch {
@@ -35,10 +36,39 @@ constexpr double kRoundings = 8;
 
 using Gradients = std::vector<at::Tensor>;
 
-/// What a step leaves.
+/// What a step leaves, in the order of `Names`.
 struct Found {
   Gradients gradients;
-  std::vector<at::Tensor> buffers;
+  std::vector<at::Tensor> values;  // of buffers, and of parameters that forward writes
+};
+
+/// All that any step leaves something for: forward may make parameters and buffers.
+class Names {
+ public:
+  /// \returns tensors in this order; undefined where there is none of that name
+  Gradients sort(const std::vector<NamedParameter>& found) {
+    Gradients sorted(names_.size());
+    for (const NamedParameter& each : found) {
+      const auto [place, anew] = places_.try_emplace(each.name, names_.size());
+      if (anew) {
+        names_.push_back(each.name);
+        sorted.emplace_back();
+      }
+      sorted[place->second] = each.tensor;
+    }
+    return sorted;
+  }
+  /// Of what was sorted before others were known.
+  Gradients extend(Gradients sorted) const {
+    sorted.resize(names_.size());
+    return sorted;
+  }
+  size_t size() const noexcept { return names_.size(); }
+  const std::string& operator[](size_t i) const { return names_[i]; }
+
+ private:
+  std::vector<std::string> names_;
+  std::map<std::string, size_t> places_;
 };
 
 double norm_of(const at::Tensor& tensor) {
@@ -145,7 +175,8 @@ class Examination {
       report.why_no_fp64 = what.substr(0, what.find('\n'));
       report.in_fp64.reset();
     }
-    compare_own(own_ours.gradients, own_native.gradients, oracle, report);
+    compare_own(parameters_.extend(own_ours.gradients), parameters_.extend(own_native.gradients),
+                parameters_.extend(oracle), report);
     return report;
   }
 
@@ -170,7 +201,11 @@ class Examination {
           "own numbers) use match_native_rng=True, to verify");
     }
     native_loss(loss_, native_, problem_.device, rows_, outputs, targets).backward();
-    return {model_.take_gradients(), model_.read_buffers()};
+    return found();
+  }
+
+  Found found() {
+    return {parameters_.sort(model_.take_gradients()), values_.sort(model_.read_values())};
   }
 
   /// Of as many rows as native has memory for.
@@ -191,8 +226,8 @@ class Examination {
   Found ours(const Options& options, StepReport& report) {
     model_.reset();
     VirtualBatch batch(*problem_.model, loss_, options);
-    report = batch.backward(inputs_, targets_);
-    return {model_.take_gradients(), model_.read_buffers()};
+    model_.watch([&] { report = batch.backward(inputs_, targets_); });
+    return found();
   }
 
   Gradients compare_in_double(const StepReport& step, VerifyReport& report) {
@@ -215,35 +250,33 @@ class Examination {
   Comparison against(const Found& oracle, const Found& ours) {
     Comparison comparison;
     comparison.type = at::kDouble;
-    std::vector<std::string> names;
-    for (const NamedParameter& parameter : problem_.parameters) names.push_back(parameter.name);
     std::optional<Found> reversed;
-    const auto compare = [&](std::vector<at::Tensor> Found::* what,
-                             const std::vector<std::string>& named) {
+    const auto compare = [&](std::vector<at::Tensor> Found::* what, const Names& names) {
       std::vector<ParameterError> errors;
-      for (size_t i = 0; i < named.size(); ++i) {
-        const Gradients& right = oracle.*what;
-        if (!right[i].defined() && !(ours.*what)[i].defined()) continue;
-        ParameterError each{named[i], error(ours.*what, right, i), kAllowedInDouble};
+      const Gradients right = names.extend(oracle.*what);
+      const Gradients left = names.extend(ours.*what);
+      for (size_t i = 0; i < names.size(); ++i) {
+        if (!right[i].defined() && !left[i].defined()) continue;
+        ParameterError each{names[i], error(left, right, i), kAllowedInDouble};
         if (each.error > kAllowedInDouble) {
           if (!reversed) {
             check_repeats(oracle.gradients);
             reversed = in_rows_ ? native(reverse(inputs_), reverse(targets_)) : oracle;
           }
-          const double moved = error(*reversed.*what, right, i);
+          const double moved = error(names.extend(*reversed.*what), right, i);
           if (moved <= kMoreThanNoise) each.allowed = std::max(kAllowedInDouble, kNoise * moved);
         }
         errors.push_back(std::move(each));
       }
       return errors;
     };
-    comparison.parameters = compare(&Found::gradients, names);
-    comparison.buffers = compare(&Found::buffers, model_.buffer_names());
+    comparison.parameters = compare(&Found::gradients, parameters_);
+    comparison.buffers = compare(&Found::values, values_);
     return comparison;
   }
 
   void check_repeats(const Gradients& oracle) {
-    const Gradients again = native(inputs_, targets_).gradients;
+    const Gradients again = parameters_.extend(native(inputs_, targets_).gradients);
     for (size_t i = 0; i < oracle.size(); ++i) {
       const double moved = error(again, oracle, i);
       if (moved <= kMoreThanNoise) continue;
@@ -252,7 +285,7 @@ class Examination {
       throw Unsupported(
           std::string("native is not repeatable: on the same batch, from the same parameters, "
                       "buffers and default random state, the gradient of ") +
-          problem_.parameters[i].name + " moved by " + text +
+          parameters_[i] + " moved by " + text +
           " of its norm, so that there is nothing to compare with; forward or the loss draws from "
           "a "
           "generator of its own (a torch.Generator, numpy.random.default_rng()) or keeps state "
@@ -268,8 +301,7 @@ class Examination {
       if (!native[i].defined() && !ours[i].defined()) continue;
       const double allowed =
           std::max(kTwice * error(native, oracle, i), kRoundings * rounding_of(own_type_));
-      report.own.parameters.push_back(
-          {problem_.parameters[i].name, error(ours, oracle, i), allowed});
+      report.own.parameters.push_back({parameters_[i], error(ours, oracle, i), allowed});
     }
   }
 
@@ -314,6 +346,8 @@ class Examination {
   /// Whether fewer samples, in another order, have targets that belong to them.
   const bool in_rows_ = targets_follow_samples(*problem_.targets);
   ExaminedModel model_;
+  Names parameters_;
+  Names values_;
   Batch inputs_;
   Batch targets_;
   int64_t rows_ = 0;

@@ -35,7 +35,8 @@ using torch::autograd::variable_list;
 /// forward does not matter natively).
 template <typename Run>
 auto with_state_put_back(const WrappedCall& call, const Run& run) {
-  const BufferValues buffers(call.buffers);
+  BufferValues buffers(call.buffers);
+  buffers.add_parameters_of(call.run->found());
   std::vector<std::pair<at::Tensor, bool>> turned;
   for (const auto& [tensor, flag] : call.requires_grad) {
     if (tensor.requires_grad() != flag) turned.emplace_back(tensor, !flag);

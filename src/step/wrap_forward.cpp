@@ -405,6 +405,11 @@ Batch ForwardPass::finish() {
                               call_->findings.rows_seen.dims, losses_, own_);
   if (!run.engine().checks().found()) check_reduce(joined);
   run.finish_forward();
+  if (recording_) {
+    for (const ParameterRule::Found& each : run.engine().forwards().written_parameters()) {
+      values_->add(each.parameter, each.memory, each.values);
+    }
+  }
   if (cut() && options_.static_graph) {
     const auto own = call_->leaves.begin() + static_cast<std::ptrdiff_t>(parameters_);
     run.learn(wants_gradient_, {own, call_->leaves.end()}, ambiguous_,
@@ -420,8 +425,8 @@ Batch ForwardPass::finish() {
   }
   const auto& renormed = run.engine().forwards().watch().renormed();
   for (const auto& [tensor, wanted] : call_->requires_grad) {
-    // Another call may scale other rows of it.
-    if (renormed->contains(tensor)) continue;
+    // Another call may scale other rows of it; what forward writes is put back for it.
+    if (renormed->contains(tensor) || values_->has_parameter(tensor)) continue;
     call_->parameter_versions.push_back(Version::of("a parameter", tensor));
   }
   for (const at::Tensor& tensor : call_->inputs.tensors()) {

@@ -109,7 +109,7 @@ class ForwardPass {
   const bool recording_;
   std::shared_ptr<WrappedCall> call_;
   const Setup& setup_;
-  std::shared_ptr<const BufferValues> values_;
+  std::shared_ptr<BufferValues> values_;
   RngSnapshot before_;
   std::unordered_set<c10::TensorImpl*> known_leaves_;
   size_t parameters_ = 0;  // among the call's leaves, the first ones

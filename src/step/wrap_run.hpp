@@ -37,6 +37,8 @@ class WrapRun final : public ExternalLoss {
 
   /// Whether ops of the model see the whole batch: its tapes are cut there.
   bool cut() const noexcept { return setup_.strategy.is_cut(); }
+  /// What forward found in buffers, and in parameters that it has written.
+  const BufferValues& found() const noexcept { return *buffers_; }
   Executor& engine() { return *executor_; }
   const Executor& engine() const { return *executor_; }
   size_t part_count() const noexcept { return parts_.size(); }
@@ -133,7 +135,7 @@ class WrapRun final : public ExternalLoss {
   void forget_gradients();
 
   WrappedCall& call_;
-  const std::shared_ptr<const BufferValues> buffers_;  // as forward found them
+  const std::shared_ptr<const BufferValues> buffers_;  // as forward found them, and parameters
   const bool recording_;
   Taken taken_;
   BatchSource inputs_;

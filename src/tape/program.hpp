@@ -17,7 +17,9 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <functional>
+#include <memory>
 #include <memory_resource>
+#include <unordered_set>
 
 namespace infinitybatch::tape {
 
@@ -43,7 +45,9 @@ class Program final : public OpListener {
   /// See Recorder::disturb.
   std::function<bool(const Tape&, const Op&)> disturb;
   std::function<at::Tensor(const at::Tensor&)> lent;  ///< See Recorder::borrow.
-  bool witnesses = false;                             ///< See Recorder::witness.
+  /// See Recorder::leave_parameters.
+  std::shared_ptr<const std::unordered_set<const c10::StorageImpl*>> parameters;
+  bool witnesses = false;  ///< See Recorder::witness.
   /// See Recorder::lighten and Recorder::keep.
   std::optional<at::Device> light;
   FrontierGuide guide;
@@ -112,6 +116,7 @@ class Program final : public OpListener {
   void judge_leftovers();
   // Weights of which forward scales rows (values.cpp).
   bool outlives_call(const at::Tensor& tensor);
+  bool is_written(const Memory& memory) const;
   void begin_scaling(const at::Tensor& weight);
   void check_reads_before(const Memory& weight);
   /// What was done to a value since it was looked at; null where nothing was.

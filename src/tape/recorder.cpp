@@ -39,6 +39,10 @@ void Recorder::borrow(std::function<at::Tensor(const at::Tensor&)> found) {
   program_->lent = std::move(found);
 }
 
+void Recorder::leave_parameters(std::shared_ptr<const Storages> parameters) {
+  program_->parameters = std::move(parameters);
+}
+
 void Recorder::disturb(std::function<bool(const Tape&, const Op&)> which) {
   program_->disturb = std::move(which);
 }

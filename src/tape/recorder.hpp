@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <unordered_set>
 #include <vector>
 
 namespace infinitybatch::tape {
@@ -61,6 +62,11 @@ class Recorder {
   /// Where somebody has a copy of what `found` gives for a buffer, the tape shares it; undefined
   /// where nobody has. Call it before `run`.
   void borrow(std::function<at::Tensor(const at::Tensor& buffer)> found);
+
+  /// Storages of parameters that somebody puts back when forward has written them: it may run
+  /// again. Call it before `run`.
+  using Storages = std::unordered_set<const c10::StorageImpl*>;
+  void leave_parameters(std::shared_ptr<const Storages> parameters);
 
   /// Changes the results of ops that `which` picks, as soon as they are there: what forward does
   /// next must not depend on their values. Call it before `run`.

@@ -70,7 +70,19 @@ ValueId Program::find_external(const at::Tensor& tensor) {
     give_up("a tensor with a history of its own comes from outside of the recorded ops");
     return kNoValue;
   }
+  if (memory != nullptr && is_written(*memory)) {
+    give_up("forward reads memory that it has written through another tensor");
+    return kNoValue;
+  }
   return add_external(tensor, /*input_leaf=*/-1);
+}
+
+/// Whether an op has written it, where it is not of this call's making: replays write a copy.
+bool Program::is_written(const Memory& memory) const {
+  return std::any_of(memory.values.begin(), memory.values.end(), [this](ValueId alias) {
+    const int64_t index = values_[alias].external;
+    return index >= 0 && tape_.externals[static_cast<size_t>(index)].before.defined();
+  });
 }
 
 ValueId Program::add_external(const at::Tensor& tensor, int64_t input_leaf) {
@@ -226,6 +238,9 @@ void Program::judge_write(const at::Tensor& tensor) {
   for (const at::Tensor& buffer : held_buffers_) {
     if (buffer.is_same(tensor) || (storage != nullptr && storage_of(buffer) == storage)) return;
   }
+  if (parameters && parameters->contains(storage)) {
+    return give_up("forward writes into a parameter (" + facts_->name() + ")");
+  }
   bool parameter = tensor.requires_grad();
   if (memory != nullptr) {
     for (const ValueId alias : memory->values) {
@@ -310,7 +325,8 @@ void Program::check_externals() {
           return here.storage != nullptr && storage_of(buffer) == here.storage &&
                  here.storage == value.provenance.storage;
         });
-    if (content && external.input_leaf < 0 && !external.is_buffer && !of_buffer) {
+    const bool of_parameter = parameters && parameters->contains(value.provenance.storage);
+    if (content && external.input_leaf < 0 && !external.is_buffer && !of_buffer && !of_parameter) {
       refuse("forward changes a parameter, or a tensor that is not a buffer of the model: " +
              std::string(why));
     }

@@ -3,6 +3,7 @@
 #include "core/out_of_memory.hpp"
 #include "core/rng.hpp"
 #include "core/thread_context.hpp"
+#include "execute/buffer_values.hpp"
 #include "execute/findings.hpp"
 #include "step/admission.hpp"
 #include "step/batch_kind.hpp"
@@ -28,35 +29,6 @@
 #include <vector>
 
 namespace infinitybatch {
-
-/// A buffer's tensor and values, to be put back where forward has changed either.
-class EvaluationBuffer {
- public:
-  explicit EvaluationBuffer(BufferSlot slot)
-      : slot_(std::move(slot)), tensor_(slot_.get()), version_(0) {
-    if (!tensor_.defined()) return;
-    values_ = tensor_.detach().clone();
-    version_ = tensor_.is_inference() ? 0 : tensor_._version();
-  }
-
-  void put_back() const {
-    const at::Tensor now = slot_.get();
-    if (!tensor_.defined()) {
-      if (now.defined()) slot_.set(tensor_);
-      return;
-    }
-    const bool same = now.defined() && now.is_same(tensor_);
-    if (same && !tensor_.is_inference() && tensor_._version() == version_) return;
-    at::Tensor(tensor_).copy_(values_);
-    if (!same) slot_.set(tensor_);
-  }
-
- private:
-  BufferSlot slot_;
-  at::Tensor tensor_;
-  at::Tensor values_;
-  uint32_t version_;
-};
 
 namespace {
 
@@ -115,13 +87,11 @@ class Evaluation::State {
     }
     check_trim(options_);
     if (options_.memory_budget) budget_ = options_.memory_budget->resolve(device_);
-    const at::NoGradGuard no_grad;
-    for (BufferSlot& slot : model_.buffers()) buffers_.emplace_back(std::move(slot));
+    buffers_.emplace(model_.buffers());
   }
 
   ~State() {
-    const at::NoGradGuard no_grad;
-    for (const EvaluationBuffer& buffer : buffers_) buffer.put_back();
+    buffers_->restore();
     random_.restore();
   }
   State(const State&) = delete;
@@ -306,7 +276,7 @@ class Evaluation::State {
   std::optional<int64_t> tokens_;  // with `trim`: positions of a slice
   RngSnapshot random_;
   std::optional<int64_t> budget_;
-  std::vector<EvaluationBuffer> buffers_;
+  std::optional<BufferValues> buffers_;
   std::map<std::string, Findings> findings_;  // with `trim`, by kind of batch
   double sum_ = 0;
   double denominator_ = 0;

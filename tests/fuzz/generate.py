@@ -8,7 +8,7 @@ from .outputs import OUTPUTS
 from .statements_batch import MIXING, RANDOM, WHOLE_BATCH
 from .statements_layers import LAYERS
 from .statements_rows import BRANCHES, IDS
-from .statements_state import CODE, HOOKS, IN_PLACE, STATE
+from .statements_state import CODE, HOOKS, IN_PLACE, SLOTS, STATE
 
 #: Groups of statements, and how often one is taken where the group takes part.
 GROUPS = [
@@ -73,9 +73,18 @@ def way_of(chance: random.Random, rows: int, loss: str, output: str, tags: froze
     return Way(api, size, budget, options, criterion, loop, chance.random() < 0.15)
 
 
+def with_slots(seed: int, statements: tuple) -> tuple:
+    """Some cases have one of these too; all others stay the programs that they were."""
+    chance = random.Random(f"{seed} slots")
+    if chance.random() >= 0.1:
+        return statements
+    place = chance.randrange(len(statements) + 1)
+    return (*statements[:place], chance.choice(SLOTS), *statements[place:])
+
+
 def case_of(seed: int) -> Case:
     chance = random.Random(seed)
-    statements = with_rows(seed, statements_of(chance))
+    statements = with_slots(seed, with_rows(seed, statements_of(chance)))
     output = chance.choice(["tensor"] * 6 + list(OUTPUTS))
     loss = chance.choice(list(LOSSES))
     rows = chance.choice([4, 5, 6, 7, 8, 9, 11, 13])

@@ -140,6 +140,81 @@ h = h + self.table$""",
     ),
 ]
 
+#: Buffers and parameters that hold nothing until the first call, or lie in each other's memory.
+SLOTS = [
+    of(
+        "buffer of the first batch",
+        """
+if self.b$ is None:
+    self.b$ = h.detach().mean(0)
+h = h - self.b$""",
+        "self.register_buffer('b$', None)",
+        tags="samples_in_state mixes first_call",
+    ),
+    of(
+        "flag and buffer of the first batch",
+        """
+if not self.ready$:
+    self.b$, self.ready$ = h.detach().mean(0), True
+h = h - self.b$""",
+        "self.register_buffer('b$', None)\nself.ready$ = False",
+        tags="samples_in_state mixes first_call number_state",
+    ),
+    of(
+        "weights of the first batch",
+        """
+if self.ready$.item() == 0:
+    with torch.no_grad():
+        self.g$.copy_(h.detach().abs().mean(0))
+        self.ready$.fill_(1)
+h = h * self.g$""",
+        "self.g$ = nn.Parameter(torch.ones(W))\nself.register_buffer('ready$', torch.zeros(()))",
+        tags="samples_in_state mixes first_call weight_written host_read",
+    ),
+    of(
+        "mask of the first call",
+        """
+if self.b$ is None:
+    self.b$ = torch.linspace(0, 1, W, dtype=h.dtype)
+h = h + self.b$""",
+        "self.register_buffer('b$', None)",
+        tags="first_call",
+    ),
+    of(
+        "parameter of the first call",
+        """
+if self.g$ is None:
+    self.g$ = nn.Parameter(torch.linspace(0, 1, W, dtype=h.dtype))
+h = h + self.g$""",
+        "self.register_parameter('g$', None)",
+        tags="first_call",
+    ),
+    of(
+        "buffer that is used once",
+        """
+if self.b$ is not None:
+    h, self.b$ = h + self.b$, None""",
+        "self.register_buffer('b$', torch.ones(W))",
+        tags="first_call",
+    ),
+    of(
+        "buffer and its view",
+        "self.b$.mul_(0.9)\nh = h * torch.cat([self.v$, self.v$])",
+        """
+self.register_buffer('b$', torch.ones(W, dtype=torch.float64))
+self.register_buffer('v$', self.b$[:W // 2])""",
+        tags="opaque",
+    ),
+    of(
+        "view and its buffer",
+        "h = h * self.b$\nself.v$.mul_(0.9)\nh = h + self.b$",
+        """
+self.register_buffer('b$', torch.ones(W, dtype=torch.float64))
+self.register_buffer('v$', self.b$.data[:W // 2])""",
+        tags="opaque",
+    ),
+]
+
 HOOKS = [
     of(
         "forward hook",
