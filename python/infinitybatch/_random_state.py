@@ -28,7 +28,7 @@ class Snapshot:
     and NumPy, takes fifty times as long as keeping it as it lies in memory."""
 
     def __init__(self) -> None:
-        self._with_numpy = "numpy.random" in sys.modules
+        self._with_numpy = "numpy" in sys.modules
         self._with_cuda = torch.cuda.is_initialized()
         count = torch.cuda.device_count() if self._with_cuda else 0
         self._kept = _C.RandomSnapshot([torch.device("cuda", index) for index in range(count)])

@@ -26,6 +26,7 @@ void bind_data(pybind11::module_& module);
 void bind_wrap(pybind11::module_& module);
 void bind_random(pybind11::module_& module);
 void register_random_sources();
+void register_wrapped_tensors();
 
 /// Throws an error of this library as the Python exception that stands for it, for code that goes
 /// through torch's own bindings, which do not know it. Returns where `error` is none of ours.

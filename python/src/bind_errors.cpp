@@ -94,13 +94,29 @@ py::handle torch_out_of_memory() {
   return type;
 }
 
-/// Whether `error`, or what it says to have been caused by, is a torch.OutOfMemoryError. What
-/// merely was being handled when it was raised does not count: a step may be the answer to a native
-/// one.
+std::string text_of(const py::object& error) {
+  const auto text = py::reinterpret_steal<py::object>(PyObject_Str(error.ptr()));
+  const char* const utf8 = text ? PyUnicode_AsUTF8(text.ptr()) : nullptr;
+  if (utf8 != nullptr) return utf8;
+  PyErr_Clear();
+  return {};
+}
+
+/// Whether `error`, or what it says to have been caused by, is a torch.OutOfMemoryError; or it, or
+/// what was being handled when it was raised, tells a refusal of ours. Another's that merely was
+/// being handled does not count: a step may be the answer to a native one.
 bool says_out_of_memory(py::object error) {
+  bool caused = true;
   for (int depth = 0; depth < 16 && error && !error.is_none(); ++depth) {
-    if (PyErr_GivenExceptionMatches(error.ptr(), torch_out_of_memory().ptr()) != 0) return true;
-    error = py::reinterpret_steal<py::object>(PyException_GetCause(error.ptr()));
+    const bool out_of_memory =
+        PyErr_GivenExceptionMatches(error.ptr(), torch_out_of_memory().ptr()) != 0;
+    if (out_of_memory && caused) return true;
+    if (tells_refusal(text_of(error))) return true;
+    auto cause = py::reinterpret_steal<py::object>(PyException_GetCause(error.ptr()));
+    caused = caused && cause && !cause.is_none();
+    error = cause && !cause.is_none()
+                ? std::move(cause)
+                : py::reinterpret_steal<py::object>(PyException_GetContext(error.ptr()));
   }
   return false;
 }

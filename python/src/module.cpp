@@ -23,4 +23,5 @@ PYBIND11_MODULE(_C, module) {
   bind_data(module);
   bind_random(module);
   register_random_sources();
+  register_wrapped_tensors();
 }

@@ -1,5 +1,6 @@
 #include "plain_description.hpp"
 
+#include "core/tensor_parts.hpp"
 #include "core/unwatched.hpp"
 
 #include <ATen/Functions.h>
@@ -18,15 +19,16 @@ constexpr size_t kMostDescribed = 1024;
 
 std::string describe_tensor(const at::Tensor& tensor) {
   std::ostringstream out;
-  out << "tensor " << tensor.sizes() << " " << tensor.scalar_type();
-  if (tensor.layout() != at::kStrided || tensor.is_meta() || tensor.is_quantized()) {
-    return out.str();
-  }
+  out << "tensor " << tensor.scalar_type();
+  if (!tensor.is_nested()) out << " " << tensor.sym_sizes();
   const Unwatched unwatched;
-  const at::Tensor here = tensor.detach().to(at::kCPU).contiguous();
-  const auto* data = static_cast<const char*>(here.const_data_ptr());
-  const std::string_view bytes(data, data == nullptr ? 0 : static_cast<size_t>(here.nbytes()));
-  out << " " << std::hash<std::string_view>()(bytes);
+  for (const at::Tensor& part : parts_of(tensor).tensors) {
+    if (part.is_meta()) continue;
+    const at::Tensor here = part.detach().to(at::kCPU).contiguous();
+    const auto* data = static_cast<const char*>(here.const_data_ptr());
+    const std::string_view bytes(data, data == nullptr ? 0 : static_cast<size_t>(here.nbytes()));
+    out << " " << here.sizes() << " " << std::hash<std::string_view>()(bytes);
+  }
   return out.str();
 }
 

@@ -120,7 +120,7 @@ void check_rows(const py::error_already_set& error) {
 bool failed_on_a_part(const py::error_already_set& error) {
   if (!coupled::PartOfBatch::at_work()) return false;
   if (error.matches(py::module_::import("infinitybatch.errors").attr("Error"))) return false;
-  if (error.matches(py::module_::import("torch").attr("OutOfMemoryError"))) return false;
+  if (is_out_of_memory(std::current_exception())) return false;
   return error.matches(PyExc_RuntimeError) || error.matches(PyExc_ValueError) ||
          error.matches(PyExc_LookupError) || error.matches(PyExc_AssertionError) ||
          error.matches(PyExc_ArithmeticError);
@@ -161,7 +161,7 @@ void add_note(const py::error_already_set& error) {
 /// As torch complains of shapes that do not fit; running out of memory is no such complaint.
 bool is_of_shape(const py::error_already_set& error) {
   if (!error.matches(PyExc_RuntimeError)) return false;
-  return !error.matches(py::module_::import("torch").attr("OutOfMemoryError"));
+  return !is_out_of_memory(std::current_exception());
 }
 
 /// Asked for each micro-batch.

@@ -15,11 +15,18 @@
 namespace infinitybatch::python {
 namespace {
 
-/// The module where somebody has imported it: nobody else can have drawn from it.
-py::object imported(const char* name) {
+/// The module, None without NumPy. NumPy imports its generator when somebody asks for it first: a
+/// forward may, or another thread meanwhile, and what it draws has to be drawn again. So it is
+/// imported here, in front of them, and waited for where another thread is importing it.
+py::object imported(const std::string& name) {
   PyObject* modules = PyImport_GetModuleDict();  // borrowed
-  PyObject* found = PyDict_GetItemString(modules, name);
-  return py::reinterpret_borrow<py::object>(found != nullptr ? found : Py_None);
+  const std::string package = name.substr(0, name.find('.'));
+  PyObject* found = PyDict_GetItemString(modules, package.c_str());
+  if (found == nullptr || found == Py_None) return py::none();
+  PyObject* module = PyImport_ImportModule(name.c_str());
+  if (module != nullptr) return py::reinterpret_steal<py::object>(module);
+  PyErr_Clear();  // an installation without it
+  return py::none();
 }
 
 /// A source that saves with `save(module)`.

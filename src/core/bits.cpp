@@ -8,20 +8,14 @@
 namespace infinitybatch {
 
 bool same_form(const at::Tensor& a, const at::Tensor& b) {
-  return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && a.device() == b.device();
+  if (a.scalar_type() != b.scalar_type() || a.device() != b.device()) return false;
+  // The sizes of these are numbers in tensors.
+  const bool nested = a.is_nested() || b.is_nested();
+  return nested ? a.is_nested() == b.is_nested() : a.sym_sizes() == b.sym_sizes();
 }
 
 void resize_to(const at::Tensor& tensor, const at::Tensor& like) {
   if (tensor.sizes() != like.sizes()) tensor.resize_(like.sizes());
-}
-
-at::Tensor any_bit_differs(const at::Tensor& a, const at::Tensor& b) {
-  const auto bytes = [](const at::Tensor& tensor) {
-    // A single element counts as contiguous with any stride, which no view of bytes may have.
-    const at::Tensor plain = tensor.resolve_conj().resolve_neg().contiguous();
-    return plain.as_strided({plain.numel()}, {1}).view(at::kByte);
-  };
-  return at::ne(bytes(a), bytes(b)).any();
 }
 
 namespace {
@@ -58,7 +52,8 @@ at::Tensor differs_beyond_atomics(const at::Tensor& a, const at::Tensor& b) {
 template <typename Differs>
 void note(const at::Tensor& before, const at::Tensor& now, at::Tensor& differs, Differs different) {
   if (!differs.defined()) {
-    differs = at::zeros({}, before.options().dtype(at::kBool).requires_grad(false));
+    const at::Device device = before.is_meta() ? at::Device(at::kCPU) : before.device();
+    differs = at::zeros({}, at::TensorOptions(at::kBool).device(device));
   }
   if (!same_form(before, now)) {
     differs.fill_(true);

@@ -13,8 +13,9 @@ bool same_form(const at::Tensor& a, const at::Tensor& b);
 /// have resized it in place (an observer of quantization that sees its first batch).
 void resize_to(const at::Tensor& tensor, const at::Tensor& like);
 
-/// Whether any bit differs between two tensors of the same form, as a 0-dimensional bool tensor on
-/// their device: nothing waits for the device, and NaN equals NaN.
+/// Whether any bit differs between two tensors of the same form, of any kind, as a 0-dimensional
+/// bool tensor on their device: nothing waits for the device, and NaN equals NaN. Where nobody can
+/// tell (`can_be_compared`) they differ.
 at::Tensor any_bit_differs(const at::Tensor& a, const at::Tensor& b);
 
 /// Sets `differs`, a 0-dimensional bool tensor on `before`'s device, where `now` has other bits or

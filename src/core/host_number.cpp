@@ -10,7 +10,7 @@ namespace infinitybatch {
 namespace {
 
 /// Whether the tensor is nothing but memory of the host, whatever autograd or autocast do with it.
-bool is_plain(const at::Tensor& tensor) {
+bool lies_on_host(const at::Tensor& tensor) {
   static const c10::DispatchKeySet ordinary =
       c10::DispatchKeySet(c10::DispatchKey::CPU) |
       c10::getAutogradRelatedKeySetFromBackend(c10::BackendComponent::CPUBit) |
@@ -19,32 +19,32 @@ bool is_plain(const at::Tensor& tensor) {
 }
 
 template <typename T>
-double value_of(const at::Tensor& tensor) {
+double number_at(const at::Tensor& tensor) {
   return static_cast<double>(*static_cast<const T*>(tensor.const_data_ptr()));
 }
 
 }  // namespace
 
 std::optional<double> host_number(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.dim() != 0 || !is_plain(tensor)) return std::nullopt;
+  if (!tensor.defined() || tensor.dim() != 0 || !lies_on_host(tensor)) return std::nullopt;
   switch (tensor.scalar_type()) {
     case at::kDouble:
-      return value_of<double>(tensor);
+      return number_at<double>(tensor);
     case at::kFloat:
-      return value_of<float>(tensor);
+      return number_at<float>(tensor);
     case at::kHalf:
-      return value_of<c10::Half>(tensor);
+      return number_at<c10::Half>(tensor);
     case at::kBFloat16:
-      return value_of<c10::BFloat16>(tensor);
+      return number_at<c10::BFloat16>(tensor);
     case at::kLong:
-      return value_of<int64_t>(tensor);
+      return number_at<int64_t>(tensor);
     default:
       return std::nullopt;
   }
 }
 
 std::optional<int64_t> host_count_without(const at::Tensor& tensor, int64_t value) {
-  if (!tensor.defined() || tensor.scalar_type() != at::kLong || !is_plain(tensor) ||
+  if (!tensor.defined() || tensor.scalar_type() != at::kLong || !lies_on_host(tensor) ||
       !tensor.is_contiguous()) {
     return std::nullopt;
   }

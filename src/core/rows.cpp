@@ -6,6 +6,7 @@
 #include "core/plain_leaves.hpp"
 #include "core/sample_rows.hpp"
 #include "core/squeezed.hpp"
+#include "core/tensor_parts.hpp"
 #include "core/transforms.hpp"
 
 #include <infinitybatch/core/batch.hpp>
@@ -243,7 +244,7 @@ Batch to_device(const Batch& batch, at::Device device) {
 Batch detached(const Batch& batch) {
   return with_tensors(batch, [](const Leaf& leaf) {
     const at::Tensor alone = leaf.tensor.detach();
-    if (alone.layout() != at::kStrided || !alone.has_storage()) return alone;
+    if (!is_plain(alone)) return alone;
     return alone.storage().nbytes() > alone.nbytes() ? alone.clone() : alone;
   });
 }

@@ -1,6 +1,8 @@
 #include "core/small_tensors.hpp"
 
 #include "core/bits.hpp"
+#include "core/tensor_parts.hpp"
+#include "core/tensor_values.hpp"
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -33,9 +35,8 @@ Kind kind_of(const at::Tensor& tensor) {
 /// What is larger is copied as fast alone, and is not worth being there once more.
 bool is_small(const at::Tensor& tensor) {
   constexpr int64_t kMost = int64_t{64} << 10;
-  return tensor.layout() == at::kStrided && !tensor.is_quantized() && tensor.numel() > 0 &&
-         tensor.numel() * tensor.element_size() <= kMost &&
-         !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+  return is_plain(tensor) && !tensor.is_meta() && tensor.numel() > 0 &&
+         tensor.numel() * tensor.element_size() <= kMost && !has_repeats(tensor);
 }
 
 /// Integers that take as many bytes, which differ where a bit does: NaN equals NaN.
@@ -60,7 +61,9 @@ bool lie_side_by_side(const std::vector<at::Tensor>& tensors) {
 at::Tensor copied_side_by_side(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> flat;
   flat.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) flat.push_back(tensor.detach().reshape({-1}));
+  for (const at::Tensor& tensor : tensors) {
+    flat.push_back(tensor.detach().reshape({-1}).resolve_conj().resolve_neg());
+  }
   return at::cat(flat);
 }
 
@@ -82,7 +85,7 @@ std::vector<at::Tensor> copies_of(const std::vector<at::Tensor>& tensors) {
     if (is_small(tensors[i])) {
       groups[kind_of(tensors[i])].push_back(i);
     } else {
-      copies[i] = tensors[i].detach().clone();
+      copies[i] = value_of(tensors[i]);
     }
   }
   for (const auto& [kind, members] : groups) {
@@ -105,7 +108,11 @@ void copy_into(const std::vector<at::Tensor>& tensors, const std::vector<at::Ten
   std::map<Kind, Lists, ByKind> lists;
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!is_small(tensors[i]) || tensors[i].is_conj() || tensors[i].is_neg()) {
-      at::Tensor(tensors[i]).copy_(values[i]);
+      if (has_repeats(tensors[i])) {
+        put_back_counted(tensors[i], values[i]);
+      } else {
+        at::Tensor(tensors[i]).copy_(values[i]);
+      }
       continue;
     }
     Lists& list = lists[kind_of(tensors[i])];

@@ -13,7 +13,7 @@ namespace infinitybatch {
 /// that hundreds of buffers take a few kernels.
 std::vector<at::Tensor> copies_of(const std::vector<at::Tensor>& tensors);
 
-/// Writes `values[i]` into `tensors[i]`, of the same form. Raises their versions.
+/// Writes `values[i]` into `tensors[i]`, of the same form, both plain. Raises their versions.
 void copy_into(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& values);
 
 /// Which of many tensors have had other bits, or another form, than they should have. Nothing waits

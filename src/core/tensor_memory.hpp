@@ -6,10 +6,11 @@
 
 namespace infinitybatch {
 
-/// Null for tensors without a storage.
+/// The one storage that a tensor is in; null for one that has none, or several (sparse): those are
+/// in `core/tensor_parts.hpp`.
 inline c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
-                                                  : nullptr;
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return impl->has_storage() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
 }
 
 /// Counts writes in place. Inference tensors do not count them: 0.

@@ -1,4 +1,5 @@
 #include "autograd/engine.hpp"
+#include "core/tensor_parts.hpp"
 #include "core/torch_compat.hpp"
 #include "coupled/across_batch_op.hpp"
 #include "coupled/coupling_watch.hpp"
@@ -50,7 +51,7 @@ at::Tensor run(const AcrossBatchFunction& function, const std::vector<at::Tensor
 /// In memory that is nobody else's: a step writes the result of all samples over it, and what the
 /// function returns may be a view of its input or of a tensor that it keeps.
 at::Tensor in_own_memory(at::Tensor result) {
-  const bool strided = result.layout() == at::kStrided && result.has_storage();
+  const bool strided = is_plain(result);
   const bool own = strided && result.is_non_overlapping_and_dense() && result.use_count() == 1 &&
                    result.storage().use_count() == 1;
   return own ? result : result.clone(at::MemoryFormat::Contiguous);

@@ -1,5 +1,7 @@
 #include "coupled/coupling_watch.hpp"
 
+#include "core/tensor_memory.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 
 #include <ATen/Context.h>
@@ -219,16 +221,13 @@ void CouplingWatch::know_parameters(const std::vector<NamedParameter>& parameter
   parameters_.reserve(parameters.size());
   memory_.expect(parameters.size());
   for (const NamedParameter& parameter : parameters) {
-    if (parameter.tensor.has_storage()) {
-      parameters_.insert(parameter.tensor.storage().unsafeGetStorageImpl());
-      memory_.know(parameter.tensor, /*carried=*/false);
-    }
+    if (c10::StorageImpl* storage = storage_of(parameter.tensor)) parameters_.insert(storage);
+    memory_.know(parameter.tensor, /*carried=*/false);
   }
 }
 
 bool CouplingWatch::is_parameter(const c10::IValue& value) const {
-  return value.isTensor() && value.toTensor().defined() && value.toTensor().has_storage() &&
-         parameters_.count(value.toTensor().storage().unsafeGetStorageImpl()) != 0;
+  return value.isTensor() && parameters_.count(storage_of(value.toTensor())) != 0;
 }
 
 CouplingWatch::Context CouplingWatch::on_renorm(const tape::SeenOp& op) {

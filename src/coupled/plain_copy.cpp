@@ -1,21 +1,41 @@
 #include "coupled/plain_copy.hpp"
 
 #include "core/foreign_exception.hpp"
+#include "core/tensor_parts.hpp"
+#include "core/tensor_values.hpp"
 #include "core/unwatched.hpp"
+#include "memory/cpu_accounting.hpp"
 
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>
 
 #include <exception>
+#include <limits>
 #include <memory>
 #include <vector>
 
 namespace infinitybatch::coupled {
 namespace {
 
+/// While it lives, this thread may allocate on the CPU what the system has.
+class Unlimited {
+ public:
+  Unlimited() { memory::CpuAccounting::set_limit(std::numeric_limits<int64_t>::max()); }
+  ~Unlimited() { memory::CpuAccounting::set_limit(before_); }
+  Unlimited(const Unlimited&) = delete;
+  Unlimited& operator=(const Unlimited&) = delete;
+
+ private:
+  int64_t before_ = memory::CpuAccounting::thread().limit;
+};
+
 at::Tensor copy_in_plain_memory(const at::Tensor& tensor) {
   keep_foreign_exception(std::current_exception());
   const Unwatched unwatched;
+  if (!is_plain(tensor)) {
+    const Unlimited unlimited;
+    return value_of(tensor);
+  }
   auto bytes =
       std::make_shared<std::vector<char>>(static_cast<size_t>(tensor.numel()) * tensor.itemsize());
   at::Tensor copy = at::from_blob(
@@ -30,7 +50,7 @@ void copy_before_write(const at::Tensor& tensor, at::Tensor& copy) {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unseen(false);  // no op of the model's
   try {
-    copy = tensor.clone();
+    copy = value_of(tensor);
   } catch (...) {
     copy = copy_in_plain_memory(tensor);
     throw;

@@ -1,5 +1,6 @@
 #include "coupled/sample_means.hpp"
 
+#include "core/tensor_memory.hpp"
 #include "tape/op_bus.hpp"
 
 #include <algorithm>
@@ -14,7 +15,7 @@ constexpr std::string_view kInstanceNorm = "aten::instance_norm";
 constexpr size_t kInstanceNormArguments = 9;
 
 bool in_same_memory(const at::Tensor& a, const at::Tensor& b) {
-  return a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage());
+  return storage_of(a) != nullptr && storage_of(a) == storage_of(b);
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 #include "coupled/watched_memory.hpp"
 
 #include "core/extent.hpp"
-#include "core/tensor_memory.hpp"
+#include "core/tensor_parts.hpp"
+#include "core/tensor_values.hpp"
 #include "coupled/plain_copy.hpp"
 #include "tape/op_bus.hpp"
 
@@ -64,7 +65,7 @@ bool are_other_slices(const at::Tensor& first, const at::Tensor& second) {
 
 /// Whether two tensors in one storage may have elements in common.
 bool may_overlap(const at::Tensor& first, const at::Tensor& second) {
-  if (first.layout() != at::kStrided || second.layout() != at::kStrided) return true;
+  if (!is_plain(first) || !is_plain(second)) return true;
   if (first.numel() == 0 || second.numel() == 0) return false;
   if (first.dtype() != second.dtype()) return true;
   const auto [begin, end] = extent_of(first);
@@ -76,18 +77,23 @@ bool may_overlap(const at::Tensor& first, const at::Tensor& second) {
 }  // namespace
 
 void WatchedMemory::know(const at::Tensor& tensor, bool carried) {
-  const c10::StorageImpl* storage = storage_of(tensor);
-  if (storage == nullptr) return;
+  const TensorStorages storages = storages_of(tensor);
+  if (storages.empty()) return;
   if (find(tensor)) {
     any_carried_ = any_carried_ || carried;
     return;
   }
-  Places& here = at_[storage];
   // An alias of a parameter (`weight` of a fresh spectral_norm) carries what the parameter does.
   const auto is_of_others = [this](size_t place) { return !known_[place].carried; };
-  if (carried && std::any_of(here.begin(), here.end(), is_of_others)) return;
+  for (const c10::StorageImpl* storage : storages) {
+    const auto here = at_.find(storage);
+    if (carried && here != at_.end() &&
+        std::any_of(here->second.begin(), here->second.end(), is_of_others)) {
+      return;
+    }
+  }
   any_carried_ = any_carried_ || carried;
-  here.push_back(known_.size());
+  for (const c10::StorageImpl* storage : storages) at_[storage].push_back(known_.size());
   Known added;
   added.tensor = tensor;
   added.memory = tensor.variable_data();
@@ -112,7 +118,9 @@ void WatchedMemory::forget_carried() {
   at_.clear();
   any_carried_ = false;
   for (Known& each : others) {
-    at_[storage_of(each.memory)].push_back(known_.size());
+    for (const c10::StorageImpl* storage : storages_of(each.memory)) {
+      at_[storage].push_back(known_.size());
+    }
     known_.push_back(std::move(each));
   }
 }
@@ -143,12 +151,13 @@ void WatchedMemory::on_value(const c10::IValue& value, bool writes, bool reads, 
 }
 
 void WatchedMemory::on_tensor(const at::Tensor& tensor, bool writes, bool reads, bool covers) {
-  const c10::StorageImpl* storage = storage_of(tensor);
-  if (storage == nullptr) return;
-  const auto found = at_.find(storage);
-  if (found == at_.end()) return;
+  Places places;
+  for (const c10::StorageImpl* storage : storages_of(tensor)) {
+    const auto found = at_.find(storage);
+    if (found != at_.end()) places.append(found->second.begin(), found->second.end());
+  }
   std::exception_ptr failed;  // what is written is put back nevertheless
-  for (const size_t i : found->second) {
+  for (const size_t i : places) {
     Known& known = known_[i];
     // A micro-batch that a module remembers lies beside the next one.
     if (known.carried && !may_overlap(known.memory, tensor)) continue;
@@ -171,10 +180,12 @@ void WatchedMemory::rest() {
 }
 
 std::optional<size_t> WatchedMemory::find(const at::Tensor& tensor) const {
-  const auto found = at_.find(storage_of(tensor));
-  if (found == at_.end()) return std::nullopt;
-  for (const size_t place : found->second) {
-    if (known_[place].tensor.is_same(tensor)) return place;
+  for (const c10::StorageImpl* storage : storages_of(tensor)) {
+    const auto found = at_.find(storage);
+    if (found == at_.end()) continue;
+    for (const size_t place : found->second) {
+      if (known_[place].tensor.is_same(tensor)) return place;
+    }
   }
   return std::nullopt;
 }
@@ -182,7 +193,7 @@ std::optional<size_t> WatchedMemory::find(const at::Tensor& tensor) const {
 void WatchedMemory::undo() const {
   const at::NoGradGuard no_grad;
   for (const Known& each : known_) {
-    if (each.before.defined()) at::Tensor(each.memory).copy_(each.before);
+    if (each.before.defined()) put_back(each.memory, each.tensor, each.before);
   }
 }
 

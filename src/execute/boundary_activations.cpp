@@ -1,5 +1,7 @@
 #include "execute/boundary_activations.hpp"
 
+#include "core/tensor_parts.hpp"
+
 #include <utility>
 
 namespace infinitybatch {
@@ -11,7 +13,7 @@ void BoundaryActivations::add_gradient(tape::Crossing crossing, at::Tensor gradi
     return;
   }
   // Gradients of views may lie in memory that they share with another leaf's.
-  const bool alone = gradient.has_storage() && gradient.storage().use_count() == 1;
+  const bool alone = is_plain(gradient) && gradient.storage().use_count() == 1;
   sum = alone ? std::move(gradient) : gradient.clone();
 }
 

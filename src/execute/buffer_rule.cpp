@@ -1,8 +1,10 @@
 #include "execute/buffer_rule.hpp"
 
 #include "core/bits.hpp"
-#include "core/tensor_memory.hpp"
+#include "core/tensor_parts.hpp"
+#include "core/tensor_values.hpp"
 #include "core/torch_compat.hpp"
+#include "execute/buffer_values.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -16,8 +18,8 @@
 namespace infinitybatch {
 namespace {
 
-bool are_strided(const at::Tensor& a, const at::Tensor& b) {
-  return a.defined() && b.defined() && a.layout() == at::kStrided && b.layout() == at::kStrided;
+bool are_comparable(const at::Tensor& a, const at::Tensor& b) {
+  return a.defined() && b.defined() && can_be_compared(a) && can_be_compared(b);
 }
 
 /// Of tensors, those that are there.
@@ -34,6 +36,27 @@ std::vector<at::Tensor> copies_of_defined(const std::vector<at::Tensor>& tensors
   }
   return copies;
 }
+
+/// Values of many buffers, written as operators would: versions rise.
+class Writes {
+ public:
+  void add(const BufferSlot& slot, const at::Tensor& tensor, const at::Tensor& values) {
+    if (!tensor.defined() || !is_plain(tensor) || !is_plain(values)) {
+      restore_buffer(slot, tensor, values);
+      const bool counts = tensor.defined() && !tensor.is_inference();
+      if (counts) tensor.unsafeGetTensorImpl()->bump_version();
+      return;
+    }
+    if (!slot.get().is_same(tensor)) slot.set(tensor);
+    resize_to(tensor, values);
+    to_.push_back(tensor);
+    from_.push_back(values);
+  }
+  void run() { copy_into(to_, from_); }
+
+ private:
+  std::vector<at::Tensor> to_, from_;
+};
 
 }  // namespace
 
@@ -201,7 +224,7 @@ void BufferRule::put_in_place(const Entry& entry) {
   if (!entry.settled.defined() && entry.left->put.defined()) {
     entry.slot.set(entry.left->put);
   } else {
-    entry.slot.set(after.defined() ? after.clone() : at::Tensor());  // others' may lie beside it
+    entry.slot.set(after.defined() ? value_of(after) : at::Tensor());  // others' may lie beside it
   }
 }
 
@@ -215,9 +238,7 @@ void BufferRule::begin_loss() {
       put_in_place(entry);
       continue;
     }
-    const at::Tensor& after = values_after(entry);
-    resize_to(entry.tensor, after);
-    entry.tensor.variable_data().copy_(after);
+    restore_buffer(entry.slot, entry.tensor, values_after(entry));
   }
 }
 
@@ -229,7 +250,7 @@ void BufferRule::end_loss() {
   for (size_t i = 0; i < entries_.size(); ++i) {
     const at::Tensor& before = values_after(entries_[i]);
     const at::Tensor now = entries_[i].slot.get();
-    if (are_strided(now, before)) values.note(i, before, now);
+    if (are_comparable(now, before)) values.note(i, before, now);
   }
   const std::set<size_t> differ = values.take();
   for (size_t i = 0; i < entries_.size(); ++i) {
@@ -238,12 +259,12 @@ void BufferRule::end_loss() {
     const at::Tensor now = entry.slot.get();
     bool changed = now.defined() != before.defined();
     if (now.defined() && before.defined()) {
-      changed = are_strided(now, before) ? differ.contains(i) : !is_same(entry, now);
+      changed = are_comparable(now, before) ? differ.contains(i) : !is_same(entry, now);
     }
     const bool left = entry.left || entry.settled.defined();
     if (changed) {
       entry.rebound = entry.rebound || !now.is_same(entry.tensor);
-      entry.left = left_of(entry, now, now.defined() ? now.detach().clone() : at::Tensor());
+      entry.left = left_of(entry, now, now.defined() ? value_of(now) : at::Tensor());
       entry.settled.reset();
       entry.left_by_loss = entry.written = true;
     }
@@ -259,7 +280,7 @@ void BufferRule::begin_second_pass() {
     const at::Tensor now = entry.slot.get();
     entry.rebound = !now.is_same(entry.tensor);
     if (!now.defined() && !entry.rebound) continue;
-    entry.left = left_of(entry, now, now.defined() ? now.detach().clone() : at::Tensor());
+    entry.left = left_of(entry, now, now.defined() ? value_of(now) : at::Tensor());
   }
 }
 
@@ -268,7 +289,7 @@ std::set<size_t> BufferRule::silently_written() const {
   BitDifferences values;
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& entry = entries_[i];
-    if (!entry.tensor.defined() || entry.tensor.layout() != at::kStrided) continue;
+    if (!entry.tensor.defined() || !can_be_compared(entry.tensor)) continue;
     if (!is_same(entry, entry.slot.get())) continue;
     values.note(i, entry.initial, entry.tensor);
   }
@@ -281,15 +302,9 @@ bool BufferRule::is_same(const Entry& entry, const at::Tensor& now) {
 
 /// Written at least once in this step, perhaps without a new version.
 void BufferRule::restore(const std::vector<Entry*>& entries) {
-  std::vector<at::Tensor> to, from;
-  for (Entry* entry : entries) {
-    if (!entry->slot.get().is_same(entry->tensor)) entry->slot.set(entry->tensor);
-    if (!entry->tensor.defined()) continue;
-    resize_to(entry->tensor, entry->initial);
-    to.push_back(entry->tensor);
-    from.push_back(entry->initial);
-  }
-  copy_into(to, from);
+  Writes writes;
+  for (Entry* entry : entries) writes.add(entry->slot, entry->tensor, entry->initial);
+  writes.run();
   for (Entry* entry : entries) {
     if (entry->tensor.defined()) entry->version = version_of(entry->tensor);
   }
@@ -297,11 +312,8 @@ void BufferRule::restore(const std::vector<Entry*>& entries) {
 
 /// Without raising the version: where nothing was written, graphs of others stay valid.
 void BufferRule::restore_unseen(Entry& entry) {
-  if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
-  if (!entry.tensor.defined()) return;
-  resize_to(entry.tensor, entry.initial);
-  entry.tensor.variable_data().copy_(entry.initial);
-  entry.version = version_of(entry.tensor);
+  restore_buffer(entry.slot, entry.tensor, entry.initial);
+  if (entry.tensor.defined()) entry.version = version_of(entry.tensor);
 }
 
 void BufferRule::settle(const at::Tensor& buffer, const at::Tensor& value) {
@@ -375,20 +387,16 @@ void BufferRule::commit() {
     Entry& entry = entries_[i];
     if (!entry.settled.defined() && (entry.apart || disagree.contains(i))) refuse(entry);
   }
-  std::vector<at::Tensor> to, from;
+  Writes writes;
   for (const Entry& entry : entries_) {
     if (!entry.left && !entry.settled.defined()) continue;
     if (!stays_in_place(entry)) {
       put_in_place(entry);
       continue;
     }
-    if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
-    const at::Tensor& after = values_after(entry);
-    resize_to(entry.tensor, after);
-    to.push_back(entry.tensor);
-    from.push_back(after);
+    writes.add(entry.slot, entry.tensor, values_after(entry));
   }
-  copy_into(to, from);
+  writes.run();
 }
 
 void BufferRule::roll_back() {

@@ -1,7 +1,7 @@
 #include "execute/buffer_values.hpp"
 
-#include "core/bits.hpp"
 #include "core/tensor_memory.hpp"
+#include "core/tensor_values.hpp"
 
 #include <c10/core/GradMode.h>
 
@@ -10,6 +10,12 @@
 
 namespace infinitybatch {
 
+void restore_buffer(const BufferSlot& slot, const at::Tensor& tensor, const at::Tensor& values) {
+  if (!slot.get().is_same(tensor)) slot.set(tensor);
+  if (!tensor.defined() || !values.defined()) return;
+  if (!put_back(tensor, values)) slot.set(value_of(values));
+}
+
 BufferValues::BufferValues(const std::vector<BufferSlot>& slots) {
   const at::NoGradGuard no_grad;
   std::unordered_set<const c10::TensorImpl*> seen;
@@ -17,7 +23,7 @@ BufferValues::BufferValues(const std::vector<BufferSlot>& slots) {
     Entry entry{slot, slot.get(), {}};
     const bool first =
         entry.tensor.defined() && seen.insert(entry.tensor.unsafeGetTensorImpl()).second;
-    if (first) entry.values = entry.tensor.detach().clone();
+    if (first) entry.values = value_of(entry.tensor);
     entries_.push_back(std::move(entry));
   }
 }
@@ -47,10 +53,7 @@ void BufferValues::restore() const {
     if (each.values.defined()) at::Tensor(each.memory).copy_(each.values);
   }
   for (const Entry& entry : entries_) {
-    if (!entry.slot.get().is_same(entry.tensor)) entry.slot.set(entry.tensor);
-    if (!entry.values.defined()) continue;
-    resize_to(entry.tensor, entry.values);
-    entry.tensor.variable_data().copy_(entry.values);
+    restore_buffer(entry.slot, entry.tensor, entry.values);
   }
 }
 

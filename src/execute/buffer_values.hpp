@@ -8,6 +8,10 @@
 
 namespace infinitybatch {
 
+/// The buffer is this tensor again and has these values, whatever its kind; its version stays. No
+/// tensor, or one without values, which others restore, stands as it is.
+void restore_buffer(const BufferSlot& slot, const at::Tensor& tensor, const at::Tensor& values);
+
 /// What all buffers hold at one moment: their tensors with their values, or nothing, where forward
 /// is yet to put a tensor there (`register_buffer("mean", None)`). Restoring raises no version:
 /// graphs that read the buffers stay valid, for they find the same values.

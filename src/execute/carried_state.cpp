@@ -1,6 +1,8 @@
 #include "execute/carried_state.hpp"
 
+#include "core/bits.hpp"
 #include "core/tensor_memory.hpp"
+#include "core/tensor_parts.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -16,11 +18,11 @@ namespace {
 
 /// Constants may be converted, or made anew with the values that they had.
 bool same_values(const at::Tensor& before, const at::Tensor& now) {
-  if (before.sizes() != now.sizes() || before.layout() != at::kStrided ||
-      now.layout() != at::kStrided) {
-    return false;
-  }
   const at::NoGradGuard no_grad;
+  if (!is_plain(before) || !is_plain(now)) {
+    return same_form(before, now) && !any_bit_differs(before, now).item<bool>();
+  }
+  if (before.sizes() != now.sizes()) return false;
   return at::equal(before.detach().to(now.device(), now.scalar_type()), now.detach());
 }
 
@@ -55,7 +57,11 @@ void CarriedState::before_forward(const PlainLook& look) {
   }
   before_.clear();
   with_graph_.clear();
-  if (!part_) return;
+  if (!part_) {
+    // Nothing is carried, but what is written into is put back where the step fails.
+    for (const NamedParameter& each : tensors) memory_.know(each.tensor, /*carried=*/false);
+    return;
+  }
   memory_.rest();
   for (NamedParameter& each : tensors) {
     if (is_left(each.tensor)) continue;
@@ -157,6 +163,7 @@ void CarriedState::forward_failed(const std::string& how) {
     // Layers may refuse a state before any op has read it, one of an earlier step too.
     const bool of_part = left_.contains(seen.tensor.unsafeGetTensorImpl()) &&
                          (has_read(seen.tensor) || !seen.tensor.requires_grad());
+    if (seen.tensor.is_nested()) continue;  // has no sizes
     const auto sizes = seen.tensor.sizes();
     const bool of_whole = std::find(sizes.begin(), sizes.end(), batch_) != sizes.end();
     if (of_part || of_whole) refuse(seen.name, " (which failed: " + how + ")");

@@ -1,24 +1,36 @@
 #include "execute/graph_memory.hpp"
 
+#include "core/tensor_parts.hpp"
 #include "core/torch_compat.hpp"
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace infinitybatch {
 
+GraphMemory::~GraphMemory() {
+  for (offload::Offloaded& offloaded : offloaded_) {
+    try {
+      offloaded.bring_back();
+    } catch (...) {  // no room, or no disk: who reads it is told
+    }
+  }
+}
+
 void GraphMemory::know(const Batch& inputs) {
   for (const Leaf& leaf : inputs.leaves()) {
     const at::Tensor& tensor = leaf.tensor;
-    if (!tensor.defined() || !tensor.has_storage()) continue;
+    if (!tensor.defined()) continue;
     // Rows that were copied to the device, or made on demand: nobody else has them.
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
     const bool in_python = impl.pyobj_slot()->load_pyobj() != nullptr;
     const bool ours = tensor.use_count() == (in_python ? 2 : 1) &&
                       compat::python_references(*impl.pyobj_slot()) == 0;
-    meet(tensor, ours && tensor.storage().use_count() == 1);
+    const bool alone = is_plain(tensor) && tensor.storage().use_count() == 1;
+    meet(tensor, ours && alone);
   }
 }
 
@@ -34,42 +46,65 @@ Batch GraphMemory::watch(const std::function<Batch()>& forward) {
 
 std::unique_ptr<tape::OpContext> GraphMemory::begin(const tape::SeenOp& op) noexcept {
   ++depth_;
+  bool known = true;
   errors_.guard([&] {
-    for (const c10::IValue& input : op.inputs()) meet(input, /*made=*/false);
+    for (const c10::IValue& input : op.inputs()) known = meet(input, /*made=*/false) && known;
   });
-  return nullptr;
+  return known ? nullptr : std::make_unique<tape::OpContext>();
 }
 
-void GraphMemory::end(const tape::SeenOp& op, tape::OpContext* /*context*/) noexcept {
+void GraphMemory::end(const tape::SeenOp& op, tape::OpContext* context) noexcept {
+  // What comes of memory that nobody knows may lie in it.
+  const bool made = context == nullptr;
   errors_.guard([&] {
-    for (const c10::IValue& output : op.outputs()) meet(output, /*made=*/true);
+    for (const c10::IValue& output : op.outputs()) meet(output, made);
   });
   --depth_;
 }
 
-void GraphMemory::meet(const c10::IValue& value, bool made) {
+bool GraphMemory::meet(const c10::IValue& value, bool made) {
+  bool known = true;
   if (value.isTensor()) {
-    meet(value.toTensor(), made);
+    known = meet(value.toTensor(), made);
   } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorVector()) meet(tensor, made);
+    for (const at::Tensor& tensor : value.toTensorVector()) known = meet(tensor, made) && known;
   } else if (value.isList()) {
     for (const c10::IValue& element : value.toListRef()) {
-      if (element.isTensor()) meet(element.toTensor(), made);
+      if (element.isTensor()) known = meet(element.toTensor(), made) && known;
     }
   }
+  return known;
+}
+
+bool GraphMemory::meet(const at::Tensor& tensor, bool made) {
+  if (!tensor.defined()) return true;
+  if (has_one_storage(tensor)) {
+    meet_part(tensor, made);
+    return true;
+  }
+  const TensorParts parts = parts_of(tensor);
+  for (const at::Tensor& part : parts.tensors) {
+    Memory* memory = meet_part(part, made);
+    if (memory == nullptr) continue;
+    // Whoever holds the whole may read its parts.
+    const c10::TensorImpl* whole = tensor.unsafeGetTensorImpl();
+    const bool is_there =
+        std::any_of(memory->tensors.begin(), memory->tensors.end(),
+                    [&](const auto& weak) { return weak._unsafe_get_target() == whole; });
+    if (!is_there) memory->tensors.emplace_back(tensor.getIntrusivePtr());
+  }
+  return parts.complete;
 }
 
 /// An op's results that lie in memory which was there before are views of it. Memory that a kernel
 /// takes for its result may be given to an op inside of it before it is a result.
-void GraphMemory::meet(const at::Tensor& tensor, bool made) {
-  if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->has_storage()) return;
-  const c10::StorageImpl* storage =
-      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-  if (storage == nullptr) return;
+GraphMemory::Memory* GraphMemory::meet_part(const at::Tensor& tensor, bool made) {
+  const c10::Storage& holder = tensor.unsafeGetTensorImpl()->unsafe_storage();
+  const c10::StorageImpl* storage = holder.unsafeGetStorageImpl();
+  if (storage == nullptr) return nullptr;
   const auto [place, is_new] = at_.try_emplace(storage, memories_.size());
   if (is_new) {
-    memories_.push_back(
-        {tensor.storage().getWeakStorageImpl(), {}, made, depth_, storage->resizable()});
+    memories_.push_back({holder.getWeakStorageImpl(), {}, made, depth_, storage->resizable()});
   }
   Memory& memory = memories_[place->second];
   memory.made = memory.made || (made && depth_ < memory.depth);
@@ -78,6 +113,7 @@ void GraphMemory::meet(const at::Tensor& tensor, bool made) {
   if (std::exchange(known->second, place->second) != place->second) {
     memory.tensors.emplace_back(tensor.getIntrusivePtr());
   }
+  return &memory;
 }
 
 /// Whether Python holds it, or one of the tensors that lie in it: it may be read at any time.
@@ -144,8 +180,7 @@ GraphBytes GraphMemory::bytes() const {
 GraphMemory::Storages memory_of(const Batch& tensors) {
   GraphMemory::Storages memory;
   for (const Leaf& leaf : tensors.leaves()) {
-    if (!leaf.tensor.defined() || !leaf.tensor.has_storage()) continue;
-    memory.insert(leaf.tensor.storage().unsafeGetStorageImpl());
+    for (const c10::StorageImpl* storage : storages_of(leaf.tensor)) memory.insert(storage);
   }
   return memory;
 }
@@ -158,7 +193,7 @@ int64_t offload_graph(GraphMemory& memory, offload::Store& store, Batch& graph, 
   const at::NoGradGuard no_grad;
   for (Leaf& leaf : seen.leaves()) {
     at::Tensor& tensor = leaf.tensor;
-    if (!tensor.defined() || !tensor.has_storage() || tensor.use_count() > 1) continue;
+    if (!tensor.defined() || !is_plain(tensor) || tensor.use_count() > 1) continue;
     if (tensor.storage().use_count() > 1) tensor = tensor.clone();
   }
   return unseen + memory.offload(store, memory_of(seen));

@@ -39,6 +39,12 @@ class GraphMemory final : public tape::OpListener {
  public:
   using Storages = std::set<const c10::StorageImpl*>;
 
+  GraphMemory() = default;
+  GraphMemory(GraphMemory&&) = default;
+  GraphMemory& operator=(GraphMemory&&) = default;
+  /// What others hold beside a graph that is gone, as after a failed step, comes back.
+  ~GraphMemory() override;
+
   /// Rows that the forward will run on: those that were made for it, which nobody else holds yet,
   /// belong to what it makes.
   void know(const Batch& inputs);
@@ -75,8 +81,10 @@ class GraphMemory final : public tape::OpListener {
 
   std::unique_ptr<tape::OpContext> begin(const tape::SeenOp& op) noexcept override;
   void end(const tape::SeenOp& op, tape::OpContext* context) noexcept override;
-  void meet(const c10::IValue& value, bool made);
-  void meet(const at::Tensor& tensor, bool made);
+  /// \returns whether it has no memory beside what was met
+  bool meet(const c10::IValue& value, bool made);
+  bool meet(const at::Tensor& tensor, bool made);
+  Memory* meet_part(const at::Tensor& tensor, bool made);
   int64_t leave(offload::Store& store, const Storages& staying, bool in_background);
   static bool held(const Memory& memory, const c10::StorageImpl& storage);
 

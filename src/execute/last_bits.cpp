@@ -1,5 +1,6 @@
 #include "execute/last_bits.hpp"
 
+#include "core/tensor_parts.hpp"
 #include "execute/number_bits.hpp"
 
 #include <ATen/Functions.h>
@@ -148,11 +149,9 @@ void round_there(const at::Tensor& flat, uint32_t which) {
 
 }  // namespace
 
-bool is_plain(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
-         tensor.numel() > 0 && !tensor.is_meta() && !is_mapped(tensor) && !tensor.is_quantized() &&
-         !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
-         tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense() &&
+bool can_be_moved(const at::Tensor& tensor) {
+  return tensor.defined() && is_plain(tensor) && tensor.numel() > 0 && !tensor.is_meta() &&
+         !is_mapped(tensor) && tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense() &&
          (tensor.is_complex() || tensor.is_floating_point());
 }
 

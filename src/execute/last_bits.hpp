@@ -7,7 +7,7 @@
 namespace infinitybatch {
 
 /// Whether its numbers lie in memory in which they may be exchanged for a while.
-bool is_plain(const at::Tensor& tensor);
+bool can_be_moved(const at::Tensor& tensor);
 
 /// All numbers of a plain tensor in a row, in the order of memory, past the version counter.
 at::Tensor flat_of(const at::Tensor& tensor);

@@ -1,6 +1,7 @@
 #include "execute/left_tensors.hpp"
 
 #include "core/extent.hpp"
+#include "core/tensor_memory.hpp"
 
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>
@@ -19,7 +20,7 @@ constexpr int64_t kSampled = 1024;
 /// Not those that a compiler traces with, which may have no numbers for sizes.
 bool has_extent(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  return tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.has_storage() &&
+  return tensor.layout() == at::kStrided && !tensor.is_nested() && storage_of(tensor) != nullptr &&
          !impl->is_python_dispatch() && !impl->has_symbolic_sizes_strides();
 }
 

@@ -1,6 +1,8 @@
 #include "execute/loss_state.hpp"
 
 #include "core/tensor_memory.hpp"
+#include "core/tensor_parts.hpp"
+#include "core/tensor_values.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -9,6 +11,7 @@
 
 #include <cstring>
 #include <string>
+#include <tuple>
 #include <unordered_set>
 #include <utility>
 
@@ -16,11 +19,6 @@ namespace infinitybatch {
 namespace {
 
 constexpr int64_t kMostLossBytes = int64_t{256} << 20;
-
-bool can_be_copied(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
-         !tensor.is_quantized() && !tensor.unsafeGetTensorImpl()->is_python_dispatch();
-}
 
 }  // namespace
 
@@ -34,9 +32,12 @@ void LossState::before(const std::function<PlainState()>& look) {
   state_ = look();
   std::unordered_set<const c10::StorageImpl*> seen;
   int64_t total = 0;
+  c10::SmallVector<at::Tensor, 8> tensors;
   for (NamedParameter& each : state_.tensors) {
-    const at::Tensor& tensor = each.tensor;
-    if (!can_be_copied(tensor)) continue;
+    for (at::Tensor& part : parts_of(each.tensor).tensors) tensors.push_back(std::move(part));
+  }
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.is_meta()) continue;
     const c10::Storage& storage = tensor.storage();
     const auto bytes = static_cast<int64_t>(storage.nbytes());
     if (bytes == 0 || !seen.insert(storage.unsafeGetStorageImpl()).second) continue;
@@ -47,7 +48,7 @@ void LossState::before(const std::function<PlainState()>& look) {
       kept.bytes.assign(data, data + bytes);
     } else if (total <= kMostLossBytes) {
       const at::NoGradGuard no_grad;
-      kept.copy = tensor.detach().clone();
+      kept.copy = value_of(tensor);
     }
     kept_.push_back(std::move(kept));
   }
@@ -75,7 +76,7 @@ void LossState::roll_back() {
         std::memcpy(storage.mutable_data(), kept.bytes.data(), kept.bytes.size());
       }
     } else if (kept.copy.defined()) {
-      kept.tensor.variable_data().copy_(kept.copy);
+      std::ignore = put_back(kept.tensor, kept.copy);  // plain ones all can
     } else {
       lost = lost || version_of(kept.tensor) != kept.version;
     }

@@ -1,5 +1,7 @@
 #include "execute/loss_watch.hpp"
 
+#include "core/tensor_parts.hpp"
+
 #include <ATen/core/ivalue.h>
 
 #include <string_view>
@@ -31,8 +33,7 @@ LossWatch::LossWatch(const std::vector<at::Tensor>& watched, std::function<void(
                      std::function<void(const at::Tensor&)> read)
     : write_(std::move(write)), read_(std::move(read)), listening_(*this) {
   for (size_t i = 0; i < watched.size(); ++i) {
-    if (!watched[i].defined() || !watched[i].has_storage()) continue;
-    unwritten_.emplace(watched[i].storage().unsafeGetStorageImpl(), i);
+    for (const c10::StorageImpl* storage : storages_of(watched[i])) unwritten_.emplace(storage, i);
   }
 }
 
@@ -61,13 +62,13 @@ void LossWatch::meet_read(const at::Tensor& tensor) {
 }
 
 void LossWatch::meet_write(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.has_storage()) return;
-  const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-  const auto [begin, end] = unwritten_.equal_range(storage);
-  std::vector<size_t> written;
-  for (auto each = begin; each != end; ++each) written.push_back(each->second);
-  unwritten_.erase(storage);
-  for (const size_t index : written) errors_.guard([&] { write_(index); });
+  for (const c10::StorageImpl* storage : storages_of(tensor)) {
+    const auto [begin, end] = unwritten_.equal_range(storage);
+    std::vector<size_t> written;
+    for (auto each = begin; each != end; ++each) written.push_back(each->second);
+    unwritten_.erase(storage);
+    for (const size_t index : written) errors_.guard([&] { write_(index); });
+  }
 }
 
 }  // namespace infinitybatch

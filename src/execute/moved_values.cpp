@@ -2,6 +2,7 @@
 
 #include "core/extent.hpp"
 #include "core/tensor_memory.hpp"
+#include "core/tensor_parts.hpp"
 #include "core/unwatched.hpp"
 #include "execute/last_bits.hpp"
 #include "execute/number_bits.hpp"
@@ -122,7 +123,7 @@ MovedValues::~MovedValues() {
 }
 
 void MovedValues::add(const at::Tensor& tensor, bool parameter) {
-  if (!is_plain(tensor)) return;
+  if (!can_be_moved(tensor)) return;
   Values added;
   if (const auto place = memory_.find(tensor)) {
     const coupled::WatchedMemory::Known& known = memory_[*place];

@@ -2,6 +2,8 @@
 
 #include "core/bits.hpp"
 #include "core/tensor_memory.hpp"
+#include "core/tensor_parts.hpp"
+#include "core/tensor_values.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
@@ -32,8 +34,8 @@ ParameterRule::ParameterRule(const std::vector<NamedParameter>& parameters,
 bool ParameterRule::is_exchanged(const Entry& entry) const {
   const at::Tensor& now = entry.parameter.tensor;
   const at::Tensor& memory = memory_[entry.place].memory;
-  return !now.has_storage() || storage_of(now) != storage_of(memory) ||
-         now.storage_offset() != memory.storage_offset();
+  if (storages_of(now) != storages_of(memory)) return true;
+  return is_plain(now) && now.storage_offset() != memory.storage_offset();
 }
 
 void ParameterRule::end_micro_batch() {
@@ -69,7 +71,7 @@ void ParameterRule::see_micro_batch() {
     if (entry.left.defined()) {
       note_difference(entry.left, now.variable_data(), entry.disagree);
     } else {
-      entry.left = now.variable_data().clone();
+      entry.left = value_of(now);
     }
   }
 }
@@ -91,14 +93,14 @@ void ParameterRule::end_trial() {
 
 at::Tensor ParameterRule::values_before(const Entry& entry) const {
   const coupled::WatchedMemory::Known& known = memory_[entry.place];
-  return known.before.defined() ? known.before : known.memory.clone();
+  return known.before.defined() ? known.before : value_of(known.memory);
 }
 
 void ParameterRule::restore(Entry& entry) {
   at::Tensor& now = entry.parameter.tensor;
   const coupled::WatchedMemory::Known& known = memory_[entry.place];
   if (is_exchanged(entry)) now.set_data(known.memory);
-  if (known.before.defined()) at::Tensor(known.memory).copy_(known.before);
+  if (known.before.defined()) put_back(known.memory, known.tensor, known.before);
   entry.version = now._version();
 }
 
@@ -119,10 +121,8 @@ void ParameterRule::commit() {
   }
   for (Entry& entry : entries_) {
     if (!entry.left.defined()) continue;
-    if (entry.exchanged) {
+    if (entry.exchanged || !put_back(entry.parameter.tensor, entry.left)) {
       entry.parameter.tensor.set_data(entry.left);
-    } else {
-      entry.parameter.tensor.variable_data().copy_(entry.left);
     }
   }
 }

@@ -75,9 +75,9 @@ class RepeatableForward {
   tape::Tape tape_;
   bool recorded_ = false;              // `tape_` is of a recording
   bool again_ = true;                  // a second forward may follow
+  std::optional<GraphMemory> memory_;  // of a graph that is offloaded; outlives it
   std::optional<Batch> graph_;         // the outputs, with their graph
   Batch inputs_;                       // of the graph
-  std::optional<GraphMemory> memory_;  // of a graph that is offloaded
 };
 
 }  // namespace infinitybatch

@@ -195,7 +195,7 @@ void RoundedOps::end(const tape::SeenOp& op, tape::OpContext* context) noexcept 
     const Unwatched unseen;
     for (const c10::IValue& output : op.outputs()) {
       each_tensor(output, [&](const at::Tensor& tensor) {
-        if (!is_plain(tensor) || tensor.is_inference()) return;
+        if (!can_be_moved(tensor) || tensor.is_inference()) return;
         if (std::find(memory.begin(), memory.end(), storage_of(tensor)) != memory.end()) return;
         round_otherwise(flat_of(tensor), which_);
       });

@@ -1,6 +1,7 @@
 #include "execute/shared_outputs.hpp"
 
 #include "core/extent.hpp"
+#include "core/tensor_parts.hpp"
 
 #include <ATen/core/Tensor.h>
 
@@ -88,7 +89,7 @@ void SharedOutputs::meet(const Batch& outputs, bool sure) {
   for (size_t i = 0; i < leaves.size(); ++i) {
     same[i] = i;
     const at::Tensor& tensor = leaves[i].tensor;
-    if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.has_storage()) continue;
+    if (!tensor.defined() || !is_plain(tensor)) continue;
     std::vector<size_t>& others = by_memory[tensor.storage().unsafeGetStorageImpl()];
     for (const size_t other : others) {
       if (tensor.is_same(leaves[other].tensor)) {

@@ -42,9 +42,9 @@ int64_t WaitingRoom::leave(offload::Store& store, const std::set<tape::Crossing>
       entry.offloaded->bring_back();
     }
     entry.offloaded.reset();
-    if (!entry.tensor.defined() || !entry.tensor.has_storage()) continue;
+    if (storage_of(entry.tensor) == nullptr) continue;
     const auto [place, is_new] =
-        known.try_emplace(entry.tensor.storage().unsafeGetStorageImpl(), storages.size());
+        known.try_emplace(storage_of(entry.tensor), storages.size());
     if (is_new) storages.emplace_back();
     Leaving& leaving = storages[place->second];
     leaving.tensors.push_back(entry.tensor);
@@ -68,13 +68,13 @@ int64_t WaitingRoom::leave(offload::Store& store, const std::set<tape::Crossing>
 void WaitingRoom::copy_out(offload::Store& store, int32_t giver) {
   std::map<const c10::StorageImpl*, std::vector<tape::Crossing>> storages;
   for (const auto& [crossing, entry] : entries_) {
-    if (crossing.giver != giver || entry.offloaded || !entry.tensor.has_storage()) continue;
-    storages[entry.tensor.storage().unsafeGetStorageImpl()].push_back(crossing);
+    if (crossing.giver != giver || entry.offloaded || storage_of(entry.tensor) == nullptr) continue;
+    storages[storage_of(entry.tensor)].push_back(crossing);
   }
   // In the order of the tape, whatever the addresses.
   for (const auto& [crossing, entry] : entries_) {
-    if (crossing.giver != giver || entry.offloaded || !entry.tensor.has_storage()) continue;
-    const auto& aliases = storages.at(entry.tensor.storage().unsafeGetStorageImpl());
+    if (crossing.giver != giver || entry.offloaded || storage_of(entry.tensor) == nullptr) continue;
+    const auto& aliases = storages.at(storage_of(entry.tensor));
     if (aliases.front() != crossing) continue;
     std::vector<at::Tensor> tensors;
     Copying copying;

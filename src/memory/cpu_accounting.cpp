@@ -1,5 +1,7 @@
 #include "memory/cpu_accounting.hpp"
 
+#include "core/out_of_memory.hpp"
+
 #include <infinitybatch/core/bytes.hpp>
 
 #include <c10/core/Allocator.h>
@@ -138,6 +140,7 @@ void CpuAccounting::close_trace(EventSink& sink) noexcept {
 void CpuAccounting::throw_out_of_memory(int64_t bytes, const std::string& message) {
   const auto live = static_cast<size_t>(counters().live.load(std::memory_order_relaxed));
   ++thread().failures;
+  note_refusal(message);
   c10::reportOutOfMemoryToProfiler(bytes, live, 0, c10::Device(c10::DeviceType::CPU));
   throw c10::OutOfMemoryError(message);
 }

@@ -1,5 +1,6 @@
 #include "memory/foreign_storage.hpp"
 
+#include "core/tensor_parts.hpp"
 #include "memory/cpu_accounting.hpp"
 
 #include <c10/core/CPUAllocator.h>
@@ -71,27 +72,10 @@ ForeignStorages::~ForeignStorages() = default;
 
 void ForeignStorages::add(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.device().is_cpu()) return;
-  switch (tensor.layout()) {
-    case at::kSparse:
-      add_storage(tensor._indices());
-      return add_storage(tensor._values());
-    case at::kSparseCsr:
-    case at::kSparseBsr:
-      add_storage(tensor.crow_indices());
-      add_storage(tensor.col_indices());
-      return add_storage(tensor.values());
-    case at::kSparseCsc:
-    case at::kSparseBsc:
-      add_storage(tensor.ccol_indices());
-      add_storage(tensor.row_indices());
-      return add_storage(tensor.values());
-    default:
-      return add_storage(tensor);
-  }
+  for (const at::Tensor& part : parts_of(tensor).tensors) add_storage(part);
 }
 
 void ForeignStorages::add_storage(const at::Tensor& tensor) {
-  if (!tensor.has_storage()) return;
   const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
   if (impl == nullptr || storage.device_type() != c10::DeviceType::CPU) return;

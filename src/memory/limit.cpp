@@ -1,5 +1,6 @@
 #include <infinitybatch/memory/limit.hpp>
 
+#include "core/out_of_memory.hpp"
 #include "core/thread_context.hpp"
 #include "memory/cpu_accounting.hpp"
 #include "memory/cpu_allocator.hpp"
@@ -20,6 +21,7 @@ Limit::Limit(int64_t bytes, c10::Device device) : bytes_(bytes) {
     throw InvalidArgument("a memory limit of " + std::to_string(bytes) +
                           " bytes was given; it must be at least 1, for example 512 * 1024 * 1024");
   }
+  note_refusal({});
   if (!device.is_cpu()) {
     seen_ = std::make_unique<HighWater>(device);
     outer_measured_ = std::exchange(ThreadContext::get().measured_limit, this);
@@ -46,9 +48,11 @@ void Limit::check() {
   Limit* const limit = passed();
   if (limit == nullptr) return;
   limit->passed_ = limit->seen_->peak();
-  throw c10::OutOfMemoryError("infinitybatch: " + std::to_string(limit->passed_) +
-                              " bytes were live on the device, the limit is " +
-                              std::to_string(limit->bytes_));
+  const std::string text = "infinitybatch: " + std::to_string(limit->passed_) +
+                           " bytes were live on the device, the limit is " +
+                           std::to_string(limit->bytes_);
+  note_refusal(text);
+  throw c10::OutOfMemoryError(text);
 }
 
 std::optional<int64_t> Limit::measured() {

@@ -1,6 +1,7 @@
 #include "step/examined_model.hpp"
 
-#include "core/tensor_memory.hpp"
+#include "core/tensor_parts.hpp"
+#include "core/tensor_values.hpp"
 #include "step/admission.hpp"
 
 #include <ATen/Functions.h>
@@ -21,7 +22,7 @@ class DoubleCopies {
   at::Tensor of(const at::Tensor& tensor) {
     c10::StorageImpl* storage = storage_of(tensor);
     if (storage == nullptr || tensors_[storage] < 2 || tensor.layout() != at::kStrided) {
-      return to_double(tensor).clone();
+      return value_of(to_double(tensor));
     }
     at::Tensor& whole = wholes_[{storage, tensor.scalar_type()}];
     if (!whole.defined()) {
@@ -38,14 +39,23 @@ class DoubleCopies {
   std::map<std::pair<const c10::StorageImpl*, at::ScalarType>, at::Tensor> wholes_;
 };
 
-bool is_readable(const at::Tensor& tensor) {
-  return tensor.defined() && !tensor.is_quantized() && !tensor.is_meta();
+at::Tensor copied_to_double(const at::Tensor& numbers) {
+  return numbers.to(numbers.is_complex() ? at::kComplexDouble : at::kDouble, false, /*copy=*/true);
 }
 
-at::Tensor read_in_double(const at::Tensor& tensor) {
-  if (!is_readable(tensor)) return {};
-  const at::Tensor dense = tensor.detach().to_dense();
-  return dense.to(dense.is_complex() ? at::kComplexDouble : at::kDouble, false, /*copy=*/true);
+/// What a tensor of any kind says, as plain numbers; undefined where nobody can read it.
+at::Tensor numbers_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_meta() || !can_be_compared(tensor)) return {};
+  if (is_plain(tensor)) return copied_to_double(tensor.detach());
+  if (tensor.is_quantized()) return copied_to_double(tensor.dequantize());
+  if (!tensor.is_nested() && !tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
+    return copied_to_double(tensor.detach().to_dense());
+  }
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& part : parts_of(tensor).tensors) {
+    parts.push_back(copied_to_double(part.detach().reshape({-1})));
+  }
+  return at::cat(parts);
 }
 
 }  // namespace
@@ -199,12 +209,11 @@ std::vector<NamedParameter> ExaminedModel::read_values() const {
   std::vector<NamedParameter> values;
   // Parameters are asked for first.
   for (const NamedParameter& parameter : problem_.model->parameters()) {
-    if (is_readable(parameter.tensor) && is_other(parameter)) {
-      values.push_back({parameter.name, read_in_double(parameter.tensor)});
-    }
+    at::Tensor numbers = is_other(parameter) ? numbers_of(parameter.tensor) : at::Tensor();
+    if (numbers.defined()) values.push_back({parameter.name, std::move(numbers)});
   }
   for (const BufferSlot& slot : problem_.model->buffers()) {
-    values.push_back({slot.name, read_in_double(slot.get())});
+    values.push_back({slot.name, numbers_of(slot.get())});
   }
   return values;
 }

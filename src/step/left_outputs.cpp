@@ -1,6 +1,7 @@
 #include "step/left_outputs.hpp"
 
 #include "core/following_dims.hpp"
+#include "core/tensor_parts.hpp"
 #include "execute/left_tensors.hpp"
 #include "step/left_behind.hpp"
 
@@ -36,9 +37,7 @@ Tokens tokens_of(const std::vector<LeftPlace>& places) {
 }
 
 bool is_ordinary(const at::Tensor& tensor) {
-  return tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.has_storage() &&
-         !tensor.is_quantized() && !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
-         !(tensor.requires_grad() && tensor.is_leaf());
+  return is_plain(tensor) && !(tensor.requires_grad() && tensor.is_leaf());
 }
 
 bool follows(const at::Tensor& tensor, int64_t rows) {

@@ -1,5 +1,7 @@
 #include "step/own_losses.hpp"
 
+#include "core/tensor_parts.hpp"
+
 #include <ATen/core/Reduction.h>
 #include <ATen/core/ivalue.h>
 
@@ -21,27 +23,23 @@ bool is_cross_entropy(std::string_view name) {
   return name == "aten::nll_loss_forward" || name == "aten::nll_loss2d_forward";
 }
 
-uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
-}
-
 }  // namespace
 
 void OwnLosses::watch(const Batch& inputs) {
   given_.clear();
   for (const at::Tensor& tensor : inputs.tensors()) {
-    if (tensor.dim() == 0 && tensor.has_storage()) given_.push_back(tensor);
+    if (tensor.dim() == 0 && is_plain(tensor)) given_.push_back(tensor);
   }
 }
 
 bool OwnLosses::is_given(const at::Tensor& number) const {
-  return number.has_storage() &&
+  return is_plain(number) &&
          std::any_of(given_.begin(), given_.end(),
                      [&](const at::Tensor& each) { return each.is_alias_of(number); });
 }
 
 const OwnLoss* OwnLosses::find(const at::Tensor& tensor) const {
-  if (tensor.dim() > 0 || !tensor.has_storage() || tensor.is_neg()) return nullptr;
+  if (tensor.dim() > 0 || !is_plain(tensor) || tensor.is_neg()) return nullptr;
   const auto found = std::find_if(found_.begin(), found_.end(), [&](const Found& each) {
     return each.loss._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl() &&
            each.version == version_of(tensor);
@@ -80,7 +78,7 @@ void OwnLosses::end(const tape::SeenOp& op, tape::OpContext* context) noexcept {
     OwnLoss what{static_cast<Expected*>(context)->kind, {}};
     if (what.kind == OwnLoss::Kind::mean) what.weight = outputs.at(1).toTensor();
     const at::Tensor loss = outputs.at(0).toTensor();
-    if (!loss.has_storage()) return;
+    if (!is_plain(loss)) return;
     const c10::Storage& storage = loss.storage();
     found_.push_back({storage.getWeakStorageImpl(), version_of(loss), std::move(what)});
   });

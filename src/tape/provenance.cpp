@@ -12,11 +12,6 @@
 
 namespace infinitybatch::tape {
 
-c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  return impl->has_storage() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
-}
-
 namespace {
 
 /// Tensor::_version without the call by way of autograd's table of hooks.

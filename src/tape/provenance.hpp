@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/tensor_memory.hpp"
 #include "core/torch_compat.hpp"
 
 #include <ATen/core/Tensor.h>
@@ -30,9 +31,6 @@ struct Provenance {
 
 /// Why no tape can tell what an op does with this tensor; null where it can.
 const char* strange(const at::Tensor& tensor);
-
-/// Storage of `tensor`; null where it has none (sparse).
-c10::StorageImpl* storage_of(const at::Tensor& tensor);
 
 /// Whether torch would have to make its node anew: it is a view, and its memory was written through
 /// another tensor, or without a graph. To ask for its `grad_fn` then may be an error that natively

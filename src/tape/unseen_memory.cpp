@@ -1,5 +1,7 @@
 #include "tape/unseen_memory.hpp"
 
+#include "core/tensor_memory.hpp"
+
 #include <infinitybatch/core/errors.hpp>
 
 namespace infinitybatch::tape {
@@ -23,7 +25,7 @@ void UnseenMemory::watch() {
 }
 
 bool UnseenMemory::contains(const at::Tensor& tensor) {
-  if (!tensor.has_storage()) return false;
+  if (storage_of(tensor) == nullptr) return false;
   for (Watched& watched : watched_) {
     if (watched.device.type() != tensor.device().type()) continue;
     const auto& events = watched.trace.events();

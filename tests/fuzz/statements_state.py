@@ -138,6 +138,49 @@ h = h + self.table$""",
         "self.table$ = None",
         tags="first_call",
     ),
+    of(
+        "sparse buffer",
+        "h = (self.b$.to(h.dtype) @ h.t()).t()",
+        "self.register_buffer('b$', (torch.eye(W) + torch.eye(W).roll(1, 0)).to_sparse())",
+    ),
+    of(
+        "sparse attribute",
+        "h = (self.b$.to(h.dtype) @ h.t()).t()",
+        "self.b$ = (torch.eye(W) - torch.eye(W).roll(2, 0)).to_sparse()",
+    ),
+    of(
+        "sparse buffer that is written",
+        """
+h = (self.b$.to(h.dtype) @ h.t()).t()
+with torch.no_grad():
+    self.b$.mul_(0.9)""",
+        "self.register_buffer('b$', torch.eye(W).roll(1, 0).to_sparse())",
+        tags="opaque",
+    ),
+    of(
+        "quantized buffer",
+        "h = h + self.b$.dequantize().to(h.dtype)",
+        """
+v$ = torch.linspace(-1, 1, W, dtype=torch.float32)
+self.register_buffer('b$', torch.quantize_per_tensor(v$, 0.05, 3, torch.qint8))""",
+    ),
+    of(
+        "buffer quantized by channel that is written",
+        """
+h = h + self.b$.dequantize().to(h.dtype).sum(1)
+with torch.no_grad():
+    self.b$.copy_(self.b$.clone())""",
+        """
+v$ = torch.linspace(-1, 1, 2 * W, dtype=torch.float32).view(W, 2)
+s$, z$ = torch.linspace(0.1, 0.2, W), torch.zeros(W, dtype=torch.long)
+self.register_buffer('b$', torch.quantize_per_channel(v$, s$, z$, 0, torch.qint8))""",
+        tags="opaque",
+    ),
+    of(
+        "expanded buffer",
+        "h = h * self.b$",
+        "self.register_buffer('b$', torch.full((1,), 0.8).expand(W))",
+    ),
 ]
 
 #: Buffers and parameters that hold nothing until the first call, or lie in each other's memory.

@@ -68,14 +68,11 @@ const std::vector<std::string>& model_names() {
   return names;
 }
 
-std::shared_ptr<Network> make_network(ModelOptions& options, const Dataset& data) {
+void complete(ModelOptions& options, const Dataset& data) {
   if (options.model.empty()) {
     options.model = suiting(data.kind);
   }
-  if (is_shared_library(options.model)) {
-    return load_network(options.model,
-                        {data.sample_shape, data.classes, options.width, options.depth});
-  }
+  if (is_shared_library(options.model)) return;
   const auto found = std::find_if(kModels.begin(), kModels.end(), [&](const Description& model) {
     return model.name == options.model;
   });
@@ -90,15 +87,24 @@ std::shared_ptr<Network> make_network(ModelOptions& options, const Dataset& data
                      found->name + "; it must be a multiple of " +
                      std::to_string(found->width_step));
   }
+}
+
+std::shared_ptr<Network> make_network(ModelOptions& options, const Dataset& data) {
+  complete(options, data);
+  if (is_shared_library(options.model)) {
+    return load_network(options.model,
+                        {data.sample_shape, data.classes, options.width, options.depth});
+  }
+  const std::string& name = options.model;
   const auto& shape = data.sample_shape;
-  if (found->name == "mlp") {
+  if (name == "mlp") {
     return make_mlp(product(shape), options.width, options.depth, data.classes);
   }
-  if (found->name == "convnet") {
+  if (name == "convnet") {
     return make_convnet(shape.front(), options.width, options.depth, data.classes);
   }
-  if (found->name == "resnet" || found->name == "resnet-groupnorm") {
-    const auto kind = found->name == "resnet" ? Normalization::batch : Normalization::group;
+  if (name == "resnet" || name == "resnet-groupnorm") {
+    const auto kind = name == "resnet" ? Normalization::batch : Normalization::group;
     return make_resnet(kind, shape.front(), options.width, options.depth, data.classes);
   }
   return make_transformer(data.classes, shape.front(), options.width, options.depth);

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,20 @@ struct ModelOptions {
 
 /// The names of all models, as `--model` takes them.
 const std::vector<std::string>& model_names();
+
+/// Fills in `model`, `width` and `depth` where they were left open.
+/// \throws UsageError where there is no such model, or it cannot take such samples
+void complete(ModelOptions& options, const Dataset& data);
+
+/// How large a model is that nobody has made. Not in integers: sizes may be any.
+struct NetworkSize {
+  double parameters;  ///< numbers
+  double tensors;     ///< that they lie in
+};
+
+/// \param options complete
+/// \returns nothing for a network of the user's own
+std::optional<NetworkSize> size_of_network(const ModelOptions& options, const Dataset& data);
 
 /// Makes the model that `options` name for such data; parameters from torch's default generator.
 /// \param[in,out] options `model`, `width` and `depth` are filled in where they were left open

@@ -5,9 +5,11 @@
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>
+#include <vector>
 
 namespace infinitybatch {
 namespace {
@@ -71,6 +73,52 @@ TEST(GraphMemory, LeavesAndComesBackBitForBit) {
     EXPECT_EQ(outputs.leaves()[0].tensor._version(), version);
     EXPECT_TRUE(at::equal(gradient(forward, outputs), wanted));
   }
+}
+
+TEST(GraphMemory, PartsOfWhatForwardWasGivenStay) {
+  const at::Tensor dense = at::eye(16).add(at::eye(16).roll(1, 0));
+  const std::vector<at::Tensor> adjacencies = {
+      dense.to_sparse(), dense.to_sparse_csr(), dense.to_mkldnn(),
+      at::quantize_per_tensor(dense, 0.1, 0, at::kQInt8)};
+  const at::Tensor x = random({16, 8}).requires_grad_();
+  for (const at::Tensor& adjacency : adjacencies) {
+    const auto forward = [&] {
+      const bool sparse = adjacency.is_sparse() || adjacency.layout() == at::kSparseCsr;
+      const at::Tensor h = at::tanh(x);
+      if (sparse) return Batch(at::mm(adjacency, h).sin());
+      const at::Tensor read = adjacency.is_quantized() ? adjacency.dequantize() : adjacency.to_dense();
+      return Batch(at::mm(read, h).sin());
+    };
+    const at::Tensor wanted =
+        torch::autograd::grad({forward().leaves()[0].tensor.sum()}, {x}).front();
+    offload::Store store = host();
+    GraphMemory memory;
+    Batch outputs = memory.watch(forward);
+    EXPECT_GT(memory.offload(store, {}), 0);
+    const at::Tensor still = adjacency.is_quantized() ? adjacency.dequantize() : adjacency.to_dense();
+    EXPECT_TRUE(at::allclose(still, dense, 0, 1e-6));
+    memory.fetch(/*ahead=*/false);
+    const at::Tensor found =
+        torch::autograd::grad({outputs.leaves()[0].tensor.sum()}, {x}).front();
+    EXPECT_TRUE(at::equal(found, wanted));
+  }
+}
+
+TEST(GraphMemory, WhatOthersHoldOutlivesTheGraph) {
+  const at::Tensor x = random({8, 16});
+  Forward forward;
+  const at::Tensor wanted = forward(x).leaves()[0].tensor.detach().clone();
+  offload::Store store = host();
+  at::Tensor kept;
+  {
+    GraphMemory memory;
+    const Batch outputs = memory.watch([&] { return forward(x); });
+    kept = outputs.leaves()[0].tensor.variable_data();
+    memory.offload(store, {});
+    EXPECT_THROW(kept.sum(), c10::Error);
+  }
+  EXPECT_TRUE(at::equal(kept, wanted));
+  EXPECT_EQ(store.statistics().host_bytes, 0);
 }
 
 TEST(GraphMemory, WhatOthersUseStays) {

@@ -1,6 +1,7 @@
 """What a command cannot do it says at once: data that never end or are no data, models that no
 memory holds, values that mean nothing, training that came to nothing."""
 
+import json
 import os
 import pickle
 import re
@@ -87,8 +88,56 @@ def test_a_model_without_end_stops_at_the_budget(command, pair):
     assert "--memory-budget" in result.stderr
 
 
+SIZES = (
+    ("mlp", "9", "3"),
+    ("convnet", "8", "4"),
+    ("resnet", "8", "2"),
+    ("resnet-groupnorm", "8", "3"),
+    ("transformer", "16", "3"),
+)
+
+
+@pytest.mark.parametrize(("model", "width", "depth"), SIZES)
+def test_sizes_are_known_before_a_model_is_made(model, width, depth, tmp_path):
+    """To the byte: one less than its parameters take is refused by them."""
+    if model == "transformer":
+        path = tmp_path / "text.txt"
+        path.write_text("a quick brown fox\n" * 120)
+        data = ["--data", path, "--context", "12"]
+    else:
+        images = numpy.random.default_rng(0).random((40, 8, 8), dtype=numpy.float32)
+        numpy.save(tmp_path / "x.npy", images)
+        numpy.save(tmp_path / "y.npy", numpy.arange(40) % 4)
+        data = ["--data", tmp_path / "x.npy", "--labels", tmp_path / "y.npy"]
+    job = ["plan", *data, "--model", model, "--width", width, "--depth", depth, "--json"]
+    made = run(*job, "--memory-budget", "1GiB")
+    assert made.returncode == OK, made.stderr
+    count = json.loads(made.stdout.splitlines()[-1])["parameters"]
+    alone = "the model alone"
+    assert alone in run(*job, "--memory-budget", 4 * count - 1).stderr
+    assert alone not in run(*job, "--memory-budget", 4 * count).stderr
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        ("--model", "convnet", "--depth", "100000000"),
+        ("--model", "resnet", "--depth", "1000000000000"),
+        ("--model", "mlp", "--width", "1000000000000"),
+        ("--model", "mlp", "--width", "1", "--depth", "1000000000"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_models_that_no_memory_holds(command, size, tmp_path):
+    """At once, and with numbers: the last one's parameters would fit, its layers would not."""
+    numpy.save(tmp_path / "x.npy", numpy.zeros((40, 8, 8), dtype=numpy.float32))
+    numpy.save(tmp_path / "y.npy", numpy.arange(40) % 4)
+    result = run(command, "--data", tmp_path / "x.npy", "--labels", tmp_path / "y.npy", *size)
+    refused(result, OUT_OF_MEMORY, rf"{size[-2]} {size[-1]}\b.* needs at least .* [GT]iB")
+
+
 def test_a_model_without_end_can_be_interrupted(pair):
-    arguments = ["train", *map(str, pair), "--model", "mlp", "--width", "8", "--depth", "30000000"]
+    arguments = ["train", *map(str, pair), "--model", "mlp", "--width", "8", "--depth", "1500000"]
     with subprocess.Popen(
         [binary(), *arguments], env=environment(), stderr=subprocess.PIPE, text=True
     ) as process:
