@@ -77,8 +77,8 @@ bool may_overlap(const at::Tensor& first, const at::Tensor& second) {
 }  // namespace
 
 void WatchedMemory::know(const at::Tensor& tensor, bool carried) {
+  if (!tensor.defined()) return;
   const TensorStorages storages = storages_of(tensor);
-  if (storages.empty()) return;
   if (find(tensor)) {
     any_carried_ = any_carried_ || carried;
     return;
@@ -156,6 +156,9 @@ void WatchedMemory::on_tensor(const at::Tensor& tensor, bool writes, bool reads,
     const auto found = at_.find(storage);
     if (found != at_.end()) places.append(found->second.begin(), found->second.end());
   }
+  if (places.empty() && tensor.defined() && !has_one_storage(tensor)) {
+    if (const std::optional<size_t> place = find(tensor)) places.push_back(*place);
+  }
   std::exception_ptr failed;  // what is written is put back nevertheless
   for (const size_t i : places) {
     Known& known = known_[i];
@@ -186,6 +189,11 @@ std::optional<size_t> WatchedMemory::find(const at::Tensor& tensor) const {
     for (const size_t place : found->second) {
       if (known_[place].tensor.is_same(tensor)) return place;
     }
+  }
+  if (!tensor.defined() || has_one_storage(tensor)) return std::nullopt;
+  // An operator that wrote into it has given it other parts.
+  for (size_t place = 0; place < known_.size(); ++place) {
+    if (known_[place].tensor.is_same(tensor)) return place;
   }
   return std::nullopt;
 }

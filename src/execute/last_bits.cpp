@@ -151,7 +151,8 @@ void round_there(const at::Tensor& flat, uint32_t which) {
 
 bool can_be_moved(const at::Tensor& tensor) {
   return tensor.defined() && is_plain(tensor) && tensor.numel() > 0 && !tensor.is_meta() &&
-         !is_mapped(tensor) && tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense() &&
+         !tensor.is_conj() && !tensor.is_neg() && !is_mapped(tensor) &&
+         tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense() &&
          (tensor.is_complex() || tensor.is_floating_point());
 }
 

@@ -56,7 +56,7 @@ def test_scripted_parts_under_any_budget(part: type[nn.Module], way: str) -> Non
     spread(native(x), y).backward()
     wanted = gradients(native)
     exact = 0
-    for kibibytes in range(80, 400, 32):
+    for kibibytes in range(90, 330, 48):
         net = model(part)
         budget = f"{kibibytes}KiB"
         try:
