@@ -1,5 +1,6 @@
 #include "execute/row_difference.hpp"
 
+#include "core/bits.hpp"
 #include "core/sample_rows.hpp"
 #include "execute/relative_distance.hpp"
 #include "execute/rows_seen.hpp"
@@ -66,6 +67,7 @@ class Leaves {
   /// That one, where there is one; else -1.
   int64_t dim() const {
     if (whole_.dim() != part_.dim()) return -1;
+    if (same_form(whole_, part_) && !any_bit_differs(whole_, part_).item<bool>()) return kOnce;
     int64_t found = -1;
     double least = kApart;
     for (int64_t d = 0; d < whole_.dim(); ++d) {

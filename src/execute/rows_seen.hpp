@@ -9,13 +9,16 @@ namespace infinitybatch {
 /// In place of a dimension: each sample has several rows in the first one, and those of all samples
 /// are interleaved (row place * samples + n), as where [time, batch] is flattened.
 inline constexpr int64_t kInterleaved = -2;
+/// Likewise: of other numbers of rows it has the same values, as a temperature has that is returned
+/// beside what it scales.
+inline constexpr int64_t kOnce = -3;
 
 /// What looks at rows have told of a kind of batch. Steps that are split are counted, and rows are
 /// looked at in steps 1, 2, 4, 8, 16, ...: warm-ups end, settings change, and a first batch may be
 /// too regular to show anything. So are batches and micro-batches that are smaller than any so far.
 struct RowsSeen {
   int64_t rows = 0;  ///< of the smallest micro-batch that was compared with a larger one; 0: none
-  /// Along which samples lie in each leaf of outputs; or `kInterleaved`; -1: not known.
+  /// Along which samples lie in each leaf of outputs; or `kInterleaved`, `kOnce`; -1: not known.
   std::vector<int64_t> dims;
   int64_t steps = 0;    ///< so far
   int64_t looked = 0;   ///< the last of them that could compare any; 0: none

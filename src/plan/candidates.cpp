@@ -57,6 +57,11 @@ void Candidates::find() {
   // One micro-batch needs no second buffer for any gradient: it may fit where its halves do not.
   // Rows of other lengths are packed, and the last of their sizes stands for the largest that fits.
   if (!request_.packing) consider(whole);
+  // None is predicted to fit; a step of another size may have been measured to.
+  for (const auto& [of, above] : learned_.steps) {
+    if (!caps_.empty() || request_.packing) break;
+    if (of.first == request_.batch_size) consider(of.second);
+  }
 }
 
 /// The largest size that may fit, with more samples in each micro-batch than forward fails on.

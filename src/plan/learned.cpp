@@ -42,12 +42,13 @@ std::optional<WholeLoss::Effect> WholeLoss::of(const Of& of) const {
   return std::nullopt;
 }
 
-bool WholeLoss::raise(const Of& of, Effect effect) {
+std::optional<int64_t> WholeLoss::raise(const Of& of, Effect effect) {
   const auto [found, is_new] = known_.try_emplace(of, effect);
+  if (is_new) return std::nullopt;
   Effect& known = found->second;
-  if (!is_new && effect.rise <= known.rise && effect.net <= known.net) return false;
+  const Effect before = known;
   known = {std::max(known.rise, effect.rise), std::max(known.net, effect.net)};
-  return true;
+  return std::max(known.rise - before.rise, known.net - before.net);
 }
 
 void WholeLoss::tell_length(int64_t length) {

@@ -34,8 +34,9 @@ class WholeLoss {
   std::optional<Effect> of(const Of& of) const;
   void put(const Of& of, Effect effect) { known_[of] = effect; }
   bool empty() const noexcept { return known_.empty(); }
-  /// The most of what was ever seen counts. Returns whether that is more than before.
-  bool raise(const Of& of, Effect effect);
+  /// The most of what was ever seen counts. Returns how much more that is than before: 0, or
+  /// nothing where it was not known.
+  std::optional<int64_t> raise(const Of& of, Effect effect);
   /// Of all that was measured until now, which had none.
   void tell_length(int64_t length);
 
@@ -70,6 +71,12 @@ struct Learned {
   /// Of whole steps, the last, above the baseline, by batch size and size. What has fit is not
   /// refused by a prediction, which takes memory to grow with the size.
   std::map<std::pair<int64_t, int64_t>, int64_t> steps;
+  /// Above the baseline, when the second pass began, the most: what outputs and the loss on them
+  /// hold meanwhile, where no profile tells.
+  int64_t held = 0;
+  /// Sizes of which a second pass has run out of memory, where nobody can begin it again, each with
+  /// the most room that it had.
+  std::map<int64_t, int64_t> refused;
   double correction = 1.0;           ///< measured peak ÷ predicted peak, where that was more
   int raises = 0;                    ///< how often it was raised because memory ran out
   std::map<int64_t, double> ratios;  ///< the same with `Request::measured`: the last, by size

@@ -216,7 +216,15 @@ void Planner::observe(const Piece& piece, const Measurement& measured) {
   }
   if (step_is_over) learned().shortages.end_step();
   if (request_.packing && !is_rehearsal(piece)) compare(piece, measured.peak_bytes);
-  if (piece.settled) return;
+  if (piece.settled) {
+    // Of a plan that is made anew, since memory has run out or the loss takes more, this is what is
+    // known to fit.
+    const int64_t above = measured.peak_bytes - request_.baseline_bytes;
+    if (request_.two_pass && step_is_over && !request_.packing && above > 0) {
+      learned().steps[{request_.batch_size, piece.size}] = above;
+    }
+    return;
+  }
   const std::string& strategy = piece.plan.strategy;
   if (strategy == "replay" || strategy == "cut") return observe_two_pass(piece, measured);
   observe_streamed(piece, measured);
@@ -279,11 +287,11 @@ void Planner::refit_at(int64_t length) {
 
 void Planner::observe_two_pass(const Piece& piece, const Measurement& measured) {
   plan::Learned& learned = this->learned();
-  if (!learned.profile) return;
   const int64_t baseline = request_.baseline_bytes;
   const int64_t above = measured.peak_bytes - baseline;
   // With fewer graphs than it kept the step takes no more.
   if (!request_.packing) learned.steps[{request_.batch_size, piece.size}] = above;
+  if (!learned.profile) return;
   const int64_t predicted = prediction().simulated(piece.plan) - baseline;
   if (predicted <= 0 || ratio(above, predicted) <= learned.correction) return;
   learned.correction = ratio(above, predicted);
@@ -337,8 +345,27 @@ void Planner::saw_whole_loss(const Plan& plan, MicroBatchProfile::Effect effect)
   const int64_t held = prediction().held_beside_joined(plan);
   const bool one = plan.micro_batch_sizes.size() == 1;
   const MicroBatchProfile::Effect beside{effect.rise - held, effect.net - held};
-  if (!learned().whole_loss.raise({request_.batch_size, one, request_.length}, beside)) return;
-  learned().steps.clear();
+  const auto more = learned().whole_loss.raise({request_.batch_size, one, request_.length}, beside);
+  if (more == 0) return;
+  // What a step was measured to take goes up by no more than what its loss takes.
+  if (!more) learned().steps.clear();
+  for (auto& [of, above] : learned().steps) above += more.value_or(0);
+  forget_settled_plan();
+}
+
+void Planner::saw_second_pass(int64_t live) {
+  const int64_t held = live - request_.baseline_bytes;
+  if (held <= learned().held) return;
+  learned().held = held;
+  if (!learned().profile) forget_settled_plan();
+}
+
+void Planner::second_pass_ran_out(const Piece& piece) {
+  // A profile is corrected by what was refused; and below one sample nothing is left.
+  if (learned().profile || piece.size <= 1) return;
+  int64_t& most = learned().refused[piece.size];
+  most = std::max(most,
+                  request_.budget_bytes + request_.reserved_bytes - request_.baseline_bytes);
   forget_settled_plan();
 }
 

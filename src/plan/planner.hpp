@@ -51,6 +51,11 @@ class Planner {
   /// Of a loss that is computed outside of the step: what it did to live memory between the passes
   /// of `plan`. The most of what was ever seen counts.
   void saw_whole_loss(const Plan& plan, MicroBatchProfile::Effect effect);
+  /// Of such a loss: so much was live when the second pass began.
+  void saw_second_pass(int64_t live);
+  /// It has run out of memory, and is not begun again: later steps are split into smaller
+  /// micro-batches, unless there is more room.
+  void second_pass_ran_out(const Piece& piece);
   /// Whether that is known for plans of as many micro-batches, as far as they differ in it.
   bool foresees_whole_loss(const Plan& plan) const;
 

@@ -32,6 +32,13 @@ int64_t Prediction::peak(int64_t size) const {
   return std::min(peak, measured_step(size).value_or(peak));
 }
 
+bool Prediction::was_refused(int64_t size) const {
+  const int64_t room = request_.budget_bytes + request_.reserved_bytes - request_.baseline_bytes;
+  return std::any_of(learned_.refused.begin(), learned_.refused.end(), [&](const auto& each) {
+    return each.first <= size && room - room / 16 <= each.second;
+  });
+}
+
 std::optional<int64_t> Prediction::measured_step(int64_t size) const {
   // A step that joins outputs is measured up to there.
   if (learned_.irregular || request_.packing || request_.joins_streamed) return std::nullopt;
@@ -114,7 +121,9 @@ double Prediction::bound_alone(int64_t size) const {
 }
 
 double Prediction::bound_above(int64_t size) const {
-  if (request_.segments == 0) return bound_alone(size);
+  if (request_.segments == 0) {
+    return bound_alone(size) + (request_.two_pass ? static_cast<double>(learned_.held) : 0);
+  }
   // A piece knows of its own rows alone; what waits of the others is told by its tape.
   const double others = 1.0 - static_cast<double>(size) / static_cast<double>(request_.batch_size);
   return bound_alone(size) + static_cast<double>(request_.waiting_bytes) * std::max(0.0, others);

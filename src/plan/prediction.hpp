@@ -23,7 +23,8 @@ class Prediction {
   /// Of a step that keeps no graph.
   int64_t peak(int64_t size) const;
   bool fits(int64_t size) const {
-    return learned_.shortages.allows(size) && peak(size) <= request_.budget_bytes;
+    return learned_.shortages.allows(size) && !was_refused(size) &&
+           peak(size) <= request_.budget_bytes;
   }
   /// The same of a probe before there is a profile: of a piece of cut tapes, beside which nothing
   /// of the others waits.
@@ -58,6 +59,8 @@ class Prediction {
   int64_t held_beside_joined(const Plan& plan) const;
 
  private:
+  /// See `Learned::refused`; with clearly more room than then it may be tried.
+  bool was_refused(int64_t size) const;
   /// Measured peak ÷ predicted peak, of this size or the next smaller one that was measured.
   double correction(int64_t size) const;
   /// Of a micro-batch of so many samples in front of all that are kept whole, how many are kept:

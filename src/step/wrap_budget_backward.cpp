@@ -29,7 +29,10 @@ class Afterwards {
     effect_.net = now - call.live_before_loss + of_inputs;
     effect_.rise = std::max(during_loss_ - call.live_before_loss, effect_.net);
     call.during_loss.reset();
-    tell([&](Planner& planner) { planner.saw_whole_loss(call_.piece.plan, effect_); });
+    tell([&](Planner& planner) {
+      planner.saw_whole_loss(call_.piece.plan, effect_);
+      planner.saw_second_pass(now);
+    });
   }
 
   /// The most that was live between the passes; 0 where it was told before.
@@ -40,6 +43,11 @@ class Afterwards {
     Measurement measured;
     measured.peak_bytes = bytes;
     tell([&](Planner& planner) { planner.observe(call_.piece, measured); });
+  }
+
+  /// The pass has failed for want of memory.
+  void ran_out() {
+    tell([&](Planner& planner) { planner.second_pass_ran_out(call_.piece); });
   }
 
  private:
@@ -120,6 +128,7 @@ std::vector<at::Tensor> run_within_budget(WrappedCall& call,
       }
       call.run->give_up();
       afterwards.peak(refused);
+      afterwards.ran_out();
       offload_next_time(call);
       throw refusal;
     }

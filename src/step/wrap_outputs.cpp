@@ -123,6 +123,8 @@ std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& opt
     const bool fits = given && std::find(dims.begin(), dims.end(), *given) != dims.end();
     return fits ? *given : dims.front();
   }
+  // One sample has as many rows as a tensor of one element: other numbers of rows have told.
+  if (!from_samples && known_dim == kOnce && joining.alike()) return std::nullopt;
   if (dims.empty()) {
     if (!from_samples && joining.alike()) {
       if (joining.several_sizes()) return std::nullopt;

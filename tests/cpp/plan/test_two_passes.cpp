@@ -214,5 +214,50 @@ TEST(Planner, KnowsWhereThereIsNothingToRehearse) {
   EXPECT_FALSE(planner.settled_for(again));
 }
 
+/// Behind `wrap`: micro-batches that were timed, and no profile, for no second trace had room.
+TEST(Planner, PlansNoSizeAgainOfWhichTheSecondPassHasRunOut) {
+  Request request = TwoPassMachine::request(3);
+  request.whole_loss = true;
+  Planner planner;
+  const auto step = [&](int64_t peak) {
+    planner.begin(request);
+    while (const auto piece = planner.next()) {
+      if (piece->plan.micro_batch_size() > 2) {  // the larger probe
+        planner.ran_out_of_memory(request.budget_bytes + 1);
+        planner.begin(request);
+        continue;
+      }
+      Measurement measured;
+      measured.seconds.assign(piece->plan.micro_batch_sizes.size(), 1e-3);
+      measured.peak_bytes = kBaseline + 1000 * piece->plan.micro_batch_size();
+      planner.observe(*piece, measured);
+    }
+    const Piece piece = planner.two_pass();
+    planner.saw_whole_loss(piece.plan, {0, 0});
+    planner.saw_second_pass(kBaseline);
+    if (peak * piece.size > request.budget_bytes - kBaseline) planner.second_pass_ran_out(piece);
+    return piece.size;
+  };
+  EXPECT_EQ(step(2000), 2);  // nobody knew
+  for (int i = 0; i < 40; ++i) EXPECT_EQ(step(2000), 1) << i;
+  request.budget_bytes += 2000;  // more room than it had then
+  EXPECT_EQ(step(2000), 2);
+}
+
+TEST(Planner, GoesOnWithAStepThatWasMeasuredWhereNoOtherIsForeseenToFit) {
+  const TwoPassMachine machine(/*beside=*/0, /*loss=*/0);
+  Planner planner;
+  machine.settle(planner, 40);
+  const Piece piece = planner.two_pass();
+  Measurement measured;
+  const Request request = TwoPassMachine::request(40);
+  measured.peak_bytes = request.budget_bytes - 100;
+  planner.observe(piece, measured);
+  // A loss that takes a little more than any before: what was measured goes up by that.
+  planner.saw_whole_loss(piece.plan, {100, 0});
+  planner.begin(request);
+  EXPECT_FALSE(planner.nothing_fits());
+}
+
 }  // namespace
 }  // namespace infinitybatch::testing
