@@ -25,6 +25,9 @@ bool moves_only(std::string_view name) {
                                                           "_unique",
                                                           "_unique2",
                                                           "abs",
+                                                          "adaptive_max_pool1d",
+                                                          "adaptive_max_pool2d",
+                                                          "adaptive_max_pool3d",
                                                           "absolute",
                                                           "amax",
                                                           "amin",
@@ -86,6 +89,8 @@ bool moves_only(std::string_view name) {
                                                           "max_pool3d",
                                                           "max_pool3d_with_indices",
                                                           "maximum",
+                                                          "median",
+                                                          "nanmedian",
                                                           "meshgrid",
                                                           "min",
                                                           "minimum",
@@ -177,6 +182,8 @@ std::unique_ptr<tape::OpContext> RoundedOps::begin(const tape::SeenOp& op) noexc
   errors_.guard([&] {
     const tape::OpFacts* const facts = op.facts();
     if (facts == nullptr || facts->writes || facts->leaves_raw || moves_only(op.name())) return;
+    // What may give a view (reshape) computes nothing where it gives a copy.
+    if (std::find(facts->viewed.begin(), facts->viewed.end(), true) != facts->viewed.end()) return;
     auto found = std::make_unique<Given>();
     for (const c10::IValue& input : op.inputs()) {
       each_tensor(input,

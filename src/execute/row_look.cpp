@@ -2,6 +2,7 @@
 
 #include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
+#include "core/sample_rows.hpp"
 #include "coupled/row_errors.hpp"
 #include "execute/row_difference.hpp"
 
@@ -128,26 +129,55 @@ std::optional<std::string> gradients_differ(const RowLook& look, const Batch& in
   }
 }
 
+/// Of the outputs of `all` rows those of some, in leaves that differ.
+Batch rows_that_differ(const Batch& outputs, int64_t all, Rows here,
+                       const std::vector<RowDifference>& differences,
+                       const std::vector<int64_t>& dims) {
+  std::vector<Leaf> leaves = outputs.leaves();
+  for (const RowDifference& differs : differences) {
+    if (differs.leaf >= leaves.size() || differs.dim < 0) continue;
+    at::Tensor& tensor = leaves[differs.leaf].tensor;
+    if (!tensor.defined() || tensor.dim() <= differs.dim) continue;
+    const int64_t size = tensor.size(differs.dim);
+    Leaf like;
+    like.places = size / all;
+    if (like.places == 0 || size != like.places * all) continue;  // sizes follow values
+    like.interleaved = differs.leaf < dims.size() && dims[differs.leaf] == kInterleaved;
+    tensor = like.places == 1 ? tensor.narrow(differs.dim, here.begin, here.size())
+                              : rows_of(tensor, like, here);
+  }
+  return {std::move(leaves), outputs.structure()};
+}
+
 /// Strikes out what differs by rounding alone, which kernels of other batch sizes do otherwise: it
 /// grows in what is chaotic, and turns a choice between two that are as good (a router's, a
 /// codebook's, a maximum). What one rounding leaves alone another one turns.
-/// \param outputs of these rows
-void explain_by_rounding(const RowLook& look, const Batch& inputs, int64_t rows,
-                         const Batch& outputs, std::vector<RowDifference>& differences) {
+///
+/// All rows are rounded otherwise, not the few alone: a sample that is alone is as large as the
+/// mean, or the median, that it is compared with.
+/// \param whole outputs of these inputs
+/// \param here  the rows that differ
+void explain_by_rounding(const RowLook& look, const Batch& inputs, const RowsOfOutputs& whole,
+                         Rows here, const std::vector<int64_t>& dims,
+                         std::vector<RowDifference>& differences) {
   constexpr uint32_t kRoundings = 9;
   constexpr double kSmooth = 64;
+  const int64_t all = whole.rows.size();
   for (uint32_t which = 1; which <= kRoundings && !differences.empty(); ++which) {
     std::optional<MovedValues::Nudge> parameters;
     if (look.moved != nullptr) parameters.emplace(*look.moved, which);
     std::optional<TrialOutputs> rounded;
     try {
-      rounded = look.run(inputs, rows, which);
+      rounded = look.run(inputs, all, which);
     } catch (...) {
       keep_foreign_exception(std::current_exception());
       if (!refuses_rows(std::current_exception())) throw;
     }
     if (!rounded) continue;
-    explain(differences, outputs, rounded->outputs, which == 1 ? kSmooth : 1);
+    const auto some = [&](const Batch& outputs) {
+      return rows_that_differ(outputs, all, here, differences, dims);
+    };
+    explain(differences, some(whole.outputs), some(rounded->outputs), which == 1 ? kSmooth : 1);
   }
 }
 
@@ -175,7 +205,7 @@ RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, in
     if (seen.dims.empty()) seen.dims = dims_of_rows(whole, part);
     const std::vector<int64_t>& dims = look.dims.empty() ? seen.dims : look.dims;
     std::vector<RowDifference> apart = differences(whole, part, look.compared, dims);
-    explain_by_rounding(look, some, here.size(), of_part->outputs, apart);
+    explain_by_rounding(look, inputs, whole, here, dims, apart);
     if (!apart.empty()) return {apart.front().what, {}};
   }
   if (auto differs = gradients_differ(look, inputs, fewer, seen.dims)) {

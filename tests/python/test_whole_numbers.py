@@ -132,6 +132,29 @@ def test_one_micro_batch_is_native(name: str) -> None:
     assert worst_error(result_of(model, wanted.loss), wanted) <= 1e-12
 
 
+#: Of one sample alone each is that sample, so that another rounding of it would turn the choice.
+THRESHOLDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": lambda h: h.mean(0),
+    "median": lambda h: h.median(0).values,
+    "quantile": lambda h: h.quantile(0.5, 0),
+    "mean by a product": lambda h: torch.ones(1, len(h)).double() @ h / len(h),
+    "norm": lambda h: h.norm(dim=0) / len(h) ** 0.5,
+}
+
+
+@pytest.mark.parametrize(("way", "size"), SPLITS)
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_thresholds_of_all_samples_are_noticed(name: str, way: str, size: int) -> None:
+    torch.manual_seed(0)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        h = self.net(x)
+        return torch.where(h > THRESHOLDS[name](h).detach(), h, 0.5 * h)
+
+    with pytest.raises(ib.CouplingError):
+        step(way, Calls(forward, net=nn.Linear(6, 5)).double(), X, micro_batch_size=size)
+
+
 def boxes_of(self: Any, x: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
     """Boxes of all images in one table, whose first column says which image each is of."""
     h = self.net(x)
