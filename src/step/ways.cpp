@@ -9,6 +9,7 @@
 #include "step/options.hpp"
 #include "step/sorted_batch.hpp"
 #include "step/rehearsal.hpp"
+#include "step/sorted_batch.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 #include <infinitybatch/memory/statistics.hpp>
