@@ -53,7 +53,8 @@ def trim_padding(
             sample, or a function of the model's arguments that returns it as a tensor.
         side: with `lengths`, where padding stands: "right" or "left".
         inputs: arguments that are trimmed beside the mask, along each dimension that is as long.
-            Without any: all tensors of that size in the mask's dimension of time.
+            Without any: all tensors that have the mask's size in its dimension of time, whatever
+            the batch's length; what is as long by chance is left in full.
         targets: targets have that dimension, too, and a separable loss ignores padding there: they
             are trimmed, and outputs are not padded back for the loss.
 

@@ -30,7 +30,8 @@ class PyEvaluation {
     loss_ = value;
     const bool whole = std::holds_alternative<CoupledLoss>(value);
     evaluation_ = std::make_unique<Evaluation>(
-        model_of(view, forward, whole ? Outputs::for_one_loss : Outputs::read_by_parts),
+        model_of(view, forward, whole ? Outputs::for_one_loss : Outputs::read_by_parts,
+                 /*is_static=*/false),
         std::move(value), std::move(options));
   }
 

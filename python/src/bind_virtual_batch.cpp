@@ -38,8 +38,9 @@ class PyVirtualBatch {
     const Outputs use = options.keep_outputs ? Outputs::kept
                         : whole              ? Outputs::for_one_loss
                                              : Outputs::read_by_parts;
-    setup_ = std::make_unique<Setup>(Setup{model_of(view, hold(model.attr("forward")), use),
-                                           std::move(value), std::move(options)});
+    Model described = model_of(view, hold(model.attr("forward")), use, options.static_graph);
+    setup_ =
+        std::make_unique<Setup>(Setup{std::move(described), std::move(value), std::move(options)});
     batch_ = std::make_unique<VirtualBatch>(setup_->model, setup_->loss, setup_->options);
   }
 

@@ -67,8 +67,8 @@ class PyWrap {
     }
     Options options = to_options(given, held_);
     batch_dim_ = std::exchange(options.batch_dim, std::nullopt);  // of arguments, as they come here
-    wrap_ = std::make_unique<Wrap>(model_of(held_[0], held_[1], Outputs::kept), std::move(options),
-                                   std::move(own));
+    Model described = model_of(held_[0], held_[1], Outputs::kept, options.static_graph);
+    wrap_ = std::make_unique<Wrap>(std::move(described), std::move(options), std::move(own));
   }
 
   py::object forward(const py::tuple& arguments, const py::dict& keywords) {

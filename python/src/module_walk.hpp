@@ -34,9 +34,13 @@ PlainState held_state(py::handle object);
 std::vector<NamedParameter> plain_tensors(py::handle model);
 
 /// Another number where the modules of a tree are others, or set otherwise: the mode of each, its
-/// numbers, text, tuples of them and functions in plain attributes, its forward hooks. Settings
-/// inside of lists, dicts and other objects are not seen. The GIL is held.
-uint64_t configuration_of(py::handle model);
+/// numbers, text, tuples of them, functions, partials and methods in plain attributes and in those
+/// of its class, its forward hooks. Everything by value or by a number that is given once.
+/// \param nested also what lists, dicts, closures and other objects there hold, but for optimizers
+///               and trainers. The GIL is held.
+uint64_t configuration_of(py::handle model, bool nested);
+/// The same of any object, with all that it holds.
+uint64_t settings_of(py::handle object);
 
 /// A buffer of a Python module: an entry of its `_buffers`, so that a model that binds another
 /// tensor to the name is noticed. `get` and `set` take the GIL, during unwinding too.

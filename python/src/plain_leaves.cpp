@@ -2,6 +2,7 @@
 #include "core/plain_leaves.hpp"
 
 #include "held.hpp"
+#include "module_walk.hpp"
 #include "python_batch.hpp"
 #include "tree_module.hpp"
 
@@ -40,7 +41,7 @@ std::string identity(const std::any& value) {
   const py::handle object = held_in(value);
   const std::string type = Py_TYPE(object.ptr())->tp_name;
   if (is_plain_value(object)) return type + py::repr(object).cast<std::string>();
-  return type + std::to_string(reinterpret_cast<uintptr_t>(object.ptr()));
+  return type + std::to_string(settings_of(object));
 }
 
 }  // namespace

@@ -178,7 +178,7 @@ bool is_forwards_own(const py::error_already_set& error) {
 
 }  // namespace
 
-Model model_of(const Held& view, const Held& forward, Outputs use) {
+Model model_of(const Held& view, const Held& forward, Outputs use, bool is_static) {
   Model model;
   model.forward = [view, forward, use](const Batch& inputs) {
     const py::gil_scoped_acquire gil;
@@ -244,9 +244,9 @@ Model model_of(const Held& view, const Held& forward, Outputs use) {
     const py::gil_scoped_acquire gil;
     return view.handle().attr("is_training")().cast<bool>();
   };
-  model.configuration = [view] {
+  model.configuration = [view, is_static] {
     const py::gil_scoped_acquire gil;
-    return configuration_of(view.handle().attr("forward"));
+    return configuration_of(view.handle().attr("forward"), /*nested=*/is_static);
   };
   return model;
 }

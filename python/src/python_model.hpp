@@ -14,7 +14,10 @@ enum class Outputs {
 };
 
 /// A Model of infinitybatch._model.ModelView, which knows torch.nn.Module.
-/// \param forward the view's `forward`
-Model model_of(const Held& view, const Held& forward, Outputs use);
+/// \param forward   the view's `forward`
+/// \param is_static `static_graph`: between looks nothing but its settings tells of another
+/// program,
+///                  so that nested ones count, too
+Model model_of(const Held& view, const Held& forward, Outputs use, bool is_static);
 
 }  // namespace infinitybatch::python

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 namespace infinitybatch {
 namespace {
@@ -47,6 +48,20 @@ at::Tensor differs(const at::Tensor& a, const at::Tensor& b, double least) {
   return close.logical_and_(allowed.isfinite()).logical_or_(same).logical_not_();
 }
 
+/// What is drawn "like" a tensor is drawn in the order of its memory, and dimensions that are
+/// expanded have none: the same for other rows.
+at::Tensor lying_like(const at::Tensor& given, const at::Tensor& moved) {
+  if (given.layout() != at::kStrided || given.is_contiguous() || given.is_quantized()) return moved;
+  at::Tensor once = given.detach();
+  at::Tensor moved_once = moved;
+  for (int64_t dim = 0; dim < given.dim(); ++dim) {
+    if (given.stride(dim) != 0 || given.size(dim) == 0) continue;
+    once = once.narrow(dim, 0, 1);
+    moved_once = moved_once.narrow(dim, 0, 1);
+  }
+  return at::empty_like(once).copy_(moved_once).expand(given.sizes());
+}
+
 /// For each index of a dimension: whether anything is true there.
 std::vector<bool> any_along(const at::Tensor& mask, int64_t dim, int64_t size) {
   std::vector<bool> found(static_cast<size_t>(size), false);
@@ -83,12 +98,19 @@ std::optional<Exchanges> exchanges_of(const Batch& inputs, int64_t rows) {
 
 at::Tensor exchanged(const at::Tensor& tensor, int64_t dim, const std::vector<int64_t>& order) {
   const at::NoGradGuard no_grad;
-  return in_order(tensor.detach(), dim, order);
+  const at::Tensor given = tensor.detach();
+  return lying_like(given, in_order(given, dim, order));
 }
 
 Batch exchanged(const Batch& batch, const std::vector<int64_t>& order) {
   const at::NoGradGuard no_grad;
-  return in_order(batch, order);
+  const Batch moved = in_order(batch, order);
+  std::vector<Leaf> leaves = moved.leaves();
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    if (!leaves[i].tensor.defined()) continue;
+    leaves[i].tensor = lying_like(batch.leaves()[i].tensor, leaves[i].tensor);
+  }
+  return {std::move(leaves), batch.structure()};
 }
 
 at::Tensor differences(const at::Tensor& a, const at::Tensor& b, int64_t parts) {

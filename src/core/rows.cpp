@@ -2,6 +2,7 @@
 #include "core/following_dims.hpp"
 #include "core/join.hpp"
 #include "core/kept_batch.hpp"
+#include "core/memory_order.hpp"
 #include "core/pinned_copies.hpp"
 #include "core/plain_leaves.hpp"
 #include "core/sample_rows.hpp"
@@ -381,7 +382,7 @@ BatchSource BatchSource::from(const Batch& batch, std::string_view name) {
   check_readable(batch, name);
   return {batch_size(batch, name), KeptRows{batch, {}},
           signature_of(batch),     dims_of(batch),
-          /*uniform=*/true,        identity_of_plain_leaves(batch)};
+          /*uniform=*/true,        identity_of_plain_leaves(batch) + layouts_of(batch)};
 }
 
 BatchSource targets_as_given(const Batch& targets) {

@@ -1,4 +1,5 @@
 // How what drawing ops are given follows the samples.
+#include "core/memory_order.hpp"
 #include "coupled/random_draw.hpp"
 #include "tape/arguments.hpp"
 #include "tape/segment.hpp"
@@ -7,6 +8,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -78,7 +80,7 @@ class Walk {
 
  private:
   static at::Tensor stand_in_for(const tape::Op& op, std::vector<c10::IValue>& arguments) {
-    if (keeps_layout(op)) return arguments[0].toTensor().clone();
+    if (keeps_layout(op)) return filled_like(arguments);
     if (const DrawOp* known = draw_op(*op.facts); known != nullptr && passes_through(known->kind)) {
       const at::Tensor input = arguments[0].toTensor();
       return op.facts->written[0] ? input : input.clone();
@@ -86,6 +88,17 @@ class Walk {
     if (op.facts->name() == "aten::batch_norm") return normalise(arguments);
     op.facts->handle.callBoxed(arguments);
     return arguments.front().toTensor();
+  }
+
+  /// What `empty_like` gives, without what happens to lie in memory.
+  static at::Tensor filled_like(const std::vector<c10::IValue>& arguments) {
+    const at::Tensor like = arguments[0].toTensor();
+    std::vector<c10::IValue> stack = arguments;
+    static const c10::OperatorHandle op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("aten::zeros_like", "");
+    op.callBoxed(stack);
+    at::Tensor filled = stack.front().toTensor();
+    return filled.copy_(like);
   }
 
   /// By statistics that do not come from the batch.
@@ -232,10 +245,10 @@ BatchAxis axis_of(const std::string& op, const Shape& a, int64_t rows_a, const S
   }
   if (axis.dim < 0) return axis;
   const Shape& told = rows_a > rows_b ? a : b;
-  const auto batch = static_cast<size_t>(axis.dim);
-  for (size_t d = 0; d < told.sizes.size(); ++d) {
-    axis.outside.push_back(d != batch && told.sizes[d] > 1 &&
-                           told.strides[d] > told.strides[batch]);
+  axis.outside.resize(told.sizes.size(), false);
+  for (const int64_t d : order_of(told, axis, std::max(rows_a, rows_b))) {
+    if (d == axis.dim) break;
+    axis.outside[static_cast<size_t>(d)] = told.sizes[static_cast<size_t>(d)] > 1;
   }
   return axis;
 }
@@ -253,11 +266,11 @@ std::vector<uint32_t> drawing_ops(const tape::Tape& tape) {
 bool DrawLaws::fit(const tape::Tape& tape) const {
   const std::vector<uint32_t> places = drawing_ops(tape);
   if (places.empty()) return true;
-  return ops == tape.ops.size() && std::equal(places.begin(), places.end(), laws.begin(),
-                                              laws.end(), [&](uint32_t place, const DrawLaw& law) {
-                                                return place == law.place &&
-                                                       tape.ops[place].facts->name() == law.op;
-                                              });
+  return ops == tape.ops.size() && layouts == layouts_found(tape) &&
+         std::equal(places.begin(), places.end(), laws.begin(), laws.end(),
+                    [&](uint32_t place, const DrawLaw& law) {
+                      return place == law.place && tape.ops[place].facts->name() == law.op;
+                    });
 }
 
 void check_draws(const tape::Tape& tape) {
@@ -295,12 +308,23 @@ void check_draws(const tape::Tape& tape) {
   }
 }
 
+std::string layouts_found(const tape::Tape& tape) {
+  std::string text;
+  for (const tape::External& external : tape.externals) {
+    if (external.input_leaf >= 0) continue;
+    const std::string own = layout_of(external.tensor, /*dim=*/-1);
+    if (!own.empty()) text += std::to_string(external.value) + " lies " + own + "|";
+  }
+  return text;
+}
+
 DrawLaws find_draw_laws(const DrawExample& one, const DrawExample& other) {
   const std::vector<Given> a = look_at(one);
   const std::vector<Given> b = look_at(other);
   const std::vector<uint32_t> places = drawing_ops(one.tape);
   DrawLaws laws;
   laws.ops = one.tape.ops.size();
+  laws.layouts = layouts_found(one.tape);
   std::set<std::pair<size_t, uint16_t>> unclear;
   for (size_t i = 0; i < std::max(a.size(), b.size()); ++i) {
     if (i >= a.size() || i >= b.size() || a[i].op != b[i].op ||

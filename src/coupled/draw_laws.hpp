@@ -35,6 +35,9 @@ struct DrawLaw {
 struct DrawLaws {
   std::vector<DrawLaw> laws;
   size_t ops = 0;  ///< of the tape, all in all
+  /// How what the tape found lies in memory (parameters that may be channels last by now): what is
+  /// drawn "like" a tensor is filled in that tensor's order. Inputs are those of one program.
+  std::string layouts;
   /// Whether they are for the ops of this tape: a forward that has taken another way since has
   /// others.
   bool fit(const tape::Tape& tape) const;
@@ -52,6 +55,9 @@ struct DrawExample {
 /// they lie.
 /// \throws CouplingError where an op's numbers cannot be told apart by samples
 DrawLaws find_draw_laws(const DrawExample& one, const DrawExample& other);
+
+/// `DrawLaws::layouts` of a tape.
+std::string layouts_found(const tape::Tape& tape);
 
 /// Ops of the tape that draw.
 std::vector<uint32_t> drawing_ops(const tape::Tape& tape);

@@ -1,5 +1,7 @@
 #include "coupled/random_ops.hpp"
 
+#include "core/memory_order.hpp"
+
 #include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
 
@@ -106,30 +108,9 @@ std::optional<BatchAxis> axis_for(const BatchAxis& axis, int64_t each) {
 
 Shape with_rows(const Shape& shape, const BatchAxis& axis, int64_t here, int64_t rows) {
   Shape whole = shape;
-  const auto count = static_cast<int64_t>(shape.sizes.size());
   if (axis.dim >= 0) whole.sizes[static_cast<size_t>(axis.dim)] = axis.outer * axis.inner * rows;
-  // Dimensions from the outermost in memory to the innermost.
-  std::vector<int64_t> order;
-  for (int64_t d = 0; d < count; ++d) {
-    if (d != axis.dim) order.push_back(d);
-  }
-  const auto size = [&](int64_t d) { return shape.sizes[static_cast<size_t>(d)]; };
-  const auto stride = [&](int64_t d) { return shape.strides[static_cast<size_t>(d)]; };
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t a, int64_t b) { return stride(a) > stride(b); });
-  if (axis.dim >= 0) {
-    // A single sample's stride says nothing.
-    const bool told = here > 1;
-    auto place = order.begin();
-    for (auto d = order.begin(); d != order.end(); ++d) {
-      if (size(*d) == 1) continue;
-      const bool outer =
-          told ? stride(*d) > stride(axis.dim) : axis.outside[static_cast<size_t>(*d)];
-      if (outer) place = std::next(d);
-    }
-    order.insert(place, axis.dim);
-  }
   int64_t step = 1;
+  const std::vector<int64_t> order = order_of(shape, axis, here);
   for (size_t i = order.size(); i-- > 0;) {
     const auto d = static_cast<size_t>(order[i]);
     whole.strides[d] = step;
@@ -138,12 +119,25 @@ Shape with_rows(const Shape& shape, const BatchAxis& axis, int64_t here, int64_t
   return whole;
 }
 
+std::vector<int64_t> order_of(const Shape& shape, const BatchAxis& axis, int64_t rows) {
+  std::vector<int64_t> order = memory_order(shape.sizes, shape.strides);
+  // A single sample's stride says nothing.
+  if (axis.dim < 0 || rows > 1) return order;
+  order.erase(std::find(order.begin(), order.end(), axis.dim));
+  auto place = order.begin();
+  for (auto d = order.begin(); d != order.end(); ++d) {
+    const auto dim = static_cast<size_t>(*d);
+    if (shape.sizes[dim] != 1 && axis.outside[dim]) place = std::next(d);
+  }
+  order.insert(place, axis.dim);
+  return order;
+}
+
 bool outermost(const Shape& shape, const BatchAxis& axis, int64_t rows) {
   if (axis.outer > 1) return false;
-  const auto batch = static_cast<size_t>(axis.dim);
-  for (size_t d = 0; d < shape.sizes.size(); ++d) {
-    if (d == batch || shape.sizes[d] == 1) continue;
-    if (rows > 1 ? shape.strides[d] > shape.strides[batch] : axis.outside[d]) return false;
+  for (const int64_t d : order_of(shape, axis, rows)) {
+    if (d == axis.dim) return true;
+    if (shape.sizes[static_cast<size_t>(d)] != 1) return false;
   }
   return true;
 }

@@ -66,6 +66,9 @@ std::optional<at::Generator> generator_of(c10::ArrayRef<c10::IValue> arguments);
 /// Nothing where that cannot be told.
 std::optional<BatchAxis> axis_for(const BatchAxis& axis, int64_t each);
 
+/// Dimensions of a shape of `rows` samples, from the outermost in memory to the innermost.
+std::vector<int64_t> order_of(const Shape& shape, const BatchAxis& axis, int64_t rows);
+
 /// `shape` with `rows` samples in place of `here`; dense, in the same order in memory.
 Shape with_rows(const Shape& shape, const BatchAxis& axis, int64_t here, int64_t rows);
 

@@ -2,6 +2,7 @@
 
 #include "core/batch_form.hpp"
 #include "core/bits.hpp"
+#include "core/pinned_copies.hpp"
 #include "coupled/draw_laws.hpp"
 #include "execute/buffer_rule.hpp"
 #include "execute/checkpoints.hpp"
@@ -275,13 +276,31 @@ std::shared_ptr<const Recorded> CoupledRecorder::reuse(Rows rows) {
   return recorded;
 }
 
+bool CoupledRecorder::compares(Rows rows) const {
+  if (!model_.strategy.reuses_tapes) return false;
+  const StaticTapes& tapes = *model_.resources.static_tapes;
+  return tapes.due() && tapes.confirmed(rows.size()) != nullptr;
+}
+
+void CoupledRecorder::compare(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
+                              const std::function<Batch()>& forward) {
+  numbers_.rewind();
+  tape::Tape tape = record_tape(inputs, watch, forward, /*disturbed=*/false, nullptr);
+  watch.forget();
+  tape::trim(tape, std::function<bool(const tape::Op&)>());
+  model_.resources.static_tapes->compare(rows.size(), tape);
+}
+
 void CoupledRecorder::learn_draws(Rows rows, const Batch& inputs, const tape::Tape& tape,
                                   coupled::CouplingWatch& watch, const RecordableForward& forward) {
   const int64_t total = model_.problem.batch_size();
   if (!numbers_.streams() || rows.size() == total || ops_.first() != nullptr) return;
   coupled::DrawLaws& laws = model_.resources.findings->draw_laws;
-  // What Python's numbers decide may be another way in each step.
-  if (!numbers_.foreign_drawn() && laws.fit(tape)) return;
+  // What Python's numbers decide may be another way in each step; and how rows of the user's own
+  // making lie in memory one row does not tell.
+  const bool told = rows.size() > 1 || keeps_rows(*model_.problem.inputs) ||
+                    model_.problem.loss.external() != nullptr;
+  if (told && !numbers_.foreign_drawn() && laws.fit(tape)) return;
   // Another number of samples tells which dimensions follow it.
   const Rows other = other_rows(rows, total);
   buffers_.end_micro_batch();

@@ -50,6 +50,12 @@ class CoupledRecorder {
   /// With `Strategy::reuses_tapes`: an earlier recording of as many rows, where one is confirmed;
   /// null otherwise.
   std::shared_ptr<const Recorded> reuse(Rows rows);
+  /// Whether user code has to run beside that recording; see `StaticTapes::due`.
+  bool compares(Rows rows) const;
+  /// Records `forward` beside it, and forgets what is known where it is another program.
+  /// \throws Unsupported where steps have used it that nobody compared
+  void compare(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
+               const std::function<Batch()>& forward);
 
  private:
   tape::Tape record_tape(const Batch& inputs, coupled::CouplingWatch& watch,

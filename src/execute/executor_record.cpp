@@ -59,8 +59,10 @@ void Executor::record(Rows rows, bool retain) {
 void Executor::record_for_cuts(Rows rows) {
   if (problem_.interrupt) problem_.interrupt();
   // A recording that is used again tells nobody how outputs follow the samples.
-  if (!strategy_.per_micro_batch() && !checks_.learns_output_law(rows) && pass_.reuse(rows)) return;
-  forwards_.load(rows);
+  const bool reuses = !strategy_.per_micro_batch() && !checks_.learns_output_law(rows);
+  const bool compares = reuses && pass_.compares(rows);
+  if (reuses && !compares && pass_.reuse(rows)) return;
+  if (!compares) forwards_.load(rows);
   const auto call = [&](Rows at_work) {
     forwards_.run(at_work);
     if (forwards_.wrote_inputs()) {
@@ -72,6 +74,15 @@ void Executor::record_for_cuts(Rows rows) {
     if (strategy_.per_micro_batch()) forwards_.check_coupling(rows);
     return std::exchange(forwards_.outputs, Batch());
   };
+  if (compares) {
+    forwards_.aside(/*trial=*/false, [&] {
+      forwards_.load(rows);
+      const Batch inputs = forwards_.inputs;
+      pass_.compare(rows, inputs, forwards_.watch(), [&] { return call(rows); });
+    });
+    if (pass_.reuse(rows)) return;
+    forwards_.load(rows);
+  }
   if (strategy_.per_micro_batch()) {
     Batch given = pass_.checkpoint(rows, forwards_.inputs, [&] { return call(rows); });
     if (whole_) {

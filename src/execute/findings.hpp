@@ -5,6 +5,7 @@
 #include "execute/rows_seen.hpp"
 #include "execute/trimming.hpp"
 
+#include <cstdint>
 #include <optional>
 #include <vector>
 
@@ -21,6 +22,7 @@ struct Findings {
   OutputLaw output_law;  ///< of a model with a coupled loss; without leaves: not known yet
   /// Of each sequence that is trimmed; none where no row was compared with itself in full yet.
   std::vector<std::optional<Trimming::Outputs>> trimmed_outputs;
+  int64_t trimmed_steps = 0;    ///< so far; in 1, 2, 4, 8, … rows are compared again
   coupled::DrawLaws draw_laws;  ///< with `match_native_rng`
 };
 

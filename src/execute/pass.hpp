@@ -83,6 +83,12 @@ class Pass {
                const RecordableForward& forward);
   /// In place of `record`, where an earlier recording can be used. Returns whether there is one.
   bool reuse(Rows rows);
+  /// Whether user code has to run beside it first; and that, see `CoupledRecorder::compare`.
+  bool compares(Rows rows) const { return coupled_.compares(rows); }
+  void compare(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,
+               const std::function<Batch()>& forward) {
+    coupled_.compare(rows, inputs, watch, forward);
+  }
   /// With `Strategy::per_micro_batch`, in place of `record`; see `CheckpointRecorder`. The
   /// micro-batch then stands at its last cut. Returns the model's outputs, as forward gave them.
   Batch checkpoint(Rows rows, const Batch& inputs, const std::function<Batch()>& forward);

@@ -30,25 +30,66 @@ std::shared_ptr<const Recorded> StaticTapes::confirmed(int64_t rows) const {
   return entry->second.recorded;
 }
 
-void StaticTapes::meet(int64_t rows, const Recorded& recorded) {
-  if (*varies) return;
-  Entry& entry = by_rows[rows];
-  if (!entry.recorded) {
-    const auto kept = std::make_shared<Recorded>(recorded);
-    for (tape::External& external : kept->tape.externals.own()) {
-      external.version.reset();  // parameters change from step to step
-    }
-    entry.recorded = kept;
-    return;
+void StaticTapes::keep(int64_t rows, const Recorded& recorded) {
+  const auto kept = std::make_shared<Recorded>(recorded);
+  for (tape::External& external : kept->tape.externals.own()) {
+    external.version.reset();  // parameters change from step to step
   }
-  if (const auto found = tape::difference(entry.recorded->tape, recorded.tape)) {
+  by_rows[rows] = {kept, /*confirmed=*/false, steps};
+}
+
+bool StaticTapes::is_known(int64_t rows, const tape::Tape& tape) {
+  const auto place = by_rows.find(rows);
+  if (place == by_rows.end()) return false;
+  const Entry known = place->second;
+  const auto found = tape::difference(known.recorded->tape, tape);
+  if (!found) return true;
+  if (known.met == steps) {
     throw Unsupported(
         "static_graph says that forward is the same program for each micro-batch of " +
         std::to_string(rows) + " samples, but two of them differ: " + *found +
         "; leave static_graph out");
   }
-  if (!tape::same_witnesses(entry.recorded->tape, recorded.tape)) return distrust();
-  entry.confirmed = runs_alone(recorded.tape);
+  by_rows.clear();
+  const int64_t unseen = steps - known.met - 1;
+  if (!known.confirmed || unseen == 0) return false;
+  *outdated = true;
+  throw Unsupported(
+      "static_graph says that forward is the same program in each step, but it has become another "
+      "one: " +
+      *found + ". It ran last " + std::to_string(unseen + 1) + " steps ago, so the " +
+      std::to_string(unseen) +
+      " in between may have gradients of the program before. What decides it has to be an argument "
+      "of forward, or an attribute of a module; then run this step again, which records forward "
+      "anew. Or leave static_graph out");
+}
+
+void StaticTapes::believe(Entry& entry, const tape::Tape& tape) {
+  entry.met = steps;
+  if (!tape::same_witnesses(entry.recorded->tape, tape)) return distrust();
+  entry.confirmed = runs_alone(tape);
+}
+
+void StaticTapes::meet(int64_t rows, const Recorded& recorded) {
+  if (*varies) return;
+  ran = true;
+  if (!is_known(rows, recorded.tape)) return keep(rows, recorded);
+  believe(by_rows.at(rows), recorded.tape);
+}
+
+void StaticTapes::compare(int64_t rows, const tape::Tape& tape) {
+  ran = true;
+  if (is_known(rows, tape)) believe(by_rows.at(rows), tape);
+}
+
+void StaticTapes::end_step() {
+  ++steps;
+  ran = false;
+}
+
+void StaticTapes::forget() {
+  by_rows.clear();
+  ran = false;
 }
 
 void StaticTapes::distrust() {

@@ -56,7 +56,7 @@ int64_t Trimming::length(const Sequence& sequence, Rows rows) const {
   return std::min(sequence.full, std::max(longest, at_least));
 }
 
-std::vector<int64_t> Trimming::trimmed_rows(const Sequence& sequence) const {
+std::vector<int64_t> Trimming::trimmed_rows(const Sequence& sequence, int64_t turn) const {
   constexpr size_t kMost = 4;
   const auto first = sequence.lengths.begin();
   std::vector<int64_t> longest;  // of each micro-batch that is trimmed
@@ -69,8 +69,10 @@ std::vector<int64_t> Trimming::trimmed_rows(const Sequence& sequence) const {
   }
   if (longest.size() <= kMost) return longest;
   std::vector<int64_t> some;
-  for (size_t i = 0; i < kMost; ++i)
-    some.push_back(longest[i * (longest.size() - 1) / (kMost - 1)]);
+  for (size_t i = 0; i < kMost; ++i) {
+    const size_t place = i * (longest.size() - 1) / (kMost - 1) + static_cast<size_t>(turn);
+    some.push_back(longest[place % longest.size()]);
+  }
   return some;
 }
 
@@ -92,7 +94,7 @@ Batch Trimming::targets(const Batch& batch, Rows rows) const {
   return trimmed(batch, rows, &Sequence::targets);
 }
 
-Batch Trimming::inputs(const Batch& batch, const Sequence& sequence, int64_t length) const {
+Batch Trimming::inputs(const Batch& batch, const Sequence& sequence, int64_t length) {
   std::vector<Leaf> leaves = batch.leaves();
   trim(leaves, sequence.inputs, length, sequence.left, /*copies=*/false);
   return {std::move(leaves), batch.structure()};
@@ -106,7 +108,8 @@ Batch Trimming::padded(const Batch& outputs, const Batch& inputs) const {
     const int64_t length = inputs.leaves()[first.leaf].tensor.size(first.dim);
     if (length == sequence.full && !(planned && sequence.outputs)) continue;
     if (!sequence.outputs) throw StateError("outputs were trimmed before it was known where");
-    for (const auto& [leaf, dim] : sequence.outputs->along) {
+    for (size_t i = 0; i < sequence.outputs->along.size(); ++i) {
+      const auto& [leaf, dim] = sequence.outputs->along[i];
       at::Tensor& tensor = leaves[leaf].tensor;
       if (!tensor.defined() || dim >= tensor.dim() || tensor.size(dim) != length) {
         std::ostringstream text;
@@ -122,7 +125,8 @@ Batch Trimming::padded(const Batch& outputs, const Batch& inputs) const {
       pad[pad.size() - (sequence.left ? 2 : 1)] = sequence.full - length;
       // Of nothing to pad it gives a copy as the tensor lies, else a contiguous one.
       if (planned) tensor = tensor.contiguous();
-      tensor = at::constant_pad_nd(tensor, pad, 0);
+      const double fill = tensor.is_floating_point() ? sequence.outputs->fills[i] : 0;
+      tensor = at::constant_pad_nd(tensor, pad, fill);
     }
   }
   return {std::move(leaves), outputs.structure()};

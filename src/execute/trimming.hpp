@@ -12,20 +12,27 @@ namespace infinitybatch {
 
 /// A logical batch whose rows are sorted by length, longest first, and are computed without the
 /// padding that all rows of a micro-batch have. To the engine it is a batch like any other: inputs
-/// lose their padding when a micro-batch is loaded, and outputs get it back, as zeros, when forward
-/// returns. Losses, callbacks and callers see the rows in the caller's order.
+/// lose their padding when a micro-batch is loaded, and outputs get it back, as a value that the
+/// model gave there, when forward returns. Losses, callbacks and callers see the rows in the
+/// caller's order.
 class Trimming {
  public:
   /// A dimension that is as long as its sequence.
   struct Along {
     size_t leaf = 0;
     int64_t dim = 0;
+    bool operator==(const Along&) const = default;
   };
 
   /// Along which dimensions outputs follow a sequence, as rows have shown that are padded so.
   struct Outputs {
     bool left = false;
     std::vector<Along> along;
+    /// For each of these what the model itself gave at a padded position: whatever a loss takes
+    /// from there has to show, as it would natively.
+    std::vector<double> fills;
+    std::vector<Along> asked;   ///< `Sequence::inputs`, before rows were compared
+    std::vector<Along> inputs;  ///< and afterwards
   };
 
   /// What is padded together.
@@ -34,6 +41,7 @@ class Trimming {
     bool left = false;             ///< padding stands in front
     std::vector<int64_t> lengths;  ///< of each row, sorted
     std::vector<Along> inputs;     ///< what is trimmed
+    std::vector<Along> unsure;     ///< of these what may be as long by chance
     std::vector<Along> targets;
     std::optional<Outputs> outputs;  ///< once it was looked for
   };
@@ -58,14 +66,14 @@ class Trimming {
     return length(sequence, rows) < sequence.full;
   }
   /// A few rows that are trimmed, of as many lengths: where sizes are known, what micro-batches are
-  /// trimmed to.
-  std::vector<int64_t> trimmed_rows(const Sequence& sequence) const;
+  /// trimmed to. \param turn others, where there are more
+  std::vector<int64_t> trimmed_rows(const Sequence& sequence, int64_t turn = 0) const;
 
   /// \param batch those rows, in full
   Batch inputs(const Batch& batch, Rows rows) const;
   Batch targets(const Batch& batch, Rows rows) const;
   /// Along one sequence alone.
-  Batch inputs(const Batch& batch, const Sequence& sequence, int64_t length) const;
+  static Batch inputs(const Batch& batch, const Sequence& sequence, int64_t length);
   /// \param inputs that the model ran on
   /// \throws BatchError for outputs of another length
   Batch padded(const Batch& outputs, const Batch& inputs) const;

@@ -45,8 +45,10 @@ bool is_any(const std::vector<std::string>& path, const std::vector<std::string>
 /// Where one sequence's tensors lie.
 class Search {
  public:
-  Search(const TrimPadding& given, const Batch& inputs, const Batch& targets)
-      : given_(given), inputs_(inputs), targets_(targets) {}
+  /// \param number among the sequences
+  Search(const TrimPadding& given, const Batch& inputs, const Batch& targets, SequenceInputs& known,
+         size_t number)
+      : given_(given), inputs_(inputs), targets_(targets), known_(known), number_(number) {}
 
   Trimming::Sequence find() {
     find_reference();
@@ -55,7 +57,7 @@ class Search {
     sequence.full = like.tensor.size(reference_.dim);
     given_.lengths ? from_lengths(sequence) : from_mask(like, sequence);
     add_inputs(like, sequence);
-    if (given_.targets || in_targets_) add_alike(targets_, like, sequence.targets);
+    if (given_.targets || in_targets_) add_alike(targets_, like, sequence.targets, nullptr);
     return sequence;
   }
   /// Of an input that nobody has named.
@@ -185,7 +187,7 @@ class Search {
 
   void add_inputs(const Leaf& like, Trimming::Sequence& sequence) const {
     if (given_.inputs.empty()) {
-      add_alike(inputs_, like, sequence.inputs);
+      add_alike(inputs_, like, sequence.inputs, &sequence.unsure);
       return;
     }
     if (!in_targets_) sequence.inputs.push_back(reference_);
@@ -194,25 +196,47 @@ class Search {
       const bool added = !in_targets_ && leaf == reference_.leaf;
       if (!here.tensor.defined() || added || !is_wanted(leaf)) continue;
       for (int64_t dim = 0; dim < here.tensor.dim(); ++dim) {
-        if (dim == here.batch_dim || here.tensor.size(dim) != sequence.full) continue;
+        if (dim == here.batch_dim) continue;
+        // It is named for that one.
+        const bool time = has_time(here) && dim == time_of(here);
+        const SequenceInputs::Told told = ask(inputs_, leaf, dim, sequence.full);
+        if (here.tensor.size(dim) != sequence.full) continue;
+        if (told == SequenceInputs::Told::stays && !time) continue;
         sequence.inputs.push_back({leaf, dim});
+        if (told == SequenceInputs::Told::nothing && !time) sequence.unsure.push_back({leaf, dim});
       }
     }
   }
 
-  /// All that have the same size in the same dimension.
-  void add_alike(const Batch& batch, const Leaf& like, std::vector<Trimming::Along>& found) const {
+  /// All that have the same size in the same dimension, in each batch so far.
+  void add_alike(const Batch& batch, const Leaf& like, std::vector<Trimming::Along>& found,
+                 std::vector<Trimming::Along>* unsure) const {
     const int64_t full = like.tensor.size(reference_.dim);
     for (size_t i = 0; i < batch.leaves().size(); ++i) {
       const Leaf& leaf = batch.leaves()[i];
       if (!has_time(leaf) || leaf.batch_dim != like.batch_dim) continue;
-      if (leaf.tensor.size(reference_.dim) == full) found.push_back({i, reference_.dim});
+      const SequenceInputs::Told told = ask(batch, i, reference_.dim, full);
+      if (told == SequenceInputs::Told::stays) continue;
+      found.push_back({i, reference_.dim});
+      const bool named = &batch == &side() && i == reference_.leaf;
+      if (unsure != nullptr && !named && told == SequenceInputs::Told::nothing) {
+        unsure->push_back({i, reference_.dim});
+      }
     }
+  }
+
+  SequenceInputs::Told ask(const Batch& batch, size_t leaf, int64_t dim, int64_t full) const {
+    const std::string what = std::to_string(number_) +
+                             (&batch == &targets_ ? "targets" : "inputs") +
+                             batch.structure()->leaf_name(leaf) + "|" + std::to_string(dim);
+    return known_.meet(what, full, batch.leaves()[leaf].tensor.size(dim));
   }
 
   const TrimPadding& given_;
   const Batch& inputs_;
   const Batch& targets_;
+  SequenceInputs& known_;
+  const size_t number_;
   bool in_targets_ = false;
   Trimming::Along reference_;
 };
@@ -286,14 +310,20 @@ std::vector<int64_t> packed(const std::vector<Trimming::Sequence>& sequences,
 }
 
 std::shared_ptr<Trimming> trimming_of(const Options& options, const Batch& inputs,
-                                      const Batch& targets) {
+                                      const Batch& targets, SequenceInputs& known) {
   auto trimming = std::make_shared<Trimming>();
   std::vector<Search> searches;
   for (const TrimPadding& each : options.trim) {
-    searches.emplace_back(each, inputs, targets);
+    searches.emplace_back(each, inputs, targets, known, searches.size());
     trimming->sequences.push_back(searches.back().find());
   }
   refuse_shared_leaves(searches, trimming->sequences, inputs);
+  for (Trimming::Sequence& sequence : trimming->sequences) {
+    std::erase_if(sequence.unsure, [&](const Trimming::Along& each) {
+      return std::find(sequence.inputs.begin(), sequence.inputs.end(), each) ==
+             sequence.inputs.end();
+    });
+  }
   for (const Trimming::Sequence& sequence : trimming->sequences) {
     for (const auto& [leaf, dim] : sequence.inputs) {
       if (!inputs.leaves()[leaf].tensor.requires_grad()) continue;

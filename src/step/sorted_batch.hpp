@@ -3,6 +3,7 @@
 #include "execute/setup.hpp"
 #include "execute/trimming.hpp"
 #include "plan/request.hpp"
+#include "step/sequence_inputs.hpp"
 
 #include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/step/options.hpp>
@@ -15,10 +16,11 @@ namespace infinitybatch {
 
 /// How the rows of a batch are sorted, trimmed and packed into micro-batches, as the options say.
 /// \param targets without tensors where there are none
+/// \param known   what earlier batches have told of these inputs, and learns from this one
 /// \throws BatchError naming an argument that is not found, is no mask, or may belong to several
 ///         sequences
 std::shared_ptr<Trimming> trimming_of(const Options& options, const Batch& inputs,
-                                      const Batch& targets);
+                                      const Batch& targets, SequenceInputs& known);
 
 /// Whether a leaf of the inputs, or targets, marks padding.
 bool tells_lengths(const Options& options, const Batch& batch, size_t leaf, bool targets);
@@ -45,9 +47,10 @@ class SortedStep {
  public:
   /// \param reads_parts whether sources are read as micro-batches ask for rows, and not as a whole:
   ///                     what that does to memory differs from one micro-batch to the next
+  /// \param known what earlier batches have told of their inputs
   /// \throws InvalidArgument where inputs require grad
   SortedStep(const Options& options, const Loss& loss, const BatchSource& inputs,
-             const BatchSource& targets, bool reads_parts);
+             const BatchSource& targets, bool reads_parts, SequenceInputs& known);
   SortedStep(const SortedStep&) = delete;
   SortedStep& operator=(const SortedStep&) = delete;
 
@@ -74,8 +77,9 @@ std::function<void(const MicroBatch&)> showing_samples(
     const std::shared_ptr<const Trimming>& trimming,
     const std::function<void(const MicroBatch&)>& given);
 
-/// Finds out along which dimensions outputs are trimmed with their inputs, and compares a few rows,
-/// trimmed, with the same rows in full: once for each kind of batch. Runs forward on each alone and
+/// Finds out along which dimensions outputs are trimmed with their inputs, and which inputs that
+/// are as long as a sequence need be trimmed with it; and compares a few rows, trimmed, with the
+/// same rows in full: in steps 1, 2, 4, 8, … of each kind of batch. Runs forward on each alone and
 /// undoes that.
 /// \throws BatchError where they differ by more than rounding
 void learn_trimming(const Setup& setup);

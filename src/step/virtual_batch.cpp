@@ -49,11 +49,11 @@ VirtualBatch::State::State(Model model, Loss loss, Options options)
 StaticTapes* VirtualBatch::State::static_tapes(const Problem& problem) {
   StaticTapes& tapes = facts_.knowledge->static_tapes[facts_.kind.lengths];
   std::vector<const void*> owned = owned_by(problem);
-  if (tapes.owned != owned) tapes = StaticTapes{{}, std::move(owned)};
+  if (tapes.owned != owned || *tapes.outdated) tapes = StaticTapes{{}, std::move(owned)};
   return &tapes;
 }
 
-std::string VirtualBatch::State::program_of(const Problem& problem) const {
+Programs::Identity VirtualBatch::State::program_of(const Problem& problem) const {
   return Programs::identity(model_, problem.inputs->arguments);
 }
 
@@ -120,7 +120,7 @@ StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSourc
   if (facts_.options.trim.empty()) return run_step(inputs, targets, hand_out);
   refuse_transforms();
   const bool reads_parts = facts_.options.micro_batch_size.has_value();
-  const SortedStep sorted(facts_.options, loss_, inputs, targets, reads_parts);
+  const SortedStep sorted(facts_.options, loss_, inputs, targets, reads_parts, sequences_);
   struct AtWork {
     explicit AtWork(const SortedStep*& place, const SortedStep& here) : place(place) {
       place = &here;
@@ -187,12 +187,14 @@ StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchS
         limit.emplace(*budget, setup.problem.device);
       }
       StepReport report = attempt(setup, budget, hand_out);
-      if (facts_.attempt.state_as_before) {
+      // What was looked for there is not as deep as settings that count with static_graph.
+      if (facts_.attempt.state_as_before && !facts_.options.static_graph) {
         programs_.left_as_it_was();
       } else {
-        programs_.left(program_of(setup.problem));
+        programs_.left(program_of(setup.problem).configuration);
       }
       facts_.knowledge->findings = std::move(findings);
+      if (setup.strategy.reuses_tapes) setup.resources.static_tapes->end_step();
       report.peak_bytes = peak.peak();
       // Of the plan alone, which says nothing of a rehearsal, a look at rows or an attempt that
       // took more.
@@ -282,7 +284,7 @@ StepReport VirtualBatch::State::attempt(const Setup& setup, const std::optional<
     }
     // Nobody has looked at recordings of a step that failed: what mixes samples is looked for in
     // recordings alone, and would not be met again.
-    if (setup.strategy.reuses_tapes) setup.resources.static_tapes->by_rows.clear();
+    if (setup.strategy.reuses_tapes) setup.resources.static_tapes->forget();
     random.restore();
     throw;
   }

@@ -38,7 +38,7 @@ class VirtualBatch::State {
   StepReport run_step(const BatchSource& inputs, const BatchSource& targets, bool hand_out);
   StepReport attempt(const Setup& setup, const std::optional<int64_t>& budget, bool hand_out);
   Problem problem(const BatchSource& inputs, const BatchSource& targets);
-  std::string program_of(const Problem& problem) const;
+  Programs::Identity program_of(const Problem& problem) const;
   /// What earlier steps have found to work for this kind of batch.
   Strategy first_strategy(const Problem& problem) const;
   /// What the strategy works with.
@@ -57,6 +57,7 @@ class VirtualBatch::State {
   Programs programs_;
   std::unique_ptr<offload::Store> store_;
   PlainNumbers numbers_;              // of the model's, in Python
+  SequenceInputs sequences_;          // with `trim`
   coupled::RenormedMemory renormed_;  // addresses: at worst a copy too many
 
   // Of the step at work:

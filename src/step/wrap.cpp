@@ -1,6 +1,7 @@
 #include <infinitybatch/step/wrap.hpp>
 
 #include "core/foreign_exception.hpp"
+#include "core/memory_order.hpp"
 #include "core/out_of_memory.hpp"
 #include "core/pinned_copies.hpp"
 #include "core/plain_leaves.hpp"
@@ -133,7 +134,7 @@ Batch Wrap::forward(const Batch& given) const {
   std::shared_ptr<Trimming> trimming;
   if (!wrapped_->options.trim.empty()) {
     const Batch& unsorted = marked ? *marked : given;
-    trimming = trimming_of(wrapped_->options, unsorted, Batch());
+    trimming = trimming_of(wrapped_->options, unsorted, Batch(), wrapped_->sequences);
     if (!trimming->planned && trimming->changes_nothing()) {
       trimming = nullptr;
     } else {
@@ -154,7 +155,7 @@ Batch Wrap::forward(const Batch& given) const {
   setup.problem.exact_coupling = wrapped_->options.batch_coupling == BatchCoupling::exact;
   setup.problem.trimming = std::move(trimming);
   admit_model(setup.problem);
-  const std::string arguments = identity_of_plain_leaves(inputs);
+  const std::string arguments = identity_of_plain_leaves(inputs) + layouts_of(inputs);
   setup.problem.program = wrapped_->begin_program(arguments);
   const PlainNumbers::Scope remembering(&wrapped_->numbers);
   Batch outputs = run_joining(wrapped_, setup, inputs, total);

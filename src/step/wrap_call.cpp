@@ -239,7 +239,9 @@ Batch ForwardCall::attempt(std::optional<memory::Limit>& limit) {
     setup_.problem.trimming->at_least = 0;
     learn_trimming(setup_);
     const std::lock_guard<std::mutex> lock(wrapped_->mutex);
-    wrapped_->known.of(kind_).findings.trimmed_outputs = findings_.trimmed_outputs;
+    Findings& known = wrapped_->known.of(kind_).findings;
+    known.trimmed_outputs = findings_.trimmed_outputs;
+    known.trimmed_steps = findings_.trimmed_steps;
   }
   choose_store();
   const StoreUse alone(*wrapped_, store_.get());

@@ -223,6 +223,7 @@ void WrapRun::learn(std::vector<bool> wants_gradient, std::vector<NamedParameter
   known_.leaves = std::move(leaves);
   known_.ambiguous = ambiguous;
   known_.left = std::move(left);
+  known_.tapes.end_step();
   call_.wrapped->keep_static_forward(kind_, known_);
 }
 

@@ -53,9 +53,10 @@ StaticForward Wrapped::static_forward_of(const Problem& problem, const std::stri
   std::vector<const void*> owned = owned_by(problem);
   const std::lock_guard<std::mutex> lock(mutex);
   StaticForward& known = static_forwards[kind];
-  if (known.tapes.owned == owned && !*known.tapes.varies) return known;
+  const bool believed = known.tapes.owned == owned && !*known.tapes.outdated;
+  if (believed && !*known.tapes.varies) return known;
   StaticForward anew;
-  if (known.tapes.owned == owned) anew.tapes.varies = known.tapes.varies;
+  if (believed) anew.tapes.varies = known.tapes.varies;
   anew.tapes.owned = std::move(owned);
   return known = std::move(anew);
 }
@@ -83,7 +84,7 @@ std::string kind_of_forward(const BatchKind& of_batch, const Problem& problem,
 }
 
 int64_t Wrapped::begin_program(const std::string& arguments) {
-  const std::string identity = Programs::identity(model, arguments);
+  const Programs::Identity identity = Programs::identity(model, arguments);
   const std::lock_guard<std::mutex> lock(mutex);
   if (programs.full()) {
     programs.clear();
@@ -94,9 +95,9 @@ int64_t Wrapped::begin_program(const std::string& arguments) {
 }
 
 void Wrapped::end_program(const std::string& arguments) {
-  std::string identity = Programs::identity(model, arguments);
+  const Programs::Identity identity = Programs::identity(model, arguments);
   const std::lock_guard<std::mutex> lock(mutex);
-  programs.left(std::move(identity));
+  programs.left(identity.configuration);
 }
 
 void Wrapped::note_recorded(const NodeRange& nodes) {

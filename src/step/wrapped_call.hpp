@@ -16,6 +16,7 @@
 #include "step/left_outputs.hpp"
 #include "step/offload.hpp"
 #include "step/programs.hpp"
+#include "step/sequence_inputs.hpp"
 #include "step/wrap_outputs.hpp"
 #include "tape/modes.hpp"
 #include "tape/tape.hpp"
@@ -108,6 +109,7 @@ struct Wrapped {
   void note_recorded(const NodeRange& nodes);
   /// The store for tensors of `device`.
   std::shared_ptr<offload::Store> store_on(at::Device device);
+  SequenceInputs sequences;           ///< with `trim`; guarded by itself
   std::atomic<bool> copying = false;  ///< one thread at a time uses it
   std::thread::id worker;             ///< who calls it or runs backward through it, under `mutex`
   int calls_at_work = 0;              ///< of that thread, one inside of the other

@@ -144,7 +144,7 @@ class Evaluation::State {
     Options unplanned = options_;  // slices are cut here
     unplanned.micro_batch_size.reset();
     unplanned.micro_batch_tokens.reset();
-    const SortedStep sorted(unplanned, loss_, inputs, targets, /*reads_parts=*/true);
+    const SortedStep sorted(unplanned, loss_, inputs, targets, /*reads_parts=*/true, sequences_);
     sorted.trimming()->planned = false;
     try {
       learn(sorted);
@@ -278,6 +278,7 @@ class Evaluation::State {
   std::optional<int64_t> budget_;
   std::optional<BufferValues> buffers_;
   std::map<std::string, Findings> findings_;  // with `trim`, by kind of batch
+  SequenceInputs sequences_;                  // with `trim`
   double sum_ = 0;
   double denominator_ = 0;
   bool undivided_ = false;

@@ -148,7 +148,7 @@ def test_wrap_with_a_contrastive_loss(size: str) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_wrap_with_a_masked_language_model(size: str) -> None:
-    """Logits come back in full: zeros where padding was cut off, which the loss ignores."""
+    """Logits come back in full, with one value where padding was cut off, which the loss ignores."""
     batch, model = texts(), bert()
     labels = masked_labels(batch)
     _, wanted = native(model, lambda m: token_loss(m(**batch).logits, labels))

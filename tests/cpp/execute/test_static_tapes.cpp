@@ -8,6 +8,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cstdint>
+#include <vector>
+
 namespace infinitybatch {
 namespace {
 
@@ -54,6 +57,50 @@ TEST(StaticTapes, NothingIsUsedAgainOnceValuesDecide) {
   for (int i = 0; i < 2; ++i) tapes.meet(4, recorded(4, relu));
   EXPECT_EQ(tapes.confirmed(4), nullptr);
   EXPECT_TRUE(*copy.varies);
+}
+
+at::Tensor tanh(const at::Tensor& x) {
+  return at::tanh(x);
+}
+
+/// Two micro-batches in each of so many steps.
+StaticTapes after(int steps) {
+  StaticTapes tapes;
+  for (int i = 0; i < steps; ++i) {
+    for (int part = 0; part < 2; ++part) tapes.meet(4, recorded(4, relu));
+    tapes.end_step();
+  }
+  return tapes;
+}
+
+TEST(StaticTapes, UserCodeRunsOnceInSteps1248) {
+  std::vector<int64_t> due;
+  StaticTapes tapes;
+  for (int64_t step = 1; step < 20; ++step) {
+    if (tapes.due()) due.push_back(step);
+    tapes.compare(4, recorded(4, relu).tape);
+    EXPECT_FALSE(tapes.due());
+    tapes.end_step();
+  }
+  EXPECT_EQ(due, (std::vector<int64_t>{1, 2, 4, 8, 16}));
+}
+
+TEST(StaticTapes, AnotherProgramThanTheStepBeforeIsLearnedAnew) {
+  StaticTapes tapes = after(1);
+  tapes.compare(4, recorded(4, tanh).tape);
+  EXPECT_EQ(tapes.confirmed(4), nullptr);
+  for (int part = 0; part < 2; ++part) tapes.meet(4, recorded(4, tanh));
+  ASSERT_NE(tapes.confirmed(4), nullptr);
+  EXPECT_FALSE(*tapes.outdated);
+}
+
+TEST(StaticTapes, AnotherProgramThanStepsHaveUsedIsRefusedOnce) {
+  StaticTapes tapes = after(1);
+  const StaticTapes copy = tapes;
+  for (int i = 0; i < 2; ++i) tapes.end_step();
+  EXPECT_THROW(tapes.compare(4, recorded(4, tanh).tape), Unsupported);
+  EXPECT_TRUE(*copy.outdated);
+  EXPECT_EQ(tapes.confirmed(4), nullptr);
 }
 
 }  // namespace

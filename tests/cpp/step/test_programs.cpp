@@ -58,17 +58,32 @@ TEST(Programs, AModuleInAnotherModeIsRecordedAnew) {
 
 TEST(Programs, AreNumbered) {
   Programs programs;
-  const int64_t first = programs.number("a");
-  EXPECT_EQ(programs.number("a"), first);
-  const int64_t second = programs.number("b");
+  const auto number = [&](uint64_t configuration, const std::string& arguments = "") {
+    return programs.number({configuration, arguments});
+  };
+  const int64_t first = number(1);
+  EXPECT_EQ(number(1), first);
+  const int64_t second = number(2);
   EXPECT_NE(second, first);
-  EXPECT_EQ(programs.number("a"), first);
-  programs.left("a, counted");
-  EXPECT_EQ(programs.number("a, counted"), first) << "forward itself has changed it";
-  for (int i = 0; !programs.full(); ++i) programs.number(std::to_string(i));
+  EXPECT_EQ(number(1), first);
+  programs.left(3);
+  EXPECT_EQ(number(3), first) << "forward itself has changed it";
+  for (int i = 0; !programs.full(); ++i) number(1, std::to_string(i));
   programs.clear();
-  const int64_t again = programs.number("a");
+  const int64_t again = number(1);
   EXPECT_GT(again, second) << "no number is given twice";
+}
+
+TEST(Programs, WhatForwardLeavesIsTheSameProgramWithOtherArguments) {
+  Programs programs;
+  const int64_t plain = programs.number({1, "plain"});
+  programs.left(2);
+  const int64_t transposed = programs.number({2, "transposed"});
+  EXPECT_NE(transposed, plain);
+  programs.left(3);
+  EXPECT_EQ(programs.number({3, "plain"}), plain);
+  programs.left(4);
+  EXPECT_EQ(programs.number({4, "transposed"}), transposed);
 }
 
 struct Counter : nn::Module {
