@@ -9,6 +9,7 @@ from .statements_words import LOSSES_OF_WORDS, OUTPUTS_OF_WORDS
 
 HEAD = """\
 import collections
+import functools
 import random
 
 import infinitybatch as ib
@@ -54,6 +55,31 @@ def tick():
     FUSE[0] -= 1
     if FUSE[0] == 0:
         raise Bomb("of the user's own")
+
+
+class Dial:
+    by = 0.7
+"""
+
+#: Of models with settings that the loop changes between steps, and that are no numbers themselves.
+TURN = """
+
+def turn(model, step):
+    for name, dial in list(vars(model).items()):
+        if not name.startswith("dial"):
+            continue
+        by = 0.7 + 0.3 * (step // 2)
+        if isinstance(dial, dict):
+            dial["by"] = by
+        elif isinstance(dial, functools.partial):
+            setattr(model, name, functools.partial(torch.mul, other=by))
+        elif isinstance(dial, type):
+            dial.by = by
+        elif hasattr(dial, "by"):
+            setattr(model, name, Dial())
+            vars(model)[name].by = by
+        else:
+            setattr(model, name, eval(f"lambda h: h * {by}"))
 """
 
 #: Of models that read padded sequences.
@@ -112,10 +138,17 @@ class Case:
     words: int = 8
     #: Padding stands in front.
     left: bool = False
+    #: How `x` lies in memory in each step; plainly in those that are not said.
+    layouts: tuple[str, ...] = ()
 
     @property
     def tags(self) -> frozenset[str]:
         return frozenset().union(*(s.tags for s in self.statements), self.returned.tags)
+
+    @property
+    def turns(self) -> bool:
+        """Settings are changed between steps."""
+        return "dial" in self.tags
 
     @property
     def inputs(self) -> frozenset[str]:
@@ -150,6 +183,7 @@ class Case:
         lines += ["", f"    def forward({arguments}):", *(f"        {line}" for line in forward)]
         lines += ["", "", "def logits(outputs):", f"    return {output.logits}"]
         head = HEAD.format(width=WIDTH) + PADDED * ("mask" in self.inputs)
+        head += TURN * self.turns
         return head + "\n\n" + "\n".join(lines) + "\n"
 
     def loss_source(self) -> str:
@@ -177,4 +211,5 @@ class Case:
         names = ", ".join(s.name for s in self.statements) or "nothing"
         more = "".join([", eval"] * self.evaluate + [", accumulated"] * self.accumulate)
         more += f", fault {self.fault}" if self.fault else ""
+        more += f", lying {self.layouts}" if self.layouts else ""
         return f"[{names}] -> {self.output}, {self.loss}, rows {self.rows}{more}, {self.way}"

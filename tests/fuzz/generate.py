@@ -8,7 +8,7 @@ from .outputs import OUTPUTS
 from .statements_batch import MIXING, RANDOM, WHOLE_BATCH
 from .statements_layers import LAYERS
 from .statements_rows import BRANCHES, IDS
-from .statements_state import CODE, HOOKS, IN_PLACE, SLOTS, STATE
+from .statements_state import CODE, DIALS, HOOKS, IN_PLACE, SLOTS, STATE
 
 #: Groups of statements, and how often one is taken where the group takes part.
 GROUPS = [
@@ -82,6 +82,26 @@ def with_slots(seed: int, statements: tuple) -> tuple:
     return (*statements[:place], chance.choice(SLOTS), *statements[place:])
 
 
+def layouts_of(chance: random.Random, steps: int) -> tuple[str, ...]:
+    kinds = ["plain", "transposed", "transposed", "holes", "expanded"]
+    return tuple(chance.choice(kinds) for _ in range(steps))
+
+
+def further(seed: int, case: Case) -> Case:
+    """What came to the programs of earlier seeds: other layouts of some steps' inputs, settings
+    that change between steps."""
+    chance = random.Random(f"further {seed}")
+    numbers = case.way.options.get("match_native_rng")
+    if chance.random() < (0.5 if numbers else 0.1):
+        case = case.having(layouts=layouts_of(chance, len(case.rows)))
+    if chance.random() < (0.5 if case.way.options.get("static_graph") else 0.05):
+        statements = [*case.statements]
+        statements.insert(chance.randrange(len(statements) + 1), chance.choice(DIALS))
+        rows = case.rows if len(case.rows) > 2 else (*case.rows, case.rows[-1], case.rows[-1])
+        case = case.having(statements=tuple(statements), rows=rows)
+    return case
+
+
 def case_of(seed: int) -> Case:
     chance = random.Random(seed)
     statements = with_slots(seed, with_rows(seed, statements_of(chance)))
@@ -96,7 +116,7 @@ def case_of(seed: int) -> Case:
     fault = None
     if chance.random() < 0.2:
         fault = chance.choice([("raise", chance.randint(1, 6)), ("memory", chance.randint(1, 200))])
-    return Case(
+    case = Case(
         seed,
         statements,
         output,
@@ -108,3 +128,4 @@ def case_of(seed: int) -> Case:
         accumulate=chance.random() < 0.15,
         fault=fault,
     )
+    return further(seed, case)

@@ -22,6 +22,7 @@ def begin(side: Side, step: int) -> None:
     if not side.case.accumulate:
         side.optimizer.zero_grad()
     seeded(side.case.seed + step)
+    side.turn(step)
 
 
 def native(case: Case, skipped: frozenset[int] = frozenset()) -> tuple[list[State], int]:

@@ -15,7 +15,7 @@ from .runner import run
 from .statements_batch import RANDOM, WHOLE_BATCH
 from .statements_layers import LAYERS
 from .statements_state import HOOKS, IN_PLACE, STATE
-from .statements_words import LOSSES_OF_WORDS, OUTPUTS_OF_WORDS, WORDS
+from .statements_words import LOSSES_OF_WORDS, NUMBERS, OUTPUTS_OF_WORDS, WORDS
 
 #: Outputs that mix no samples.
 PLAIN = [name for name, output in OUTPUTS.items() if "mixes" not in output.tags]
@@ -78,6 +78,9 @@ def packed_case_of(seed: int) -> Case:
     others = _some(chance, (LAYERS, 3), (IN_PLACE, 1), (STATE, 1), (HOOKS, 1), (RANDOM, 1))
     statements = words + others
     chance.shuffle(statements)
+    beside = random.Random(f"numbers {seed}")
+    if beside.random() < 0.3:
+        statements.insert(beside.randrange(len(statements) + 1), beside.choice(NUMBERS))
     output = chance.choice(["tensor", "tensor", *OUTPUTS_OF_WORDS, *PLAIN])
     loss = chance.choice(list(LOSSES_OF_WORDS if output == "classes of words" else LOSSES))
     api, loop = _api(chance, loss)

@@ -15,8 +15,7 @@ def batch(step, rows, further=False):
     g = torch.Generator().manual_seed({seed} * 100 + 10 * further + step)
     real = dict(generator=g, dtype=torch.float64)
     inputs = {{"x": torch.randn(rows, 5, **real)}}
-{inputs}{gradient}    y = {targets}
-    return inputs, y
+{inputs}{targets}{layouts}{gradient}    return inputs, y
 
 
 def seeded(step):
@@ -30,7 +29,7 @@ def train(call, model, one_step, look):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum={momentum})
     for step, rows in enumerate({rows}):
 {zero}        seeded(step)
-        inputs, y = batch(step, rows)
+{turn}        inputs, y = batch(step, rows)
         other, y_other = batch(step, rows, further=True)
         value = one_step(inputs, y, other, y_other)
         found.append({{"loss": value.detach().clone(), "next number": torch.rand(()),
@@ -93,6 +92,7 @@ INPUTS = {
     "boxes": "torch.cat([torch.randint(rows, (9, 1), generator=g).double(), "
     "torch.randn(9, 2, **real)], 1)",
     "words": "torch.randint(7, (rows, {words}), generator=g)",
+    "numbers": "torch.randn(rows, {words}, **real)",
     "mask": "padded(rows, {words}, {left}, g)",
 }
 TARGETS = {
@@ -104,6 +104,14 @@ TARGETS = {
     "words": "torch.randint(CLASSES, (rows, {words}), generator=g)\n"
     "    y[inputs['mask'] == 0] = -100",
 }
+LYING = """\
+    x, how = inputs["x"], dict(enumerate({layouts})).get(step, "plain")
+    inputs["x"] = {{
+        "transposed": x.t().contiguous().t(),
+        "holes": torch.stack([x, x], 2)[:, :, 0],
+        "expanded": x[:, :1].expand_as(x),
+    }}.get(how, x)
+"""
 LOOPS = {
     "once": "        value.backward()\n",
     "two calls": "        value = value + loss(call(**other), y_other)\n        value.backward()\n",
@@ -151,7 +159,9 @@ def script_of(case: Case, comment: str = "") -> str:
         seed=case.seed,
         inputs=inputs,
         gradient='    inputs["x"].requires_grad_()\n' * way.input_gradient,
-        targets=TARGETS[case.criterion.targets].format(words=case.words),
+        targets="    y = " + TARGETS[case.criterion.targets].format(words=case.words) + "\n",
+        layouts=LYING.format(layouts=case.layouts) if case.layouts else "",
+        turn="        turn(model, step)\n" * case.turns,
         momentum=case.momentum,
         rows=case.rows,
         loop=LOOPS[way.loop],

@@ -22,6 +22,15 @@ def seeded(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+def lying(x: torch.Tensor, how: str) -> torch.Tensor:
+    """The same numbers, or some of them, in another order in memory."""
+    if how == "transposed":
+        return x.t().contiguous().t()
+    if how == "holes":
+        return torch.stack([x, x], 2)[:, :, 0]
+    return x[:, :1].expand_as(x) if how == "expanded" else x
+
+
 class Side:
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -44,6 +53,8 @@ class Side:
         """Inputs and targets of a step; with `further` another batch of it."""
         with torch.device("cpu"):
             inputs, targets = self.drawn(self.case.seed * 100 + 10 * further + step, rows)
+            if step < len(self.case.layouts):
+                inputs["x"] = lying(inputs["x"], self.case.layouts[step])
         inputs, targets = moved_there((inputs, targets))
         if self.case.way.input_gradient:
             inputs["x"].requires_grad_()
@@ -65,6 +76,7 @@ class Side:
                 [torch.randint(rows, (9, 1), generator=g).double(), torch.randn(9, 2, **real)], 1
             ),
             "words": lambda: torch.randint(7, (rows, self.case.words), generator=g),
+            "numbers": lambda: torch.randn(rows, self.case.words, **real),
             "mask": lambda: self.space["padded"](rows, self.case.words, self.case.left, g),
         }
         inputs |= {name: make() for name, make in made.items() if name in self.case.inputs}
@@ -82,6 +94,11 @@ class Side:
         if kind == "classes":
             labels[1::3] = -100
         return inputs, labels
+
+    def turn(self, step: int) -> None:
+        """Changes settings in front of a step."""
+        if self.case.turns:
+            self.space["turn"](self.model, step)
 
     def look(self, call: Callable[..., Any], inputs: dict[str, Any]) -> State:
         """Outputs in eval mode."""

@@ -386,3 +386,27 @@ h = h[:, order$]""",
         tags="opaque host_read",
     ),
 ]
+
+#: Settings inside of attributes, which the loop changes between steps.
+DIALS = [
+    of("dial in a dict", "h = h * self.dial$['by']", "self.dial$ = {'by': 0.7}", tags="dial"),
+    of(
+        "dial of a partial",
+        "h = self.dial$(h)",
+        "self.dial$ = functools.partial(torch.mul, other=0.7)",
+        tags="dial",
+    ),
+    of("dial in an object", "h = h * self.dial$.by", "self.dial$ = Dial()", tags="dial"),
+    of(
+        "dial of a class",
+        "h = h * self.dial$.by",
+        "self.dial$ = type('Own', (Dial,), {})",
+        tags="dial",
+    ),
+    of(
+        "dial that is a function",
+        "h = self.dial$(h)",
+        "self.dial$ = lambda h: h * 0.7",
+        tags="dial",
+    ),
+]

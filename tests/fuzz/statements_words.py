@@ -65,6 +65,22 @@ h = h + (c$ * r$).sum(1)""",
     ),
 ]
 
+#: Numbers of each sample, as many as its words have places.
+NUMBERS = [
+    of(
+        "numbers beside words",
+        "h = h + self.p$ * numbers.sin().sum(1, keepdim=True)",
+        "self.p$ = nn.Parameter(torch.randn(W))",
+        inputs="numbers",
+    ),
+    of(
+        "last of the numbers beside words",
+        "h = h + self.p$ * numbers[:, -1:]",
+        "self.p$ = nn.Parameter(torch.randn(W))",
+        inputs="numbers",
+    ),
+]
+
 #: They need a statement that reads words. Padding is zero there, as what is padded back is.
 OUTPUTS_OF_WORDS = {
     # The loss knows what is padded.
