@@ -109,7 +109,7 @@ class Mixing(nn.Module):
         return self.how(self, x)
 
 
-SPLITS = [("streaming", 4), ("coupled", 1), ("wrap", 1), ("wrap", 4)]
+SPLITS = [("streaming", 4), ("coupled", 1), ("wrap", 4)]
 
 
 @pytest.mark.parametrize(("way", "size"), SPLITS)
