@@ -60,11 +60,18 @@ def state_of(side: Any) -> State:
     return state
 
 
+def _read(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
+
+
 def difference(found: Any, wanted: Any, scale: float = 1.0) -> float:
     """0 for the same, NaN included; infinity for what cannot be compared."""
     if isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor):
         if found.shape != wanted.shape or found.dtype != wanted.dtype:
             return math.inf
+        if found.layout != wanted.layout:
+            return math.inf
+        found, wanted = _read(found), _read(wanted)
         if torch.equal(found, wanted):
             return 0.0
         if not wanted.is_floating_point() and not wanted.is_complex():
