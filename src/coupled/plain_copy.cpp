@@ -4,38 +4,21 @@
 #include "core/tensor_parts.hpp"
 #include "core/tensor_values.hpp"
 #include "core/unwatched.hpp"
-#include "memory/cpu_accounting.hpp"
 
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>
 
 #include <exception>
-#include <limits>
 #include <memory>
 #include <vector>
 
 namespace infinitybatch::coupled {
 namespace {
 
-/// While it lives, this thread may allocate on the CPU what the system has.
-class Unlimited {
- public:
-  Unlimited() { memory::CpuAccounting::set_limit(std::numeric_limits<int64_t>::max()); }
-  ~Unlimited() { memory::CpuAccounting::set_limit(before_); }
-  Unlimited(const Unlimited&) = delete;
-  Unlimited& operator=(const Unlimited&) = delete;
-
- private:
-  int64_t before_ = memory::CpuAccounting::thread().limit;
-};
-
 at::Tensor copy_in_plain_memory(const at::Tensor& tensor) {
   keep_foreign_exception(std::current_exception());
   const Unwatched unwatched;
-  if (!is_plain(tensor)) {
-    const Unlimited unlimited;
-    return value_of(tensor);
-  }
+  if (!is_plain(tensor)) return {};  // nobody could make it of such memory
   auto bytes =
       std::make_shared<std::vector<char>>(static_cast<size_t>(tensor.numel()) * tensor.itemsize());
   at::Tensor copy = at::from_blob(
