@@ -17,7 +17,7 @@
 namespace infinitybatch::testing {
 namespace {
 
-at::Tensor contrastive(const at::Tensor& outputs) {
+at::Tensor contrast_of(const at::Tensor& outputs) {
   return at::log_softmax(outputs.mm(outputs.t()), 1).diagonal().pow(2).mean() +
          outputs.std(0).sum();
 }
@@ -100,7 +100,7 @@ struct Nested {
   }
   std::vector<at::Tensor> native(bool coupled) const {
     const at::Tensor outputs = around(plain()).forward(inputs).tensor();
-    (coupled ? contrastive(outputs) : at::mse_loss(outputs, targets)).backward();
+    (coupled ? contrast_of(outputs) : at::mse_loss(outputs, targets)).backward();
     return take();
   }
 
@@ -120,7 +120,7 @@ void expect_close(const std::vector<at::Tensor>& found, const std::vector<at::Te
 Loss loss_of(bool coupled) {
   if (!coupled) return losses::mse();
   return losses::coupled([](const Batch& outputs, const Batch&) {
-    return contrastive(outputs.tensor());
+    return contrast_of(outputs.tensor());
   });
 }
 
@@ -136,7 +136,7 @@ TEST(NestedWraps, APartOfAWrappedModelAndOfAStep) {
         VirtualBatch batch(model, loss_of(coupled), options_of(option));
         for (int step = 0; step < 3; ++step) {
           const at::Tensor outputs = wrap.forward(nested.inputs).tensor();
-          (coupled ? contrastive(outputs) : at::mse_loss(outputs, nested.targets)).backward();
+          (coupled ? contrast_of(outputs) : at::mse_loss(outputs, nested.targets)).backward();
           expect_close(nested.take(), wanted, "Wrap, " + what);
           batch.backward(nested.inputs, nested.targets);
           expect_close(nested.take(), wanted, "VirtualBatch, " + what);
@@ -194,7 +194,7 @@ TEST(NestedWraps, OneModelInTwo) {
     const Model model = nested.around(nested.plain());
     const at::Tensor more = nested.inputs.flip(0) + 1;
     const auto loss = [](const at::Tensor& one, const at::Tensor& other) {
-      return contrastive(one) + other.pow(2).mean();
+      return contrast_of(one) + other.pow(2).mean();
     };
     loss(model.forward(nested.inputs).tensor(), model.forward(more).tensor()).backward();
     const auto wanted = nested.take();
