@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._agreement import refuse_other_ranks
 from ._command_flags import DEFAULTS, FIXED, PROGRAM, UsageError, parser
 from ._command_metrics import metrics_of
 from ._command_parts import Data, data_of, loss_of, model_of, named, optimizer_of, schedule_of
 from .callbacks import EMA, BatchEnd, Callback, Checkpoint, EpochEnd
-from .errors import BatchError, Error, InvalidArgument, OffloadError
+from .errors import BatchError, Error, InvalidArgument, OffloadError, Unsupported
 from .progress import Progress
 from .trainer import Trainer
 
@@ -101,6 +102,10 @@ def run(arguments: list[str]) -> int:
     """Trains as the flags say, and returns the exit code; what is wrong is one line on stderr.
     Exceptions of the user's own code go on, with their traceback."""
     try:
+        try:
+            refuse_other_ranks("train")
+        except Unsupported as error:
+            raise UsageError(str(error)) from None
         return _train(_flags(arguments))
     except UsageError as error:
         return _fail(2, error, arguments)

@@ -274,32 +274,38 @@ def in_micro_batches(name: str, like: Any) -> Any:
         for value in kwargs.values():
             if type(value) is not torch.Tensor and is_cache(value):
                 return natively(state.inner, name, args, kwargs)
-        if not state.accumulates and is_grad_enabled():
-            depth = 5 if name == "forward" else 3
-            state.accumulates = tell_of_accumulation(kwargs, stacklevel=depth)
-        if state.agreement is not None:
-            state.agreement.prepare(state.inner)
-        step = state.last = state.steps[name]
+        agreement = state.agreement if is_grad_enabled() else None
+        if agreement is not None:
+            agreement.prepare(state.inner)
         try:
-            if state.watch is None:
-                outputs = step.forward(args, kwargs)
-            else:
-                with state.watch:
+            if not state.accumulates and is_grad_enabled():
+                depth = 5 if name == "forward" else 3
+                state.accumulates = tell_of_accumulation(kwargs, stacklevel=depth)
+            step = state.last = state.steps[name]
+            try:
+                if state.watch is None:
                     outputs = step.forward(args, kwargs)
-        except BatchError as error:
-            refuse_lists_of_samples(error, args, kwargs)
-            return _without_rows(state, name, args, kwargs)
-        except (Error, torch.OutOfMemoryError) as error:
-            if not state.view.runs_uncompiled_after(error):
+                else:
+                    with state.watch:
+                        outputs = step.forward(args, kwargs)
+            except BatchError as error:
+                refuse_lists_of_samples(error, args, kwargs)
+                return _without_rows(state, name, args, kwargs)
+            except (Error, torch.OutOfMemoryError) as error:
+                if not state.view.runs_uncompiled_after(error):
+                    raise
+                outputs = step.forward(args, kwargs)
+            except Exception as error:
+                explain_lists(error, (args, kwargs))
                 raise
-            outputs = step.forward(args, kwargs)
-        except Exception as error:
-            explain_lists(error, (args, kwargs))
+            if state.dropped.name and not state.dropped.told:
+                # nn.Module has two frames of its own between forward and who calls the module.
+                state.dropped.tell(stacklevel=4 if name == "forward" else 2)
+            return state.returned.as_natively(outputs, args, kwargs)
+        except Exception:
+            if agreement is not None:
+                agreement.end_failed()
             raise
-        if state.dropped.name and not state.dropped.told:
-            # nn.Module has two frames of its own between forward and who calls the module.
-            state.dropped.tell(stacklevel=4 if name == "forward" else 2)
-        return state.returned.as_natively(outputs, args, kwargs)
 
     # No __wrapped__: who unwraps functions would come upon the inner one, which runs natively.
     call.__name__, call.__doc__ = name, getattr(like, "__doc__", None)

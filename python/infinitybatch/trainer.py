@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import _C, _checks, _options, _updates, callbacks
+from ._agreement import refuse_other_ranks
 from ._batch_dim import BatchDim
 from ._behind_back import Watch
 from ._evaluation import EvaluationResult, evaluate
@@ -61,6 +62,7 @@ class Trainer:
     Raises:
         InvalidType: for parts that cannot be used.
         InvalidArgument: for options out of range, an optimizer without a parameter of the model.
+        Unsupported: in one of several processes (`WORLD_SIZE` of torchrun, torch.distributed).
     """
 
     @_options.of_trainer
@@ -94,6 +96,7 @@ class Trainer:
         grad_scaler: Any = None,
     ) -> None:
         self._options = _options.checked(locals())
+        refuse_other_ranks("Trainer")
         self._on_micro_batch = self._options.pop("on_micro_batch")
         _checks.one_of("schedule_by", schedule_by, "epoch", "step")
         batches_per_epoch = _checks.optional_whole_number(

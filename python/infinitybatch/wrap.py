@@ -7,6 +7,7 @@ import torch
 from torch import distributed, nn
 
 from . import _C, _batch_dim, _options, _trim
+from ._agreement import Agreement
 from ._batch_dim import BatchDim
 from ._caches import Dropped
 from ._model import ModelView
@@ -16,7 +17,7 @@ from ._packed import keep_longest
 from ._returned import Returned
 from ._trim import Trim
 from ._wrapped import Wrapped, inner_to_wrap, take_hooks, unwrap, wrapped
-from .errors import InvalidArgument, InvalidType, StateError
+from .errors import InvalidArgument, InvalidType
 
 
 @_options.of_wrap
@@ -149,11 +150,11 @@ def wrap(
             batch in micro-batches, with a plan and knowledge of their own. Other methods run on the
             module returned, so that `self(x)` in them is computed in micro-batches; one that calls
             submodules instead runs natively, and warns once (UnwrappedMethodNotice, IB105).
-        process_group: whose ranks agree, at the end of each backward through the outputs and before
-            DistributedDataParallel sees a gradient, that it has worked on all of them. Where it
-            failed on one, that one raises its error and the others StateError, and none waits in an
-            all-reduce. All ranks have to run backward equally often. Copies and pickles of the
-            module have none.
+        process_group: whose ranks meet in front of each forward with gradients, and at the end of
+            each backward before DistributedDataParallel sees a gradient. Where forward, loss or
+            backward failed on one, that one raises its error and the others StateError, and none
+            waits. All ranks have to run both equally often: evaluate under no_grad. Copies and
+            pickles of the module have none.
 
     Raises:
         InvalidType: for anything but a module.
@@ -174,7 +175,7 @@ def wrap(
     if not isinstance(model, nn.Module):
         raise InvalidType(f"model must be a torch.nn.Module, not {type(model).__name__}")
     options = _options.checked(locals())
-    agreement = None if process_group is None else _Agreement(process_group)
+    agreement = None if process_group is None else Agreement(process_group)
     names = _methods_of(model, methods)
     if isinstance(model, Wrapped):  # a notebook's cell that is run once more, say
         names = tuple(sorted({*names, *model._infinitybatch.methods}))
@@ -183,46 +184,11 @@ def wrap(
     return module
 
 
-class _Agreement:
-    """Of the ranks of a process group, on whether all of them have succeeded."""
-
-    def __init__(self, group: "distributed.ProcessGroup") -> None:
-        if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
-            raise InvalidType(
-                f"process_group must be a torch.distributed.ProcessGroup (group.WORLD is the one of "
-                f"all ranks), not {type(group).__name__}"
-            )
-        self.group = group
-        self.failed: torch.Tensor | None = None
-
-    def prepare(self, model: nn.Module) -> None:
-        """Makes now what must not fail for want of memory when something else has."""
-        # Where gradients are is where the group can reduce.
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        if self.failed is None or self.failed.device != device:
-            ranks = distributed.get_world_size(self.group)
-            self.failed = torch.zeros(ranks, dtype=torch.int32, device=device)
-
-    def __call__(self, failed: bool) -> None:
-        with torch.no_grad():
-            assert self.failed is not None
-            self.failed.zero_()
-            if failed:
-                self.failed[distributed.get_rank(self.group)] = 1
-            distributed.all_reduce(self.failed, group=self.group)
-            ranks = [rank for rank, wrong in enumerate(self.failed.tolist()) if wrong]
-        if ranks and not failed:
-            raise StateError(
-                f"backward through the wrapped model failed on rank {', '.join(map(str, ranks))} "
-                f"of {len(self.failed)}, so no rank hands out gradients; see the error raised there"
-            )
-
-
 def make(
     model: nn.Module,
     options: dict[str, Any],
     methods: tuple[str, ...],
-    agreement: _Agreement | None,
+    agreement: Agreement | None,
 ) -> Wrapped:
     """A wrapped module of checked options."""
     dropped, returned = Dropped(), Returned()

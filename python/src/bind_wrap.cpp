@@ -64,6 +64,10 @@ class PyWrap {
         const py::gil_scoped_acquire gil;
         held.handle()(error != nullptr);
       };
+      own.begin = [held = held_[2]](bool in_one) {
+        const py::gil_scoped_acquire gil;
+        return held.handle().attr("begin")(in_one).cast<bool>();
+      };
     }
     Options options = to_options(given, held_);
     batch_dim_ = std::exchange(options.batch_dim, std::nullopt);  // of arguments, as they come here

@@ -1,4 +1,5 @@
 #include "autograd/engine.hpp"
+#include "core/collectives.hpp"
 #include "core/tensor_parts.hpp"
 #include "core/torch_compat.hpp"
 #include "coupled/across_batch_op.hpp"
@@ -170,7 +171,11 @@ void AcrossBatch::combine(SettledBuffers& /*buffers*/) {
   if (rehearsal) part_->rows = samples_;
   std::optional<ProvisionalRun> once_more;
   if (std::exchange(*ran_, false)) once_more.emplace();
-  result_ = rehearsal ? run_provisionally(all, given, *part_) : all(given);
+  without_collectives(
+      "the function of across_batch",
+      "while this rank's batch is in micro-batches; run it in the loss, or give a micro_batch_size "
+      "as large as the batch",
+      [&] { result_ = rehearsal ? run_provisionally(all, given, *part_) : all(given); });
   once_more.reset();
   autograd::walk_graph({result_}, [&](torch::autograd::Node& node) {
     const bool leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(&node) != nullptr;

@@ -1,5 +1,6 @@
 #include "coupled/coupling_watch.hpp"
 
+#include "core/collectives.hpp"
 #include "core/tensor_memory.hpp"
 
 #include <infinitybatch/core/errors.hpp>
@@ -46,7 +47,7 @@ constexpr std::array<Watched, 15> kWatched{{
 /// What the name of an op says.
 struct Meaning {
   explicit Meaning(std::string_view name)
-      : talks(name.starts_with("c10d::") || name.starts_with("_c10d_functional::")),
+      : talks(is_collective(name)),
         renorms(name == kRenorm),
         is_instance_norm(name == "aten::instance_norm") {
     const auto found = std::find_if(kWatched.begin(), kWatched.end(),
@@ -183,7 +184,7 @@ CouplingWatch::Context CouplingWatch::begin(const tape::SeenOp& op) noexcept {
 CouplingWatch::Context CouplingWatch::meet(const tape::SeenOp& op) {
   const Meaning meaning = meaning_of(op);
   const tape::OpFacts* const facts = op.facts();
-  talked_ = talked_ || meaning.talks;
+  if (meaning.talks && !collective_) collective_ = op.name();
   // What an embedding's `max_norm` rewrites is renormed_'s to see.
   if (inside_ == 0 && !meaning.renorms && memory_.minds(facts)) {
     errors_.guard_part([&] { memory_.observe(op); });

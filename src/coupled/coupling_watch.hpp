@@ -92,8 +92,8 @@ class CouplingWatch final : public tape::OpListener, public Check {
   void watch_draws(const std::vector<at::Device>& devices);
   /// The first op that drew.
   const std::optional<std::string>& drew() const noexcept { return drew_; }
-  /// Whether an op talked to other ranks.
-  bool talked() const noexcept { return talked_; }
+  /// The first collective that ran: other ranks answer it once.
+  const std::optional<std::string>& collective() const noexcept { return collective_; }
   /// Puts generators back that ops were given, as they were before the first time.
   void undo_draws() const;
   /// Values that ops wrote, weights that they scaled, generators that they drew from.
@@ -150,7 +150,7 @@ class CouplingWatch final : public tape::OpListener, public Check {
   std::vector<at::Generator> generators_;  // the default ones, where draws are watched
   std::vector<Stand> given_;               // those that ops were given
   std::optional<std::string> drew_;
-  bool talked_ = false;
+  std::optional<std::string> collective_;
   bool drawing_ = false;  // an op that may draw is at work
   CallbackErrors errors_;
 };

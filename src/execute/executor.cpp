@@ -300,10 +300,6 @@ at::Tensor Executor::loss() const {
   return final_loss_.defined() ? final_loss_ : total_.get();
 }
 
-std::optional<std::string> Executor::collective() const {
-  return whole_ ? whole_->collective() : std::nullopt;
-}
-
 std::optional<Batch> Executor::take_outputs() {
   if (problem_.keep_outputs && !final_outputs_) finish();
   return std::exchange(final_outputs_, std::nullopt);

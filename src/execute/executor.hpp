@@ -111,8 +111,6 @@ class Executor {
   const tape::Tape& tape(Rows rows) const { return pass_.tape(rows); }
   /// The same, with `Strategy::is_cut`, with its cuts.
   const Recorded& recorded(Rows rows) const { return pass_.recorded(rows); }
-  /// By which operation a loss of all outputs talked to other ranks; nothing where it did not.
-  std::optional<std::string> collective() const;
   /// Why the user's forward ran twice for some rows; nothing where it did not.
   std::optional<std::string> opaque() const { return pass_.opaque(); }
 

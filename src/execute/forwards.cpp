@@ -2,6 +2,7 @@
 
 #include "autograd/engine.hpp"
 #include "core/batch_form.hpp"
+#include "core/collectives.hpp"
 #include "core/foreign_exception.hpp"
 #include "core/pinned_copies.hpp"
 #include "core/rng.hpp"
@@ -41,6 +42,10 @@ std::vector<uint32_t> versions_of(const Batch& batch) {
     versions.push_back(counted ? static_cast<uint32_t>(leaf.tensor._version()) : 0);
   }
   return versions;
+}
+
+std::string size_of_all(const Problem& problem) {
+  return "micro_batch_size=" + std::to_string(problem.batch_size());
 }
 
 }  // namespace
@@ -126,9 +131,11 @@ void Forwards::run(Rows rows) {
   {
     const CarriedState::Scope stateful(problem_.exact_coupling ? state_at_work_ : nullptr, part,
                                        problem_.batch_size());
-    few_.watch(rows.size(), [&] {
-      outputs = problem_.model->forward(inputs);
-      if (problem_.trimming) outputs = problem_.trimming->padded(outputs, inputs);
+    without_collectives("forward", why_no_collectives(rows), [&] {
+      few_.watch(rows.size(), [&] {
+        outputs = problem_.model->forward(inputs);
+        if (problem_.trimming) outputs = problem_.trimming->padded(outputs, inputs);
+      });
     });
   }
   note_own_backward();
@@ -139,6 +146,22 @@ void Forwards::run(Rows rows) {
     buffers_.note_means(watch_.take_means(), rows.size());
   if (auto name = foreign.drew()) foreign_draw_ = std::move(name);
   wrote_inputs_ = wrote_inputs_ || versions_of(inputs) != before;
+}
+
+/// Natively forward runs once, on all samples: what it asks other ranks then, they answer.
+std::optional<std::string> Forwards::why_no_collectives(Rows rows) const {
+  if (rows.size() < problem_.batch_size()) {
+    return "on " + std::to_string(rows.size()) + " of this rank's " +
+           std::to_string(problem_.batch_size()) +
+           " samples, and other ranks need not split theirs alike; run it in the loss, which sees "
+           "all outputs once, or give " +
+           size_of_all(problem_);
+  }
+  const bool counts = state_at_work_ == &state_ && !problem_.rehearses && !strategy_.reuses_tapes;
+  if (counts && !watch_.collective()) return std::nullopt;
+  return "in a run beside the one that other ranks answer (a second forward, a measurement, a "
+         "check); run it in the loss, or give " +
+         size_of_all(problem_) + " with retained_micro_batches=1 and without static_graph";
 }
 
 /// Ops of the whole batch would see padding, or not all of it; and rows are copies.

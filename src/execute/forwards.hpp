@@ -106,6 +106,7 @@ class Forwards {
 
  private:
   void note_own_backward();
+  std::optional<std::string> why_no_collectives(Rows rows) const;
   void refuse_beside_trimming(bool wrote_inputs) const;
 
   const Problem& problem_;

@@ -78,7 +78,7 @@ std::vector<Flattened> RowChecks::try_flattened(Rows rows) {
   const int64_t fewer = more / 2;
   const Rows part{more - fewer, more};
   std::vector<Flattened> found;
-  if (forwards_.watch().talked()) return found;  // other ranks would not answer
+  if (forwards_.watch().collective()) return found;  // other ranks would not answer
   const auto compare = [&] {
     const Batch inputs = forwards_.rows_again({0, more});
     const auto whole = try_forward(inputs, more);

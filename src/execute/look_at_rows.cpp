@@ -133,7 +133,7 @@ bool RowChecks::try_gradients(const Batch& inputs, Rows rows, const std::vector<
 }
 
 void RowChecks::compare_rows() {
-  if (!problem_.looks_at_rows() || forwards_.watch().talked()) return;
+  if (!problem_.looks_at_rows() || forwards_.watch().collective()) return;
   if (coupled::FixedOps::at_work()) return;  // this step is part of a forward that is looked at
   const int64_t rows = forwards_.smallest();
   if (rows == 0 || rows >= problem_.batch_size()) return;

@@ -4,7 +4,6 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <string_view>
 #include <utility>
 
 namespace infinitybatch {
@@ -25,10 +24,6 @@ void for_each_tensor(const c10::IValue& value, Visit&& visit) {
 
 }  // namespace
 
-bool is_collective(std::string_view name) {
-  return name.starts_with("c10d::") || name.starts_with("_c10d_functional::");
-}
-
 LossWatch::LossWatch(const std::vector<at::Tensor>& watched, std::function<void(size_t)> write,
                      std::function<void(const at::Tensor&)> read)
     : write_(std::move(write)), read_(std::move(read)), listening_(*this) {
@@ -43,7 +38,6 @@ std::unique_ptr<tape::OpContext> LossWatch::begin(const tape::SeenOp& op) noexce
 }
 
 void LossWatch::meet(const tape::SeenOp& op) {
-  if (!collective_ && is_collective(op.name())) collective_ = op.name();
   for (const c10::IValue& input : op.inputs()) {
     for_each_tensor(input, [this](const at::Tensor& tensor) { meet_read(tensor); });
   }

@@ -7,20 +7,14 @@
 
 #include <functional>
 #include <memory>
-#include <optional>
-#include <string>
-#include <string_view>
 #include <unordered_map>
 #include <vector>
 
 namespace infinitybatch {
 
-/// Whether the operator of this name talks to other ranks.
-bool is_collective(std::string_view name);
-
-/// Watches the ops of a loss of all outputs, in this thread: what it reads, which of the outputs it
-/// is about to change in place, and whether it talks to other ranks. What writes memory without an
-/// op (a kernel of the user's that is no operator) is not seen.
+/// Watches the ops of a loss of all outputs, in this thread: what it reads, and which of the
+/// outputs it is about to change in place. What writes memory without an op (a kernel of the user's
+/// that is no operator) is not seen.
 class LossWatch final : public tape::OpListener {
  public:
   /// \param watched outputs as the loss gets them; undefined ones are left out
@@ -32,8 +26,6 @@ class LossWatch final : public tape::OpListener {
   LossWatch(const LossWatch&) = delete;
   LossWatch& operator=(const LossWatch&) = delete;
 
-  /// The first collective operation, "c10d::allgather_"; nothing where there was none.
-  const std::optional<std::string>& collective() const noexcept { return collective_; }
   /// \throws what `write` or `read` threw first, which torch keeps to itself
   void rethrow() { errors_.rethrow(); }
 
@@ -46,7 +38,6 @@ class LossWatch final : public tape::OpListener {
   std::unordered_multimap<const c10::StorageImpl*, size_t> unwritten_;
   std::function<void(size_t)> write_;
   std::function<void(const at::Tensor&)> read_;
-  std::optional<std::string> collective_;
   CallbackErrors errors_;
   const tape::OpBus::Scope listening_;
 };

@@ -2,12 +2,12 @@
 
 #include "autograd/engine.hpp"
 #include "core/batch_form.hpp"
+#include "core/collectives.hpp"
 #include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
 #include "core/rng.hpp"
 #include "coupled/row_errors.hpp"
 #include "coupled/whole_batch_op.hpp"
-#include "execute/loss_watch.hpp"
 #include "tape/mixing.hpp"
 #include "tape/recorder.hpp"
 

@@ -2,6 +2,7 @@
 
 #include "autograd/engine.hpp"
 #include "core/batch_form.hpp"
+#include "core/collectives.hpp"
 #include "core/plain_leaves.hpp"
 #include "coupled/random_streams.hpp"
 #include "coupled/row_errors.hpp"
@@ -18,11 +19,21 @@
 namespace infinitybatch {
 
 at::Tensor SeparableShare::sum(Rows rows, const Batch& outputs, const Batch& targets) const {
-  if (!problem_.match_native_rng || rows.size() == problem_.batch_size()) {
-    return problem_.loss.separable()->sum(outputs, targets);
+  if (rows.size() == problem_.batch_size()) return problem_.loss.separable()->sum(outputs, targets);
+  at::Tensor sum;
+  const auto compute = [&] {
+    without_collectives(
+        "the loss",
+        "for each micro-batch, and other ranks need not split their samples alike; give it as "
+        "ib.losses.coupled(loss), which is computed once for all of them",
+        [&] { sum = problem_.loss.separable()->sum(outputs, targets); });
+  };
+  if (!problem_.match_native_rng) {
+    compute();
+    return sum;
   }
   const coupled::RandomStreams here(devices_of(problem_));
-  at::Tensor sum = problem_.loss.separable()->sum(outputs, targets);
+  compute();
   if (!here.untouched()) {
     throw CouplingError("loss",
                         "the loss draws random numbers for each micro-batch, so match_native_rng "

@@ -282,15 +282,12 @@ at::Tensor WholeOutputs::compute(autograd::GradientSinks& sinks) {
   return loss.detach();
 }
 
-/// Whatever becomes of it, what it said to other ranks is known afterwards.
 at::Tensor WholeOutputs::computed(const Batch& outputs, const Batch& targets, LossWatch& watch) {
   try {
     at::Tensor loss = problem_.loss.coupled()->value(outputs, targets);
-    collective_ = watch.collective();
     watch.rethrow();
     return loss;
   } catch (...) {
-    collective_ = watch.collective();
     if (coupled::may_be_of_rows(std::current_exception())) explain_compared();
     throw;
   }

@@ -86,8 +86,6 @@ class WholeOutputs {
   const Batch& all() const noexcept { return left_; }
   /// For each leaf, whether the loss depends on it, once it is known.
   const std::vector<bool>& read() const noexcept { return read_; }
-  /// The first collective operation by which the loss talked to other ranks, if any did.
-  const std::optional<std::string>& collective() const noexcept { return collective_; }
 
  private:
   struct Part {
@@ -129,7 +127,6 @@ class WholeOutputs {
   std::vector<bool> from_samples_;    // the same; empty where nobody needs to know
   std::optional<std::string> why_;
   std::vector<Flattened> flattened_;
-  std::optional<std::string> collective_;
   SharedOutputs shared_;               // by what micro-batches gave
   std::vector<bool> read_;             // of each leaf of `whole_`: by the loss
   std::vector<bool> wants_gradient_;   // of each leaf of `whole_`

@@ -1,6 +1,7 @@
 #include <infinitybatch/step/virtual_batch.hpp>
 
 #include "autograd/engine.hpp"
+#include "core/collectives.hpp"
 #include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
 #include "core/pinned_copies.hpp"
@@ -165,17 +166,10 @@ StepReport VirtualBatch::State::run_step(const BatchSource& inputs, const BatchS
   setup.resources.findings = &findings;
   answers_.begin_step();
   facts_.beside_plan = false;
-  collective_.reset();
   const FewRows::Step few_rows(facts_.knowledge->few_rows);
+  const CollectivesSince said;
   for (int64_t restarts = 0;; ++restarts) {
-    if (collective_) {
-      throw Unsupported(
-          "the step has to begin again, after memory ran out or a replay gave other outputs, but "
-          "its loss has talked to other ranks (" +
-          *collective_ +
-          "), who would not answer a second time; give every rank a micro_batch_size, or skip this "
-          "step on all of them: the next one is planned with what was learned");
-    }
+    said.refuse_retry();
     // The CPU's limit is enforced; an accelerator's is kept by the plan, and looked at after each
     // instruction. One for each attempt, so that it tells what failed in this one.
     std::optional<memory::Limit> limit;
@@ -275,7 +269,6 @@ StepReport VirtualBatch::State::attempt(const Setup& setup, const std::optional<
     keep_foreign_exception(std::current_exception());
     facts_.attempt.failed_in_loss = executor && executor->in_whole_loss();
     if (executor) {
-      if (auto collective = executor->collective()) collective_ = std::move(collective);
       facts_.attempt.coupled_beyond_cuts = executor->coupled_beyond_cuts();
       facts_.attempt.failed_rows = executor->failed_rows();
       facts_.attempt.inputs_written =

@@ -62,7 +62,6 @@ class VirtualBatch::State {
 
   // Of the step at work:
   const SortedStep* sorted_ = nullptr;         // with `trim`
-  std::optional<std::string> collective_;      // by which an attempt's loss talked to other ranks
   int64_t own_peak_ = 0;                       // of the last attempt, without looks at rows
   offload::StoreStatistics offloaded_before_;  // when it began
   PassTimes times_;                            // of the last step, where it offloaded

@@ -1,5 +1,6 @@
 #include <infinitybatch/step/wrap.hpp>
 
+#include "core/collectives.hpp"
 #include "core/foreign_exception.hpp"
 #include "core/memory_order.hpp"
 #include "core/out_of_memory.hpp"
@@ -58,6 +59,14 @@ bool is_ours(const std::exception_ptr& error) {
   }
 }
 
+/// Whether every rank computes its batch at once, as far as ranks ask each other.
+bool all_in_one(const Wrapped& wrapped, const Problem& problem, int64_t total) {
+  if (!wrapped.own.begin || !at::GradMode::is_enabled()) return true;
+  const Options& options = wrapped.options;
+  return wrapped.own.begin(!options.memory_budget && total <= *options.micro_batch_size &&
+                           !options.static_graph && problem.trimming == nullptr);
+}
+
 /// What was measured with what forward leaves joined, or without, holds for that alone.
 void forget_plans(Wrapped& wrapped) {
   for (Planner& planner : wrapped.planners) planner = Planner();
@@ -95,12 +104,15 @@ Batch run_joining(const std::shared_ptr<Wrapped>& wrapped, const Setup& setup, c
   wrapped->joining = false;
   try_joining_again(*wrapped);
   bool short_of_memory = false;
+  const CollectivesSince said;
   try {
     return run(wrapped, setup, inputs, total);
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
     keep_foreign_exception(error);
-    if (!wrapped->joining.exchange(false) || !is_ours(error) || !rerunnable.holds()) throw;
+    if (!wrapped->joining.exchange(false) || !is_ours(error) || !rerunnable.holds() || said.any()) {
+      throw;
+    }
     short_of_memory = ran_short(error);
   }
   wrapped->joins_left = false;
@@ -158,7 +170,16 @@ Batch Wrap::forward(const Batch& given) const {
   const std::string arguments = identity_of_plain_leaves(inputs) + layouts_of(inputs);
   setup.problem.program = wrapped_->begin_program(arguments);
   const PlainNumbers::Scope remembering(&wrapped_->numbers);
-  Batch outputs = run_joining(wrapped_, setup, inputs, total);
+  Batch outputs;
+  const auto call = [&] { outputs = run_joining(wrapped_, setup, inputs, total); };
+  if (all_in_one(*wrapped_, setup.problem, total)) {
+    call();
+  } else {
+    without_collectives("forward",
+                        "while a rank of process_group splits its batch; run it in the loss, or "
+                        "give each rank a micro_batch_size as large as its batch",
+                        call);
+  }
   wrapped_->end_program(arguments);
   return outputs;
 }

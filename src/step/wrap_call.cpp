@@ -1,6 +1,7 @@
 #include "step/wrap_call.hpp"
 
 #include "autograd/engine.hpp"
+#include "core/collectives.hpp"
 #include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
 #include "execute/external_loss.hpp"
@@ -98,7 +99,9 @@ Batch ForwardCall::run_attempts() {
     }
     ForwardCall& call;
   } const forget(*this);
+  const CollectivesSince said;
   for (;; ++restarts_) {
+    said.refuse_retry();
     rerunnable_.check();
     const at::Device device = setup_.problem.device;
     const int64_t live = memory::live(device);

@@ -1,5 +1,6 @@
 #include "step/wrap_run.hpp"
 
+#include "core/collectives.hpp"
 #include "core/foreign_exception.hpp"
 #include "core/join.hpp"
 #include "core/out_of_memory.hpp"
@@ -326,7 +327,11 @@ Batch WrapRun::take(Rows rows, const Batch& inputs, Batch outputs) {
 Batch WrapRun::forward_again(const Batch& inputs) {
   for (const Version& version : call_.parameter_versions) version.check();
   const auto run = [&] {
-    Batch outputs = call_.wrapped->model.forward(inputs);
+    Batch outputs;
+    without_collectives(
+        "forward",
+        "once more in backward, which other ranks need not do as often; run it in the loss",
+        [&] { outputs = call_.wrapped->model.forward(inputs); });
     const auto& trimming = setup_.problem.trimming;
     return trimming ? trimming->padded(outputs, inputs) : outputs;
   };

@@ -1,4 +1,5 @@
 #include "autograd/engine.hpp"
+#include "core/collectives.hpp"
 #include "core/kept_batch.hpp"
 #include "core/out_of_memory.hpp"
 #include "core/rng.hpp"
@@ -224,6 +225,13 @@ class Evaluation::State {
     return number_beside_padding(loss, outputs, *given.trimming, rows);
   }
 
+  static std::optional<std::string> why_no_collectives(Rows rows, int64_t size) {
+    if (rows.size() == size) return std::nullopt;
+    return "on " + std::to_string(rows.size()) + " of " + std::to_string(size) +
+           " samples, and other ranks need not split theirs alike; give micro_batch_size=" +
+           std::to_string(size);
+  }
+
   infinitybatch::MicroBatch forward(const Rowwise& given, Rows rows) {
     const Within<&ThreadContext::in_step> running(true);
     infinitybatch::MicroBatch slice{rows.begin, rows.end, {}, {}};
@@ -237,7 +245,8 @@ class Evaluation::State {
     }
     slice.targets = to_device(targets, device_);
     inputs = to_device(inputs, device_);
-    slice.outputs = model_.forward(inputs);
+    without_collectives("forward", why_no_collectives(rows, given.inputs.size),
+                        [&] { slice.outputs = model_.forward(inputs); });
     if (trimming != nullptr) slice.outputs = trimming->padded(slice.outputs, inputs);
     inputs = Batch();
     const auto* separable = std::get_if<SeparableLoss>(&given.loss);

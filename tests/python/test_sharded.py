@@ -162,12 +162,12 @@ class Hidden(nn.Module):
         return self.net(x * self.hidden[0].full_tensor())
 
 
-def hidden_leaf(rank: int, placement: Any) -> float:
+def hidden_leaf(placement: Any, **options: Any) -> float:
     gradients = []
     for ours in (True, False):
         model = made(lambda: Hidden(placement))
         if ours:
-            ib.VirtualBatch(model, CRITERION, **CUT).backward(*batch(0))
+            ib.VirtualBatch(model, CRITERION, **options).backward(*batch(0))
         else:
             separable(0, model(batch(0)[0])).backward()
         gradients.append({"hidden": model.hidden[0].grad.full_tensor()})
@@ -177,8 +177,10 @@ def hidden_leaf(rank: int, placement: Any) -> float:
 EXACT |= {
     "inside of DDP": inside_of_ddp,
     "DDP afterwards": ddp_afterwards,
-    "a DTensor that no module lists": lambda rank: hidden_leaf(rank, sharding.Replicate()),
-    "a sharded one": lambda rank: hidden_leaf(rank, sharding.Shard(0)),
+    "a DTensor that no module lists": lambda rank: hidden_leaf(sharding.Replicate(), **CUT),
+    "a sharded one, in one micro-batch": lambda rank: hidden_leaf(
+        sharding.Shard(0), micro_batch_size=13
+    ),
 }
 
 
@@ -221,6 +223,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "FSDP": (lambda: by_fsdp(whole=True), "FSDPSequential, which shards parameters"),
     "FSDP of a part": (lambda: by_fsdp(whole=False), "FSDPLinear, which shards parameters"),
     "tensor parallel": (by_tensor_parallel, "parameter '0.weight' is a tensor subclass"),
+    "a sharded one that no module lists": (
+        lambda: made(lambda: Hidden(sharding.Shard(0))),
+        "runs a collective (c10d::",
+    ),
     "a DTensor buffer": (with_buffer, "buffer 'scale' is a tensor subclass"),
     "DDP": (
         lambda: nn.parallel.DistributedDataParallel(made(mlp)),

@@ -1,6 +1,7 @@
 """Wrapped modules inside DistributedDataParallel, on two ranks of gloo."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import infinitybatch as ib
@@ -151,3 +152,121 @@ def test_where_one_rank_fails_none_hands_out_and_none_waits():
     assert [first[0], first[2]] == [second[0], second[2]] == ["fine", "fine"]
     assert first[1].startswith("StateError: ") and "failed on rank 1 of 2" in first[1]
     assert second[1] == "RuntimeError: out of luck"
+
+
+class Unlucky(Calls):
+    """Forward fails on the batch that it is told of, in its second micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda self, x: self.work(x), net=mlp())
+        self.fails = torch.tensor(float("inf"), dtype=torch.float64)
+
+    def work(self, x: torch.Tensor) -> torch.Tensor:
+        if (x == self.fails).any():
+            raise RuntimeError("out of luck")
+        return self.net(x)
+
+
+def four_steps(rank: int, spoil: Callable[..., torch.Tensor], around: Any) -> list[str]:
+    """Of a loop that skips what fails; the second step fails on the second rank."""
+    torch.manual_seed(0)
+    inner = Unlucky()
+    model = around(ib.wrap(inner, micro_batch_size=4, process_group=dist.group.WORLD))
+    said = []
+    for step in range(4):
+        model.zero_grad(set_to_none=True)
+        x = batches()[rank] + step
+        try:
+            spoil(inner, model, x, step == 1 and rank == 1).backward()
+        except (RuntimeError, ib.Error) as error:
+            said.append(f"{type(error).__name__}: {error}")
+            assert all(p.grad is None for p in inner.parameters())
+            continue
+        said.append("fine")
+        torch.manual_seed(0)
+        native = mlp()
+        losses = [contrastive(native(batches()[each] + step)) for each in range(2)]
+        (sum(losses) / 2 if around is DDP else losses[rank]).backward()
+        close(grads(inner.net), grads(native))
+    return said
+
+
+def in_forward(inner: Unlucky, model: nn.Module, x: torch.Tensor, fails: bool) -> torch.Tensor:
+    inner.fails = x[7, 0] if fails else torch.tensor(float("inf"), dtype=x.dtype)
+    return contrastive(model(x))
+
+
+def in_the_loss(_: Unlucky, model: nn.Module, x: torch.Tensor, fails: bool) -> torch.Tensor:
+    outputs = model(x)
+    if fails:
+        raise RuntimeError("out of luck")
+    return contrastive(outputs)
+
+
+def without_samples(_: Unlucky, model: nn.Module, x: torch.Tensor, fails: bool) -> torch.Tensor:
+    outputs = model(x[:0] if fails else x)
+    return outputs.sum() if fails else contrastive(outputs)
+
+
+def of_other_lengths(_: Unlucky, model: nn.Module, x: torch.Tensor, fails: bool) -> torch.Tensor:
+    return contrastive(model(x[:, :5] if fails else x))
+
+
+SPOILT = {f.__name__: f for f in (in_forward, in_the_loss, without_samples, of_other_lengths)}
+
+
+def spoilt(rank: int) -> dict[str, list[str]]:
+    return {
+        f"{name}, {around.__name__}": four_steps(rank, spoil, around)
+        for name, spoil in SPOILT.items()
+        for around in (DDP, plain)
+    }
+
+
+def plain(model: nn.Module) -> nn.Module:
+    return model
+
+
+def test_where_forward_or_the_loss_fails_on_one_rank_the_others_are_told():
+    first, second = on_two_ranks(spoilt)
+    for name, said in first.items():
+        assert [said[0], *said[2:]] == ["fine"] * 3, (name, said)
+        assert [second[name][0], *second[name][2:]] == ["fine"] * 3, (name, second[name])
+        assert said[1].startswith("StateError: ") and "rank 1" in said[1], (name, said)
+        assert second[name][1] != "fine", name
+
+
+def skips_what_does_not_fit(rank: int) -> list[str]:
+    inner = mlp()
+    model = DDP(ib.wrap(inner, memory_budget="1GiB", process_group=dist.group.WORLD))
+    said = []
+    for step in range(4):
+        # The second rank's batch does not fit in the second step.
+        inner.memory = torch.zeros(1 << 27 if (rank, step) == (1, 1) else 1, dtype=torch.float64)
+        model.zero_grad()
+        try:
+            contrastive(model(batches()[rank])).backward()
+            said.append("fine")
+        except (ib.BudgetExceeded, ib.StateError) as error:
+            said.append(type(error).__name__)
+    return said
+
+
+def test_a_loop_that_skips_what_does_not_fit_leaves_nobody_waiting():
+    first, second = on_two_ranks(skips_what_does_not_fit)
+    assert first == ["fine", "StateError", "fine", "fine"]
+    assert second == ["fine", "BudgetExceeded", "fine", "fine"]
+
+
+def evaluates_alone(rank: int) -> str:
+    """Nobody is asked where no gradient is wanted."""
+    model = ib.wrap(mlp(), micro_batch_size=4, process_group=dist.group.WORLD)
+    with torch.no_grad():
+        for _ in range(3 * rank):
+            model(batches()[rank])
+    contrastive(model(batches()[rank])).backward()
+    return "fine"
+
+
+def test_a_rank_may_evaluate_alone():
+    assert on_two_ranks(evaluates_alone) == ["fine", "fine"]

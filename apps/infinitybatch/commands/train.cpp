@@ -10,7 +10,9 @@
 
 #include <ATen/Context.h>
 
+#include <cstdlib>
 #include <optional>
+#include <string>
 
 namespace infinitybatch::app {
 namespace {
@@ -56,9 +58,23 @@ Checkpoints checkpoints_of(const Settings& settings, const std::shared_ptr<Netwo
   return checkpoints;
 }
 
+/// Each would train a replica of its own, and all would write the same files.
+void refuse_other_ranks() {
+  const char* const given = std::getenv("WORLD_SIZE");
+  const int64_t ranks = given == nullptr ? 1 : std::strtoll(given, nullptr, 10);
+  if (ranks <= 1) return;
+  throw UsageError(
+      "WORLD_SIZE is " + std::string(given) +
+      ", and train works in one process: each of torchrun's would train a model of its "
+      "own and write the same files. Run it without torchrun (env -u WORLD_SIZE), or "
+      "train in Python: "
+      "DDP(ib.wrap(model, process_group=torch.distributed.group.WORLD))");
+}
+
 }  // namespace
 
 ExitCode run_train(Settings settings) {
+  refuse_other_ranks();
   watch_for_interrupts();
   const Dataset data = load_dataset(settings.data, settings.model.context);
   const auto resumed = open_checkpoint(settings, data);

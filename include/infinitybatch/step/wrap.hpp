@@ -40,6 +40,10 @@ struct WrapOptions {
   /// For several processes that must agree: each tells the others, and throws where one has failed.
   /// With it every batch that wants a gradient has a node, one of a single micro-batch too.
   std::function<void(const std::exception_ptr&)> agree = {};
+  /// Beside `agree`: called in front of every forward with gradients, with whether its batch is one
+  /// micro-batch; returns whether that is so for all processes. Where it is not, forward must run
+  /// no collective.
+  std::function<bool(bool)> begin = {};
 };
 
 /// What the last call of a Wrap did; its backward adds to it.
