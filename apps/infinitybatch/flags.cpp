@@ -115,6 +115,25 @@ CLI::Validator model_name() {
       "");
 }
 
+/// How files are read.
+void add_reading(CLI::App& app, Settings& settings) {
+  app.add_option("--inputs", settings.data.inputs, "array of a .npz that holds samples [inputs, x]")
+      ->check(not_empty("the array's name"))
+      ->type_name("NAME")
+      ->group("Data");
+  app.add_option("--csv-header", settings.data.csv_header,
+                 "whether line 1 of a .csv holds names: auto, yes or no")
+      ->transform(one_of({"auto", "yes", "no"}))
+      ->type_name("WHEN")
+      ->capture_default_str()
+      ->group("Data");
+  app.add_option("--image-size", settings.data.image_size,
+                 "scale images to 32 or 32x48 (height, width) [they agree]")
+      ->check(not_empty("32 or 32x48"))
+      ->type_name("PIXELS")
+      ->group("Data");
+}
+
 void add_data(CLI::App& app, Settings& settings) {
   app.add_option(
          "--data", settings.data.data,
@@ -131,21 +150,7 @@ void add_data(CLI::App& app, Settings& settings) {
       ->check(not_empty("a path"))
       ->type_name("FILE|NAME")
       ->group("Data");
-  app.add_option("--inputs", settings.data.inputs, "array of a .npz that holds samples [inputs, x]")
-      ->check(not_empty("the array's name"))
-      ->type_name("NAME")
-      ->group("Data");
-  app.add_option("--csv-header", settings.data.csv_header,
-                 "whether line 1 of a .csv holds names: auto, yes or no")
-      ->transform(one_of({"auto", "yes", "no"}))
-      ->type_name("WHEN")
-      ->capture_default_str()
-      ->group("Data");
-  app.add_option("--image-size", settings.data.image_size,
-                 "scale images to 32 or 32x48 (height, width) [they agree]")
-      ->check(not_empty("32 or 32x48"))
-      ->type_name("PIXELS")
-      ->group("Data");
+  add_reading(app, settings);
   app.add_option("--held-out", settings.data.held_out,
                  "share of the samples kept for measuring [0.2, or the files' own split]")
       ->check(between(0.0, 0.9))
@@ -321,7 +326,7 @@ void add_saving(CLI::App& app, Settings& settings) {
 /// What evaluate and predict take.
 void add_saved_model(CLI::App& app, Settings& settings) {
   app.add_option("--data", settings.data.data,
-                 "other samples than the model's own, all of which are used")
+                 "other samples than the model's own, all of which are used, read as those were")
       ->check(not_empty("a path"))
       ->type_name("PATH")
       ->group("Data");
@@ -329,6 +334,10 @@ void add_saved_model(CLI::App& app, Settings& settings) {
       ->check(not_empty("a path"))
       ->type_name("FILE")
       ->group("Data");
+  add_reading(app, settings);
+  for (const char* flag : {"--inputs", "--csv-header", "--image-size"}) {
+    app.get_option(flag)->needs("--data");
+  }
   app.add_option("--samples", settings.samples,
                  "of the data it was trained on: held-out or train [held-out]")
       ->check(one_of({"held-out", "train"}))

@@ -43,7 +43,10 @@ inline constexpr const char* kTrainFooter =
 inline constexpr const char* kEvaluate = "Measure a saved model on samples it was not trained on";
 
 inline constexpr const char* kEvaluateFooter =
-    "Without --data these are the samples that its training held out.\n\n"
+    "Without --data these are the samples that its training held out. Other data are read as the\n"
+    "training's were: classes and columns by their names, with its scaling and its size of "
+    "images;\n"
+    "a class or a column that it did not have is an error.\n\n"
     "Examples:\n"
     "  infinitybatch evaluate model.safetensors\n"
     "  infinitybatch evaluate model.safetensors --data x.npy --labels y.npy --json";
@@ -51,7 +54,10 @@ inline constexpr const char* kEvaluateFooter =
 inline constexpr const char* kPredict = "Write the classes that a saved model gives samples";
 
 inline constexpr const char* kPredictFooter =
-    "Classes are int64 [n], scores float32 [n, classes]; for text one for each byte as well.\n\n"
+    "Classes are int64 [n], scores float32 [n, classes]; for text one for each byte as well. "
+    "Numbers\n"
+    "are those of the training's classes, whose names are printed. Other data are read as in\n"
+    "evaluate.\n\n"
     "Examples:\n"
     "  infinitybatch predict model.safetensors --output classes.npy\n"
     "  infinitybatch predict model.safetensors --data x.npy --labels y.npy --output scores.npy "

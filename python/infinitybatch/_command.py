@@ -207,6 +207,7 @@ def _train(flags: argparse.Namespace) -> int:
     metrics = metrics_of(flags.metrics, of_classes)
     named("--model", flags.model)  # told before data are read
     data = data_of(flags, _batch_size(flags.batch_size))
+    flags.encoding = data.encoding  # kept in checkpoints and beside the model
     random.seed(flags.seed)
     torch.manual_seed(flags.seed)
     model = model_of(flags.model, data.samples).to(device)

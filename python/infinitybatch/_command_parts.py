@@ -34,6 +34,8 @@ class Data:
     train: Any
     held_out: Any
     samples: Samples
+    #: How files were read: numbers of classes, columns, scaling; None where `--data` is a factory.
+    encoding: dict[str, Any] | None = None
 
 
 def named(flag: str, text: str) -> Any:
@@ -93,6 +95,7 @@ def data_of(flags: Any, batch_size: int | None) -> Data:
         flags.image_size,
         flags.held_out,
         flags.context,
+        getattr(flags, "encoding", None),  # of the training that is resumed
     )
     train, held_out = read["train"], read["held_out"]
     size = batch_size or len(train)
@@ -107,7 +110,7 @@ def data_of(flags: Any, batch_size: int | None) -> Data:
         yield _rows(held_out, torch.arange(len(held_out)))
 
     samples = Samples(read["sample_shape"], read["classes"], read["kind"])
-    return Data(batches, measured if len(held_out) else None, samples)
+    return Data(batches, measured if len(held_out) else None, samples, read["encoding"])
 
 
 def _rows(split: Any, rows: torch.Tensor) -> tuple[BatchSource, BatchSource]:

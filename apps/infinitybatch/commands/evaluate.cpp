@@ -37,7 +37,7 @@ ExitCode run_evaluate(const Settings& settings) {
   std::string more;
   for (const auto& [name, value] : values) more += ", " + name + " " + fixed(value, 4);
   Terminal terminal(settings.json ? stderr : stdout);
-  if (!saved->same_data) terminal.line(kOwnScale);
+  if (!saved->same_data) terminal.line(kOtherData);
   terminal.line(settings.file + " on " + with_commas(saved->size()) + " samples of " +
                 saved->data.name + " (" + saved->samples + "): loss " + fixed(all.loss, 4) +
                 ", accuracy " + fixed(100 * all.accuracy, 1) + " %" + more + ", peak " +

@@ -53,6 +53,12 @@ class NpyFile {
   std::vector<int64_t> shape_;
 };
 
+void count(const at::Tensor& classes, std::vector<int64_t>& counts) {
+  const at::Tensor here = classes.cpu().contiguous();
+  const int64_t* const begin = here.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < here.numel(); ++i) ++counts.at(static_cast<size_t>(begin[i]));
+}
+
 }  // namespace
 
 ExitCode run_predict(const Settings& settings) {
@@ -65,19 +71,30 @@ ExitCode run_predict(const Settings& settings) {
   if (const auto& budget = settings.training.step.memory_budget) {
     limit.emplace(*budget, settings.training.device);
   }
+  const std::vector<std::string>& names = saved->data.encoding.classes;
+  std::vector<int64_t> counts(names.size());
   NpyFile file(settings.output, saved->size());
   for (const Split* split : saved->splits) {
     evaluate(saved->network, *split, slice_of(settings), [&](const MicroBatch& rows) {
       const at::Tensor scores = rows.outputs.tensor();
-      file.add(settings.scores ? scores : scores.argmax(1));
+      if (settings.scores) return file.add(scores);
+      const at::Tensor classes = scores.argmax(1);
+      file.add(classes);
+      if (!names.empty()) count(classes, counts);
     });
   }
   file.commit();
   Terminal terminal(settings.json ? stderr : stdout);
-  if (!saved->same_data) terminal.line(kOwnScale);
+  if (!saved->same_data) terminal.line(kOtherData);
   terminal.line(settings.output + ": " + (settings.scores ? "scores" : "classes") + " of " +
                 with_commas(saved->size()) + " samples of " + saved->data.name + " (" +
                 saved->samples + ")");
+  std::string predicted;
+  for (size_t i = 0; i < names.size(); ++i) {
+    predicted += (i == 0 ? "" : ", ") + std::to_string(i) + " " + names[i];
+    if (!settings.scores) predicted += " (" + with_commas(counts[i]) + ")";
+  }
+  if (!names.empty()) terminal.line("classes: " + predicted);
   if (settings.json) {
     write_json("predict", {{"file", settings.file},
                            {"output", settings.output},
@@ -85,7 +102,8 @@ ExitCode run_predict(const Settings& settings) {
                            {"of", saved->samples},
                            {"shape", file.shape()},
                            {"scores", settings.scores},
-                           {"same_data", saved->same_data}});
+                           {"same_data", saved->same_data},
+                           {"classes", names}});
   }
   return ExitCode::ok;
 }

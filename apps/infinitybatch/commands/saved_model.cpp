@@ -11,15 +11,31 @@ std::string by_text(const std::vector<int64_t>& shape) {
   return text;
 }
 
-Dataset load_all(DataOptions options, int64_t context) {
+Dataset load_all(DataOptions options, int64_t context, const Encoding& known) {
   try {
     options.held_out = 0;
-    return load_dataset(options, context);
+    return load_dataset(options, context, &known);
   } catch (const UsageError&) {
     // A folder that brings its own held-out files: both are evaluated.
     options.held_out.reset();
-    return load_dataset(options, context);
+    return load_dataset(options, context, &known);
   }
+}
+
+/// That of the training. A file of an earlier version does not hold it: it is learned once more.
+Encoding encoding_of(const ModelDescription& model, const std::string& path) {
+  if (model.encoding) return *model.encoding;
+  if (model.kind == SampleKind::text) return {"text"};
+  try {
+    const Dataset data = load_dataset(model.data, model.model.context);
+    if (fingerprint_of(data) == model.fingerprint) return data.encoding;
+  } catch (const Error&) {
+  }
+  throw DataError(path +
+                  ": was saved by an earlier version, without the classes, columns and scaling of "
+                  "its training, and --data " +
+                  model.data.data +
+                  ", which would tell them, is not here as it was; put it back, or train anew");
 }
 
 void check_suits(const SavedModel& saved, const std::string& path) {
@@ -60,7 +76,9 @@ std::unique_ptr<SavedModel> open_saved_model(const Settings& settings) {
   const bool other = !settings.data.data.empty() &&
                      (settings.data.data != own.data ||
                       (!settings.data.labels.empty() && settings.data.labels != own.labels));
-  saved->data = other ? load_all(settings.data, context) : load_dataset(own, context);
+  saved->data =
+      other ? load_all(settings.data, context, encoding_of(saved->description, settings.file))
+            : load_dataset(own, context);
   check_suits(*saved, settings.file);
   saved->same_data = fingerprint_of(saved->data) == saved->description.fingerprint;
   if (!other && !saved->same_data) {

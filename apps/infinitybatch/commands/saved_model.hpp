@@ -23,10 +23,8 @@ struct SavedModel {
   int64_t size() const;
 };
 
-/// Inputs are scaled by mean and deviation of the samples that lie beside them.
-inline constexpr const char* kOwnScale =
-    "note: other data than the model was trained on; inputs are scaled by their own mean and "
-    "deviation";
+inline constexpr const char* kOtherData =
+    "note: other data than the model was trained on; its classes, columns and scaling apply";
 
 /// Samples at once, halved where they do not fit.
 int64_t slice_of(const Settings& settings);

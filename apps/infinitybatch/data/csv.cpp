@@ -33,7 +33,11 @@ class Place {
     throw DataError(path_ + ": line " + std::to_string(lines_.line()) + " " + why);
   }
   [[noreturn]] void refuse(size_t column, const std::string& why) const {
-    refuse("column " + columns_.name(column) + ": " + why);
+    throw DataError(of(column) + why);
+  }
+  std::string of(size_t column) const {
+    return path_ + ": line " + std::to_string(lines_.line()) + " column " + columns_.name(column) +
+           ": ";
   }
 
  private:
@@ -54,6 +58,8 @@ double feature(const std::string& field, size_t column, const Place& place) {
 /// Classes line by line: all are whole numbers, or all are names.
 class Classes {
  public:
+  explicit Classes(const Encoding* known) : known_(known) {}
+
   void add(const std::string& field, size_t column, const Place& place) {
     const std::optional<double> number = csv_number(field);
     if (field.empty()) place.refuse(column, "has no class");
@@ -66,7 +72,14 @@ class Classes {
                                ", others are " + (named_ ? "names" : "numbers") + " ('" + first_ +
                                "')");
     }
-    if (named_) {
+    if (known_ != nullptr && named_ == known_->classes.empty()) {
+      place.refuse(column, "class '" + field + "' is a " + (named_ ? "name" : "number") +
+                               ", and the model was trained on " +
+                               (named_ ? "numbers" : "names (" + listed(known_->classes) + ")"));
+    }
+    if (named_ && known_ != nullptr) {
+      values_.push_back(class_number(*known_, field, place.of(column)));
+    } else if (named_) {
       values_.push_back(names_.emplace(field, static_cast<int64_t>(names_.size())).first->second);
     } else if (std::abs(*number) <= kMostExact && std::floor(*number) == *number) {
       values_.push_back(static_cast<int64_t>(*number));
@@ -77,6 +90,7 @@ class Classes {
 
   /// Names are numbered by alphabet, whichever line they stand in.
   std::vector<int64_t> take() {
+    if (known_ != nullptr) return std::move(values_);
     std::vector<int64_t> number_of(names_.size());
     int64_t number = 0;
     for (const auto& [name, seen] : names_) number_of[static_cast<size_t>(seen)] = number++;
@@ -86,16 +100,39 @@ class Classes {
     return std::move(values_);
   }
 
+  /// In their order.
+  std::vector<std::string> names() const {
+    std::vector<std::string> names;
+    for (const auto& [name, seen] : names_) names.push_back(name);
+    return names;
+  }
+
  private:
+  const Encoding* known_;
   bool named_ = false;
   std::string first_;
   std::map<std::string, int64_t> names_;
   std::vector<int64_t> values_;
 };
 
+/// Where the features of the file's columns lie in a sample; that of the classes lies nowhere.
+std::vector<size_t> places(const std::string& path, const CsvColumns& columns,
+                           const Encoding* known) {
+  std::vector<std::string> names = columns.features();
+  const size_t features = columns.count() - 1;
+  std::vector<size_t> found;
+  if (known != nullptr && !known->columns.empty() && columns.has_header()) {
+    found = places_of(*known, names, path);
+  } else {
+    for (size_t i = 0; i < features; ++i) found.push_back(i);
+  }
+  found.insert(found.begin() + static_cast<std::ptrdiff_t>(columns.label()), features);
+  return found;
+}
+
 }  // namespace
 
-Labelled read_csv(const std::string& path, const DataOptions& options) {
+Labelled read_csv(const std::string& path, const DataOptions& options, const Encoding* known) {
   const auto file = MappedFile::open(path);
   const CsvColumns columns = find_columns(path, text_of(*file), options);
   int64_t rows = columns.has_header() ? -1 : 0;
@@ -105,8 +142,9 @@ Labelled read_csv(const std::string& path, const DataOptions& options) {
   const auto width = static_cast<int64_t>(columns.count()) - 1;
   uint8_t* bytes = nullptr;
   auto inputs = MappedFile::scratch(path, checked_bytes(*file, {rows, width}, 8), &bytes);
-  auto* value = reinterpret_cast<double*>(bytes);
-  Classes classes;
+  auto* sample = reinterpret_cast<double*>(bytes);
+  const std::vector<size_t> place_of = places(path, columns, known);
+  Classes classes(known);
   CsvLines lines(path, text_of(*file));
   const Place place(path, columns, lines);
   if (columns.has_header()) lines.next();
@@ -120,17 +158,23 @@ Labelled read_csv(const std::string& path, const DataOptions& options) {
       if (column == columns.label()) {
         classes.add(fields[column], column, place);
       } else {
-        *value++ = feature(fields[column], column, place);
+        sample[place_of[column]] = feature(fields[column], column, place);
       }
     }
+    sample += width;
   }
   const std::vector<int64_t> labels = classes.take();
   const auto size = static_cast<int64_t>(labels.size() * sizeof(int64_t));
   auto label_file = MappedFile::scratch(path, size, &bytes);
   std::memcpy(bytes, labels.data(), static_cast<size_t>(size));
-  return {path, path + ", column " + columns.name(columns.label()),
+  return {path,
+          path + ", column " + columns.name(columns.label()),
           array_in_file(std::move(inputs), 0, {rows, width}, at::kDouble),
-          array_in_file(std::move(label_file), 0, {rows}, at::kLong)};
+          array_in_file(std::move(label_file), 0, {rows}, at::kLong),
+          {.format = "csv",
+           .classes = classes.names(),
+           .columns = columns.features(),
+           .labels = options.labels}};
 }
 
 }  // namespace infinitybatch::app

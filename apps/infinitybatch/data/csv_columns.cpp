@@ -15,7 +15,6 @@ namespace infinitybatch::app {
 namespace {
 
 constexpr std::array<std::string_view, 5> kUsualNames = {"label", "labels", "class", "target", "y"};
-constexpr size_t kMostListed = 8;
 
 std::string lower(std::string text) {
   for (char& c : text) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
@@ -54,15 +53,6 @@ bool has_names(const std::string& path, const std::vector<std::string>& first,
                    "yes or --csv-header no");
 }
 
-std::string listed(const std::vector<std::string>& names, size_t count) {
-  if (names.empty()) return "1 to " + std::to_string(count);
-  std::string list;
-  for (size_t i = 0; i < names.size() && i < kMostListed; ++i) {
-    list += (i == 0 ? "" : ", ") + names[i];
-  }
-  return list + (names.size() > kMostListed ? ", ..." : "");
-}
-
 std::optional<size_t> column_at(const std::string& text, size_t count) {
   int64_t position = 0;
   const char* const end = text.data() + text.size();
@@ -76,7 +66,8 @@ std::optional<size_t> column_at(const std::string& text, size_t count) {
 
 size_t label_column(const std::string& path, const std::vector<std::string>& names, size_t count,
                     const std::string& said) {
-  const std::string columns = "; its columns are " + listed(names, count);
+  const std::string columns =
+      "; its columns are " + (names.empty() ? "1 to " + std::to_string(count) : listed(names));
   std::vector<size_t> found;
   for (size_t i = 0; i < names.size(); ++i) {
     const bool usual =

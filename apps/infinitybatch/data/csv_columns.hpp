@@ -22,6 +22,12 @@ class CsvColumns {
   size_t count() const noexcept { return count_; }
   bool has_header() const noexcept { return !names_.empty(); }
   size_t label() const noexcept { return label_; }
+  /// Names of all but the classes; empty without a header.
+  std::vector<std::string> features() const {
+    std::vector<std::string> features = names_;
+    if (has_header()) features.erase(features.begin() + static_cast<std::ptrdiff_t>(label_));
+    return features;
+  }
   /// "'age'", or its position from 1.
   std::string name(size_t column) const {
     return has_header() ? "'" + names_[column] + "'" : std::to_string(column + 1);

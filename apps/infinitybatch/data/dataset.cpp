@@ -92,32 +92,34 @@ std::optional<Labelled> idx_pair(const fs::path& folder, const std::string& part
 
 /// \param held_out what the data bring for measuring, where they do
 Dataset in_parts(const std::string& name, const std::string& path, const Labelled& train,
-                 const std::optional<Labelled>& held_out, const DataOptions& options) {
+                 const std::optional<Labelled>& held_out, const DataOptions& options,
+                 const Encoding* known) {
   if (!held_out) {
-    return split_labelled(name, train, options.held_out.value_or(kUsualHeldOut));
+    return split_labelled(name, train, options.held_out.value_or(kUsualHeldOut), known);
   }
   if (options.held_out) {
     throw UsageError("--held-out cannot be chosen: " + path + " brings its own held-out samples (" +
                      held_out->inputs_name + "); leave it out");
   }
-  return join_labelled(name, train, *held_out);
+  return join_labelled(name, train, *held_out, known);
 }
 
-Dataset read_folder(const std::string& name, const std::string& path, const DataOptions& options) {
+Dataset read_folder(const std::string& name, const std::string& path, const DataOptions& options,
+                    const Encoding* known) {
   if (!options.labels.empty()) {
     throw UsageError("--labels belongs to a file of inputs, but --data " + name +
                      " is a folder, which has its own labels; leave --labels out");
   }
   if (const auto train = idx_pair(path, "train")) {
-    return in_parts(name, path, *train, idx_pair(path, "t10k"), options);
+    return in_parts(name, path, *train, idx_pair(path, "t10k"), options, known);
   }
   if (!looks_like_image_folder(path)) {
     throw DataError(path +
                     ": has no train-images-idx3-ubyte and train-labels-idx1-ubyte, and no folder "
                     "of images for each class; give a folder with either, or a file");
   }
-  const ImageData images = read_image_folder(path, options.image_size);
-  return in_parts(name, path, images.train, images.held_out, options);
+  const ImageData images = read_image_folder(path, options.image_size, known);
+  return in_parts(name, path, images.train, images.held_out, options, known);
 }
 
 at::Tensor read_array(const std::string& path) {
@@ -146,7 +148,8 @@ void check_flags(const DataOptions& options, bool is_npz, bool is_csv, bool is_f
 
 }  // namespace
 
-Dataset load_dataset(const DataOptions& options, int64_t context) {
+Dataset load_dataset(const DataOptions& given, int64_t context, const Encoding* known) {
+  DataOptions options = given;
   const std::string path =
       find_or_explain(options.data,
                       "--data takes a folder of IDX files or of images, a .csv, .npz, .npy, IDX or "
@@ -155,13 +158,19 @@ Dataset load_dataset(const DataOptions& options, int64_t context) {
   const std::string kind = is_folder ? "" : extension(path);
   const bool is_csv = kind == ".csv" || kind == ".tsv";
   check_flags(options, kind == ".npz", is_csv, is_folder);
-  if (is_folder) return read_folder(options.data, path, options);
+  if (is_folder) return read_folder(options.data, path, options, known);
+  if (known != nullptr && known->format == (is_csv ? "csv" : kind == ".npz" ? "npz" : "")) {
+    if (options.labels.empty()) options.labels = known->labels;
+    if (options.inputs.empty()) options.inputs = known->inputs;
+  }
   if (kind == ".npz") {
-    const NpzData data = read_npz(path, options);
-    return in_parts(options.data, path, data.train, data.held_out, options);
+    NpzData data = read_npz(path, options);
+    data.train.encoding = {.format = "npz", .labels = options.labels, .inputs = options.inputs};
+    return in_parts(options.data, path, data.train, data.held_out, options, known);
   }
   if (is_csv) {
-    return in_parts(options.data, path, read_csv(path, options), std::nullopt, options);
+    return in_parts(options.data, path, read_csv(path, options, known), std::nullopt, options,
+                    known);
   }
   const bool is_array = looks_like_npy(path) || looks_like_idx(path) || kind == ".npy";
   const double held_out = options.held_out.value_or(kUsualHeldOut);
@@ -185,7 +194,7 @@ Dataset load_dataset(const DataOptions& options, int64_t context) {
   const Labelled data{
       path, options.labels, read_array(path),
       read_array(find_or_explain(options.labels, "--labels takes a .npy or IDX file of classes"))};
-  return split_labelled(options.data, data, held_out);
+  return split_labelled(options.data, data, held_out, known);
 }
 
 }  // namespace infinitybatch::app

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "data/encoding.hpp"
+
 #include <ATen/core/TensorBody.h>
 
 #include <cstdint>
@@ -31,6 +33,7 @@ struct Dataset {
   std::vector<int64_t> sample_shape;
   int64_t classes = 0;
   bool has_one_class = false;  ///< all samples, those held out too
+  Encoding encoding;
   Split train;
   Split held_out;  ///< may be empty
 };
@@ -48,10 +51,12 @@ struct DataOptions {
 };
 
 /// Finds and opens a data set. A name without a folder ("digits") is looked for as it is, in
-/// ./data, in $INFINITYBATCH_DATA, and where this program was built. \param context bytes in one
-/// sample, where the data are text \throws DataError naming the file and what mends it; UsageError
-/// where flags contradict each other
-Dataset load_dataset(const DataOptions& options, int64_t context);
+/// ./data, in $INFINITYBATCH_DATA, and where this program was built.
+/// \param context bytes in one sample, where the data are text
+/// \param known   of the model that the data are for; without it their encoding is learned
+/// \throws DataError naming the file and what mends it, where something is not `known`, too;
+///         UsageError where flags contradict each other
+Dataset load_dataset(const DataOptions& options, int64_t context, const Encoding* known = nullptr);
 
 /// The path that `name` means, and every place that was looked at (for messages).
 struct DataPath {

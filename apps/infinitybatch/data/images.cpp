@@ -88,7 +88,7 @@ struct Files {
   std::vector<int64_t> classes;
 };
 
-Files list(const fs::path& folder, const std::vector<std::string>& classes) {
+Files list(const fs::path& folder, const std::vector<std::string>& classes, bool is_known) {
   Files files{folder, {}, {}};
   for (const fs::path& path : entries(folder)) {
     if (!fs::is_directory(path)) {
@@ -99,7 +99,9 @@ Files list(const fs::path& folder, const std::vector<std::string>& classes) {
     const std::string name = path.filename().string();
     const auto place = std::find(classes.begin(), classes.end(), name);
     if (place == classes.end()) {
-      throw DataError(path.string() + ": is a class that the folder to train on does not have");
+      throw DataError(path.string() + ": is a class that " +
+                      (is_known ? "the model was not trained on (" + listed(classes) + ")"
+                                : "the folder to train on does not have"));
     }
     for (const fs::path& image : entries(path)) {
       files.paths.push_back(image.string());
@@ -114,6 +116,7 @@ Files list(const fs::path& folder, const std::vector<std::string>& classes) {
 struct Shape {
   std::optional<Size> size;
   int64_t channels = 1;
+  bool is_known = false;  // of the model
 };
 
 void look(const Files& files, bool scales, Shape& shape) {
@@ -123,12 +126,15 @@ void look(const Files& files, bool scales, Shape& shape) {
     }
     const ImageHeader header = read_image_header(path);
     const Size found{header.height, header.width};
+    if (!header.is_grey && shape.is_known && shape.channels == 1) {
+      throw DataError(path + ": has colours, and the model was trained on grey images");
+    }
     if (!header.is_grey) shape.channels = 3;
     if (!shape.size) shape.size = found;
     if (!scales && (found.height != shape.size->height || found.width != shape.size->width)) {
-      throw DataError(path + ": is " + written(found) + " pixels (height x width), others are " +
-                      written(*shape.size) + "; scale all with --image-size " +
-                      written(*shape.size));
+      throw DataError(path + ": is " + written(found) + " pixels (height x width), " +
+                      (shape.is_known ? "the model takes " : "others are ") + written(*shape.size) +
+                      "; scale all with --image-size " + written(*shape.size));
     }
   }
 }
@@ -158,9 +164,18 @@ bool looks_like_image_folder(const std::string& path) {
   return !folders(path).empty();
 }
 
-ImageData read_image_folder(const std::string& path, const std::string& size) {
-  Shape shape{parse_size(size), 1};
+ImageData read_image_folder(const std::string& path, const std::string& size,
+                            const Encoding* known) {
+  const bool known_size = known != nullptr && !known->image_shape.empty();
+  const bool inherits = size.empty() && known_size;
+  Shape shape{parse_size(inherits ? known->image_size : size), 1};
   const bool scales = shape.size.has_value();
+  if (known_size) {
+    const std::vector<int64_t>& wanted = known->image_shape;
+    shape.channels = wanted[0];
+    shape.is_known = true;
+    if (!scales) shape.size = Size{wanted[1], wanted[2]};
+  }
   fs::path train = path;
   std::optional<fs::path> held_out;
   if (is_split(path)) {
@@ -170,14 +185,23 @@ ImageData read_image_folder(const std::string& path, const std::string& size) {
       if (!held_out && fs::is_directory(other)) held_out = other;
     }
   }
-  const std::vector<std::string> classes = names_of(folders(train));
-  const Files files = list(train, classes);
+  std::vector<std::string> classes = known != nullptr ? known->classes : names_of(folders(train));
+  if (classes.empty()) {
+    throw DataError(path +
+                    ": names its classes, and the model was trained on numbers; give a .npy, "
+                    ".npz or IDX file of images");
+  }
+  const Files files = list(train, classes, known != nullptr);
   std::optional<Files> others;
-  if (held_out) others = list(*held_out, classes);
+  if (held_out) others = list(*held_out, classes, known != nullptr);
   look(files, scales, shape);
   if (others) look(*others, scales, shape);
   ImageData data{decode(files, shape), std::nullopt};
   if (others) data.held_out = decode(*others, shape);
+  data.train.encoding = {.format = "images",
+                         .classes = std::move(classes),
+                         .image_shape = {shape.channels, shape.size->height, shape.size->width},
+                         .image_size = size};
   return data;
 }
 

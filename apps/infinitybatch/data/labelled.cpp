@@ -77,13 +77,8 @@ std::vector<int64_t> classes_of(const Labelled& data) {
   return values;
 }
 
-struct Scale {
-  double mean = 0;
-  double deviation = 1;
-};
-
-/// Mean and deviation of all values of the given rows, made in slices.
-Scale scale_of(const Labelled& data, const at::Tensor& rows) {
+/// With mean and deviation of all values of the given rows, made in slices, unless they are known.
+Encoding encoding_of(const Labelled& data, const at::Tensor& rows, const Encoding* known) {
   double sum = 0;
   double squares = 0;
   double count = 0;
@@ -98,20 +93,25 @@ Scale scale_of(const Labelled& data, const at::Tensor& rows) {
     throw DataError(data.inputs_name +
                     ": holds values that are not finite; replace them, as numpy.nan_to_num does");
   }
-  const double mean = sum / count;
-  const double variance = std::max(squares / count - mean * mean, 0.0);
-  return {mean, variance > 0 ? std::sqrt(variance) : 1.0};
+  if (known != nullptr) return *known;
+  Encoding encoding = data.encoding;
+  encoding.mean = sum / count;
+  const double variance = std::max(squares / count - encoding.mean * encoding.mean, 0.0);
+  encoding.deviation = variance > 0 ? std::sqrt(variance) : 1.0;
+  return encoding;
 }
 
 Split make_split(const at::Tensor& inputs, const at::Tensor& labels, const at::Tensor& rows,
-                 const Scale& scale, const std::vector<int64_t>& shape) {
+                 const Encoding& encoding, const std::vector<int64_t>& shape) {
+  const double mean = encoding.mean;
+  const double deviation = encoding.deviation;
   std::vector<int64_t> batch_shape = {-1};
   batch_shape.insert(batch_shape.end(), shape.begin(), shape.end());
   Split split;
   split.size = rows.size(0);
   split.inputs = [=](const at::Tensor& indices) {
     at::Tensor values = inputs.index_select(0, rows.index_select(0, indices)).to(at::kFloat);
-    return values.sub_(scale.mean).div_(scale.deviation).reshape(batch_shape);
+    return values.sub_(mean).div_(deviation).reshape(batch_shape);
   };
   split.targets = [=](const at::Tensor& indices) {
     return labels.index_select(0, rows.index_select(0, indices));
@@ -135,8 +135,10 @@ Dataset described(const std::string& name, const Labelled& data) {
   return dataset;
 }
 
-int64_t count_classes(const std::vector<int64_t>& labels) {
-  return *std::max_element(labels.begin(), labels.end()) + 1;
+/// Those that a model has names for are there, whether or not a sample has them.
+int64_t count_classes(const std::vector<int64_t>& labels, const Encoding* known) {
+  const int64_t count = *std::max_element(labels.begin(), labels.end()) + 1;
+  return known == nullptr ? count : std::max(count, std::ssize(known->classes));
 }
 
 bool are_alike(const std::vector<int64_t>& labels) {
@@ -145,7 +147,8 @@ bool are_alike(const std::vector<int64_t>& labels) {
 
 }  // namespace
 
-Dataset split_labelled(const std::string& name, const Labelled& data, double held_out) {
+Dataset split_labelled(const std::string& name, const Labelled& data, double held_out,
+                       const Encoding* known) {
   check(data);
   Dataset dataset = described(name, data);
   std::vector<int64_t> kept;
@@ -160,18 +163,20 @@ Dataset split_labelled(const std::string& name, const Labelled& data, double hel
                     " samples would be held out and none trained on; choose a smaller --held-out");
   }
   std::vector<int64_t> labels = classes_of(data);
-  dataset.classes = count_classes(labels);
+  dataset.classes = count_classes(labels, known);
   dataset.has_one_class = are_alike(labels);
   const at::Tensor classes = outside_allocator(std::move(labels));
   const at::Tensor train_rows = outside_allocator(std::move(kept));
-  const Scale scale = scale_of(data, train_rows);
-  dataset.train = make_split(data.inputs, classes, train_rows, scale, dataset.sample_shape);
-  dataset.held_out = make_split(data.inputs, classes, outside_allocator(std::move(held)), scale,
-                                dataset.sample_shape);
+  dataset.encoding = encoding_of(data, train_rows, known);
+  dataset.train =
+      make_split(data.inputs, classes, train_rows, dataset.encoding, dataset.sample_shape);
+  dataset.held_out = make_split(data.inputs, classes, outside_allocator(std::move(held)),
+                                dataset.encoding, dataset.sample_shape);
   return dataset;
 }
 
-Dataset join_labelled(const std::string& name, const Labelled& train, const Labelled& held_out) {
+Dataset join_labelled(const std::string& name, const Labelled& train, const Labelled& held_out,
+                      const Encoding* known) {
   check(train);
   check(held_out);
   Dataset dataset = described(name, train);
@@ -181,16 +186,16 @@ Dataset join_labelled(const std::string& name, const Labelled& train, const Labe
   }
   std::vector<int64_t> train_labels = classes_of(train);
   std::vector<int64_t> held_labels = classes_of(held_out);
-  dataset.classes = std::max(count_classes(train_labels), count_classes(held_labels));
+  dataset.classes = std::max(count_classes(train_labels, known), count_classes(held_labels, known));
   dataset.has_one_class = are_alike(train_labels) && are_alike(held_labels) &&
                           train_labels.front() == held_labels.front();
   const at::Tensor train_rows = all_rows(train.inputs.size(0));
   const at::Tensor held_rows = all_rows(held_out.inputs.size(0));
-  const Scale scale = scale_of(train, train_rows);
+  dataset.encoding = encoding_of(train, train_rows, known);
   dataset.train = make_split(train.inputs, outside_allocator(std::move(train_labels)), train_rows,
-                             scale, dataset.sample_shape);
+                             dataset.encoding, dataset.sample_shape);
   dataset.held_out = make_split(held_out.inputs, outside_allocator(std::move(held_labels)),
-                                held_rows, scale, dataset.sample_shape);
+                                held_rows, dataset.encoding, dataset.sample_shape);
   return dataset;
 }
 

@@ -17,12 +17,6 @@ const Names kInputs = {"inputs", "x", "X", "images", "data", "features"};
 const Names kLabels = {"labels", "y", "Y", "targets", "target", "classes"};
 const std::string kEnding = ".npy";
 
-std::string listed(const Names& names) {
-  std::string list;
-  for (const std::string& name : names) list += (list.empty() ? "" : ", ") + name;
-  return list;
-}
-
 /// The names under which `numpy.load` has the arrays.
 Names arrays_of(const ZipFile& archive) {
   Names names;

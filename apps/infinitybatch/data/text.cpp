@@ -81,6 +81,7 @@ Dataset read_text(const std::string& path, int64_t context, double held_out) {
   dataset.kind = SampleKind::text;
   dataset.sample_shape = {context};
   dataset.classes = 256;
+  dataset.encoding.format = "text";
   dataset.train = windows(bytes, 0, count - held, context);
   dataset.held_out = windows(bytes, count - held, held, context);
   return dataset;

@@ -30,6 +30,27 @@ void hash_bytes(uint64_t& hash, const at::Tensor& tensor) {
   for (size_t i = 0; i < values.nbytes(); ++i) hash = (hash ^ bytes[i]) * kPrime;
 }
 
+Fields as_json(const Encoding& encoding) {
+  return {{"format", encoding.format},         {"classes", encoding.classes},
+          {"columns", encoding.columns},       {"image_shape", encoding.image_shape},
+          {"image_size", encoding.image_size}, {"labels", encoding.labels},
+          {"inputs", encoding.inputs},         {"mean", encoding.mean},
+          {"deviation", encoding.deviation}};
+}
+
+Encoding encoding_in(const Fields& fields) {
+  using Names = std::vector<std::string>;
+  return {fields.at("format").get<std::string>(),
+          fields.at("classes").get<Names>(),
+          fields.at("columns").get<Names>(),
+          fields.at("image_shape").get<std::vector<int64_t>>(),
+          fields.at("image_size").get<std::string>(),
+          fields.at("labels").get<std::string>(),
+          fields.at("inputs").get<std::string>(),
+          fields.at("mean").get<double>(),
+          fields.at("deviation").get<double>()};
+}
+
 std::string sizes_text(at::IntArrayRef sizes) {
   std::string text = "[";
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -52,11 +73,12 @@ std::string fingerprint_of(const Dataset& data) {
 
 ModelDescription describe_model(const ModelOptions& model, const DataOptions& options,
                                 const Dataset& data) {
-  return {model, options, data.kind, data.sample_shape, data.classes, fingerprint_of(data)};
+  return {model,        options, data.kind, data.sample_shape, data.classes, fingerprint_of(data),
+          data.encoding};
 }
 
 Fields as_json(const ModelDescription& description) {
-  const auto& [model, data, kind, shape, classes, fingerprint] = description;
+  const auto& [model, data, kind, shape, classes, fingerprint, encoding] = description;
   Fields fields = {{"version", version()},
                    {"model", model.model},
                    {"width", model.width},
@@ -74,6 +96,7 @@ Fields as_json(const ModelDescription& description) {
                  {"image_size", data.image_size},
                  {"held_out", data.held_out ? Fields(*data.held_out) : Fields()},
                  {"fingerprint", fingerprint}});
+  if (encoding) fields["encoding"] = as_json(*encoding);
   return fields;
 }
 
@@ -87,7 +110,7 @@ ModelDescription description_in(const StoredTensors& stored) {
   ModelDescription description;
   try {
     const Fields fields = Fields::parse(found->second);
-    auto& [model, data, kind, shape, classes, fingerprint] = description;
+    auto& [model, data, kind, shape, classes, fingerprint, encoding] = description;
     model.model = fields.at("model").get<std::string>();
     model.width = fields.at("width").get<int64_t>();
     model.depth = fields.at("depth").get<int64_t>();
@@ -106,6 +129,7 @@ ModelDescription description_in(const StoredTensors& stored) {
     data.image_size = fields.value("image_size", data.image_size);
     if (!fields.at("held_out").is_null()) data.held_out = fields.at("held_out").get<double>();
     fingerprint = fields.at("fingerprint").get<std::string>();
+    if (fields.contains("encoding")) encoding = encoding_in(fields["encoding"]);
   } catch (const Fields::exception&) {
     throw DataError(stored.path + ": the description of its model is damaged; save it again");
   }

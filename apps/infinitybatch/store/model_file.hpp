@@ -8,19 +8,21 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 namespace infinitybatch::app {
 
 /// What a file of weights says of its model: enough to make it, and to measure it on what was held
-/// out of the data that it was trained on.
+/// out of the data that it was trained on, or on other data.
 struct ModelDescription {
   ModelOptions model;
   DataOptions data;
   SampleKind kind = SampleKind::images;
   std::vector<int64_t> sample_shape;
   int64_t classes = 0;
-  std::string fingerprint;  ///< of the training samples, as scaled
+  std::string fingerprint;           ///< of the training samples, as scaled
+  std::optional<Encoding> encoding;  ///< files of earlier versions have none
 };
 
 ModelDescription describe_model(const ModelOptions& model, const DataOptions& options,

@@ -294,7 +294,7 @@ class Wrap:
         self,
         model: Any,
         forward: Callable[[tuple[Any, ...], dict[str, Any]], Any],
-        agree: Callable[[bool], None] | None,
+        agree: Any,  # of the ranks: called at the end of a backward; `begin` in front of a forward
         reduce: str | None,
         output_batch_dim: int | None,
         **options: Any,
@@ -365,5 +365,7 @@ def load_data(
     image_size: str = "",
     held_out: float | None = None,
     context: int = 64,
+    encoding: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A data set as the command line reads it."""
+    """A data set as the command line reads it; `encoding` is that of another one, whose class numbers,
+    columns and scaling apply."""

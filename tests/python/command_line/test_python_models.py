@@ -327,3 +327,39 @@ def test_a_checkpoint_of_another_training(capsys: pytest.CaptureFixture[str]) ->
     Path("m.checkpoint.pt").write_bytes(b"nothing")
     assert run(["--resume", "m.checkpoint.pt"]) == 2
     assert "or is damaged" in capsys.readouterr().err
+
+
+def test_several_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each would train a model of its own and write the same file."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run([*OWN, "--epochs", "1", "--save", "m.pt"]) == 2
+    assert "there are 2 (WORLD_SIZE)" in capsys.readouterr().err
+    assert not Path("m.pt").exists()
+
+
+def test_what_was_learned_of_files_is_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers of classes, columns and scaling are the first run's, whatever the file holds now."""
+    random = numpy.random.default_rng(0)
+    labels = numpy.arange(120) % 3
+    rows = random.normal(0, 0.3, (120, 2)) + numpy.array([[3, 0], [0, 3], [-3, -3]])[labels]
+
+    def write(which: numpy.ndarray, columns: str) -> None:
+        lines = [f"{columns[0]},{columns[1]},label"]
+        for row, label in zip(rows[which], labels[which], strict=True):
+            values = dict(zip("ab", map(float, row), strict=True))
+            lines.append(f"{values[columns[0]]},{values[columns[1]]},{'cde'[label]}")
+        Path("t.csv").write_text("\n".join(lines) + "\n")
+
+    write(labels >= 0, "ab")
+    flags = ["--model", "own_nets:sized", "--data", "t.csv", "--batch-size", "32", "--json"]
+    flags += ["--micro-batch-size", "16", "--checkpoint-every", "20", "--save", "m.pt"]
+    assert run([*flags, "--epochs", "20"]) == 0
+    assert lines(capsys)[-1]["held_out_accuracy"] > 0.95
+    write(labels > 0, "ba")
+    assert run(["--resume", "m.checkpoint.pt", "--epochs", "21", "--lr", "1e-9", "--json"]) == 0
+    assert lines(capsys)[-1]["held_out_accuracy"] > 0.95
+    Path("t.csv").write_text(Path("t.csv").read_text().replace(",e\n", ",f\n"))
+    assert run(["--resume", "m.checkpoint.pt", "--epochs", "22", "--json"]) == 1
+    assert "class 'f' is none that the model was trained on (c, d, e)" in capsys.readouterr().err
