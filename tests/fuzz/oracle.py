@@ -4,8 +4,8 @@ import math
 import random
 from typing import Any
 
-import numpy as np
 import infinitybatch as ib
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree

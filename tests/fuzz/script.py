@@ -168,7 +168,8 @@ def script_of(case: Case, comment: str = "") -> str:
         look=case.evaluate,
         zero="" if case.accumulate else "        optimizer.zero_grad()\n",
         options=f"dict({given})",
-        call=NESTED[way.nested] + (WRAP if way.api == "wrap" else VIRTUAL).format(look=case.evaluate),
+        call=NESTED[way.nested]
+        + (WRAP if way.api == "wrap" else VIRTUAL).format(look=case.evaluate),
     )
     said = "".join(f"# {line}\n" for line in comment.splitlines())
     return said + case.source() + body

@@ -84,7 +84,9 @@ KINDS = {
     "CSC": Kind(lambda: _square().to_sparse_csc(), lambda t: _plain(t.to_dense())),
     "BSR": Kind(lambda: _square().to_sparse_bsr((2, 2)), lambda t: _plain(t.to_dense())),
     "nested": Kind(
-        lambda: _nested(_numbers()), lambda t: torch.cat([_plain(part) for part in t.unbind()]), _halve
+        lambda: _nested(_numbers()),
+        lambda t: torch.cat([_plain(part) for part in t.unbind()]),
+        _halve,
     ),
     "MKL-DNN": Kind(lambda: _numbers().float().to_mkldnn(), lambda t: _plain(t.to_dense()), _halve),
     "expanded": Kind(lambda: torch.full((1,), 0.3, dtype=torch.float64).expand(5), _plain),
@@ -93,7 +95,9 @@ KINDS = {
     "transposed": Kind(lambda: _numbers().t(), _plain, _halve),
     "every other": Kind(lambda: _numbers()[::2], _plain, _halve),
     "complex": Kind(
-        lambda: torch.complex(_numbers(), -_numbers()), lambda t: _plain(torch.view_as_real(t)), _halve
+        lambda: torch.complex(_numbers(), -_numbers()),
+        lambda t: _plain(torch.view_as_real(t)),
+        _halve,
     ),
     "conjugated": Kind(
         lambda: torch.complex(_numbers(), -_numbers()).conj(),
@@ -101,9 +105,7 @@ KINDS = {
         _halve,
     ),
     "bool": Kind(lambda: _numbers() > 0, _plain, lambda t: t.logical_not_()),
-    "uint8": Kind(
-        lambda: torch.arange(7, dtype=torch.uint8), _plain, lambda t: t.fill_(3)
-    ),
+    "uint8": Kind(lambda: torch.arange(7, dtype=torch.uint8), _plain, lambda t: t.fill_(3)),
     "bfloat16": Kind(lambda: _numbers().bfloat16(), _plain, _halve),
     "empty": Kind(lambda: torch.zeros(0, 3, dtype=torch.float64), _plain, _halve),
     "one number": Kind(lambda: torch.tensor(0.7, dtype=torch.float64), _plain, _halve),
@@ -181,7 +183,9 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 def net_for(way: str, kind: str, place: str, writes: bool) -> Net:
     normalises = WAYS[way][2] if way in WAYS else False
-    return Net(KINDS[kind], place, writes, nn.BatchNorm1d(WIDTH).double() if normalises else nn.Identity())
+    return Net(
+        KINDS[kind], place, writes, nn.BatchNorm1d(WIDTH).double() if normalises else nn.Identity()
+    )
 
 
 def gradients_of(net: nn.Module) -> torch.Tensor:

@@ -41,7 +41,7 @@ def _quiet() -> Any:
 
 
 def outcome(run: Run, way: str, kind: str, place: str, writes: bool) -> str:
-    """"exact", or the name of the typed error."""
+    """ "exact", or the name of the typed error."""
     wanted, net = (net_for(way, kind, place, writes) for _ in range(2))
     before = net.numbers()
     native(wanted, WAYS[way][1])

@@ -47,7 +47,9 @@ def test_inputs_and_targets(name: str) -> None:
     y = numpy.arange(ROWS * 2, dtype=">f8").reshape(ROWS, 2)[::-1]
     native, ours = model(), model()
     criterion = nn.MSELoss()
-    criterion(native(torch.tensor(x.tolist(), dtype=torch.float64)), torch.tensor(y.tolist()).double()).backward()
+    criterion(
+        native(torch.tensor(x.tolist(), dtype=torch.float64)), torch.tensor(y.tolist()).double()
+    ).backward()
     before = x.tobytes()
     ib.VirtualBatch(ours, criterion, micro_batch_size=3).backward(x, y)
     wanted = gradients(native)

@@ -33,7 +33,9 @@ def clip(shape: tuple[int, ...], log: bool = True) -> nn.Module:
 def by_hand(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     assert scale.numel() == 1
     logits, own = scale * a @ b.T, torch.arange(len(a))
-    return (nn.functional.cross_entropy(logits, own) + nn.functional.cross_entropy(logits.T, own)) / 2
+    return (
+        nn.functional.cross_entropy(logits, own) + nn.functional.cross_entropy(logits.T, own)
+    ) / 2
 
 
 SHAPES = [(), (1,), (1, 1)]

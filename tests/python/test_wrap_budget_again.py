@@ -77,4 +77,3 @@ def test_a_step_that_worked_works_again(more, times, room):
     finally:
         ib._C._assume_times((5e-3, 1e-3, 0.0))
     assert "refused" not in done, done
-

@@ -61,7 +61,10 @@ def part(option: str) -> nn.Module:
 
 def inside(option: str) -> dict[str, Any]:
     """Options of what is wrapped inside: others than those of the step."""
-    return {**given(option), **({"micro_batch_size": 3} if option not in ("budget", "tight") else {})}
+    return {
+        **given(option),
+        **({"micro_batch_size": 3} if option not in ("budget", "tight") else {}),
+    }
 
 
 def given(option: str) -> dict[str, Any]:
