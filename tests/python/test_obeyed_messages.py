@@ -148,17 +148,6 @@ STEPS: dict[str, tuple[Any, Any, Any, Any, Callable[[str], Step]]] = {
         TARGETS,
         lambda m: ((SERIES.transpose(0, 1), STATE), TARGETS, {"batch_dim": ALL(m)}),
     ),
-    "flat targets of CTC": (
-        letters,
-        COUPLED,
-        SERIES,
-        (LETTERS, LENGTHS),
-        lambda m: (
-            SERIES,
-            (PADDED(m)(LETTERS.split(LENGTHS.tolist()), batch_first=True), LENGTHS),
-            {},
-        ),
-    ),
     "positions": (
         with_positions,
         CRITERION,

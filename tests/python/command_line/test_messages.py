@@ -175,10 +175,6 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: step().backward(X, list(Y)),
         r"targets is a list of 8 tensors .*; stack it into one tensor: torch\.stack\(targets\)$",
     ),
-    "a list of targets in a dictionary": (
-        lambda: step(ib.losses.coupled(lambda o, t: o.sum())).backward(X, {"y": list(Y)}),
-        r"torch\.stack\(targets\['y'\]\)$",
-    ),
     "no_grad": (
         without_gradients,
         r"backward\(\) needs gradients: call it outside torch\.no_grad\(\)$",
