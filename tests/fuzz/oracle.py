@@ -130,6 +130,8 @@ def skeletons(state: State) -> State:
 
     def of(name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            if value.layout != torch.strided:
+                value = value.to_dense()
             real = value.is_floating_point() or value.is_complex()
             finite = bool(torch.isfinite(value).all()) if real else None
             kind = name.split(" ")[0]
