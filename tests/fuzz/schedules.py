@@ -45,11 +45,17 @@ def _fault(chance: random.Random) -> tuple[str, int] | None:
     return chance.choice([("raise", chance.randint(1, 6)), ("memory", chance.randint(1, 400))])
 
 
+#: Statements that came later are drawn by `any` alone: these seeds stay the programs that they were.
+OF_EARLIER_SEEDS = STATE[:16]
+
+
 def kept_case_of(seed: int) -> Case:
     """Many ops of the whole batch, of whose boundary activations a budget holds some."""
     chance = random.Random(f"kept {seed}")
     norms = [chance.choice(WHOLE_BATCH) for _ in range(chance.randint(3, 7))]
-    others = _some(chance, (LAYERS, 4), (IN_PLACE, 1), (STATE, 1), (HOOKS, 1), (RANDOM, 1))
+    others = _some(
+        chance, (LAYERS, 4), (IN_PLACE, 1), (OF_EARLIER_SEEDS, 1), (HOOKS, 1), (RANDOM, 1)
+    )
     statements = norms + others
     chance.shuffle(statements)
     tags = frozenset().union(*(s.tags for s in statements))
@@ -75,7 +81,9 @@ def packed_case_of(seed: int) -> Case:
     """Padded sequences of other lengths, trimmed, in micro-batches of so many positions or bytes."""
     chance = random.Random(f"packed {seed}")
     words = [chance.choice(WORDS) for _ in range(chance.randint(1, 3))]
-    others = _some(chance, (LAYERS, 3), (IN_PLACE, 1), (STATE, 1), (HOOKS, 1), (RANDOM, 1))
+    others = _some(
+        chance, (LAYERS, 3), (IN_PLACE, 1), (OF_EARLIER_SEEDS, 1), (HOOKS, 1), (RANDOM, 1)
+    )
     statements = words + others
     chance.shuffle(statements)
     beside = random.Random(f"numbers {seed}")
