@@ -238,10 +238,14 @@ TEST(Planner, PlansNoSizeAgainOfWhichTheSecondPassHasRunOut) {
     if (peak * piece.size > request.budget_bytes - kBaseline) planner.second_pass_ran_out(piece);
     return piece.size;
   };
-  EXPECT_EQ(step(2000), 2);  // nobody knew
+  for (int64_t before = step(2000); before > 1;) {
+    const int64_t now = step(2000);
+    ASSERT_LT(now, before);
+    before = now;
+  }
   for (int i = 0; i < 40; ++i) EXPECT_EQ(step(2000), 1) << i;
   request.budget_bytes += 2000;  // more room than it had then
-  EXPECT_EQ(step(2000), 2);
+  EXPECT_GT(step(2000), 1);
 }
 
 TEST(Planner, GoesOnWithAStepThatWasMeasuredWhereNoOtherIsForeseenToFit) {
