@@ -137,8 +137,9 @@ void round_there(const at::Tensor& flat, uint32_t which) {
   const at::Tensor words = words_of<Number>(flat);
   const auto rounded = static_cast<SignedWord<Number>>(kRounded<Number>);
   const at::Tensor stays = words.bitwise_and(static_cast<SignedWord<Number>>(~rounded));
+  // Not in place: words of eight bytes are those of the numbers themselves.
   const at::Tensor random = words.to(at::kLong)
-                                .mul_(int64_t{0x2C1B3C6D} + 2 * int64_t{which})
+                                .mul(int64_t{0x2C1B3C6D} + 2 * int64_t{which})
                                 .bitwise_right_shift(13)
                                 .bitwise_and_(int64_t{rounded});
   at::Tensor turns = whole_there<Number>(flat).logical_not_().logical_and_(flat.isfinite());

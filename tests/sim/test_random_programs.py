@@ -15,7 +15,7 @@ from fuzz.schedules import KINDS, tried  # noqa: E402
 from fuzz.script import script_of  # noqa: E402
 
 #: Of a batch's ops that see all of it there are many, and each is rehearsed.
-EACH = {"any": 20, "packed": 10, "kept": 2}
+EACH = {"any": 20, "packed": 10, "kept": 2, "nested": 10}
 
 
 @pytest.fixture(autouse=True)
