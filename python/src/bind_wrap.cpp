@@ -1,6 +1,6 @@
 #include "bind.hpp"
 #include "bind_offload.hpp"
-#include "core/thread_context.hpp"
+#include "core/in_step.hpp"
 #include "garbage_collected.hpp"
 #include "hidden_rows.hpp"
 #include "left_places.hpp"
@@ -179,7 +179,7 @@ void bind_wrap_report(py::module_& module) {
 void bind_wrap(py::module_& module) {
   bind_wrap_report(module);
   module.def(
-      "_in_step", [] { return ThreadContext::get().in_step; },
+      "_in_step", [] { return InStep::is(); },
       "Whether this thread runs a step, or a call of a wrapped module.");
   py::class_<PyWrap>(module, "Wrap", "infinitybatch.wrap without its manners.",
                      garbage_collected<PyWrap>())

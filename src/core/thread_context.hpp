@@ -23,9 +23,6 @@ struct ThreadContext {
   PlainNumbers* numbers = nullptr;
   coupled::OriginalWeights* original_weights = nullptr;
   memory::Limit* measured_limit = nullptr;
-  /// A step runs, a call of a wrapped model, or its backward: whatever wrapped model is called by
-  /// their code (a part of the model, the loss, a checkpoint that computes again) computes plainly.
-  bool in_step = false;
   bool provisional = false;  ///< functions of `across_batch` run for the form of their result alone
 
   /// Out of line: every library that is loaded sees the same one.

@@ -1,8 +1,8 @@
 #include <infinitybatch/step/bench.hpp>
 
 #include "core/foreign_exception.hpp"
+#include "core/in_step.hpp"
 #include "core/out_of_memory.hpp"
-#include "core/thread_context.hpp"
 #include "step/admission.hpp"
 #include "step/examined_model.hpp"
 #include "step/native_loss.hpp"
@@ -210,7 +210,7 @@ class Race {
   }
 
   void run_native() {
-    const Within<&ThreadContext::in_step> running(true);
+    const InStep running;
     std::optional<memory::Limit> limit;  // as above
     if (problem_.device.is_cpu()) limit.emplace(memory::Budget("auto").resolve(problem_.device));
     const Batch inputs =

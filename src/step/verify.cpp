@@ -2,10 +2,10 @@
 
 #include "core/exchange.hpp"
 #include "core/foreign_exception.hpp"
+#include "core/in_step.hpp"
 #include "core/kept_batch.hpp"
 #include "core/out_of_memory.hpp"
 #include "core/rng.hpp"
-#include "core/thread_context.hpp"
 #include "step/admission.hpp"
 #include "step/examined_model.hpp"
 #include "step/native_loss.hpp"
@@ -187,7 +187,7 @@ class Examination {
   }
 
   Found native(const Batch& inputs, const Batch& targets) {
-    const Within<&ThreadContext::in_step> running(true);
+    const InStep running;
     model_.reset();
     const at::Tensor before = at::globalContext().defaultGenerator(problem_.device).get_state();
     const auto told = tell_foreign_sources();
@@ -317,7 +317,7 @@ class Examination {
     const std::optional<Exchanges> exchanges = exchanges_of(inputs_, rows_);
     if (!exchanges) return std::nullopt;
     const at::NoGradGuard no_grad;
-    const Within<&ThreadContext::in_step> running(true);
+    const InStep running;
     const auto forward = [&](const Batch& inputs) {
       model_.reset();
       return model_.forward(inputs);

@@ -3,10 +3,10 @@
 #include "autograd/engine.hpp"
 #include "core/collectives.hpp"
 #include "core/foreign_exception.hpp"
+#include "core/in_step.hpp"
 #include "core/out_of_memory.hpp"
 #include "core/pinned_copies.hpp"
 #include "core/rng.hpp"
-#include "core/thread_context.hpp"
 #include "core/transforms.hpp"
 #include "coupled/draw_laws.hpp"
 #include "memory/foreign_storage.hpp"
@@ -116,7 +116,7 @@ void VirtualBatch::State::provide(Setup& setup) {
 
 StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSource& given,
                                      bool hand_out) {
-  const Within<&ThreadContext::in_step> running(true);
+  const InStep running;
   const BatchSource targets = targets_for(loss_, given, inputs.size);
   if (facts_.options.trim.empty()) return run_step(inputs, targets, hand_out);
   refuse_transforms();

@@ -2,11 +2,11 @@
 
 #include "core/collectives.hpp"
 #include "core/foreign_exception.hpp"
+#include "core/in_step.hpp"
 #include "core/memory_order.hpp"
 #include "core/out_of_memory.hpp"
 #include "core/pinned_copies.hpp"
 #include "core/plain_leaves.hpp"
-#include "core/thread_context.hpp"
 #include "core/transforms.hpp"
 #include "execute/external_loss.hpp"
 #include "execute/schedule.hpp"
@@ -138,8 +138,8 @@ Wrap::Wrap(Model model, Options options, WrapOptions own) : wrapped_(std::make_s
 }
 
 Batch Wrap::forward(const Batch& given) const {
-  if (ThreadContext::get().in_step) return wrapped_->model.forward(given);
-  const Within<&ThreadContext::in_step> running(true);
+  if (InStep::is()) return wrapped_->model.forward(given);
+  const InStep running;
   std::optional<Batch> marked;
   if (const auto& dim = wrapped_->options.batch_dim) marked = mark_inputs(given, *dim);
   refuse_transforms();

@@ -2,8 +2,8 @@
 #include "autograd/gradient_sinks.hpp"
 #include "autograd/node_at_work.hpp"
 #include "core/foreign_exception.hpp"
+#include "core/in_step.hpp"
 #include "core/pinned_copies.hpp"
-#include "core/thread_context.hpp"
 #include "core/torch_compat.hpp"
 #include "core/transforms.hpp"
 #include "core/unwatched.hpp"
@@ -73,7 +73,7 @@ class WrapNode : public Node {
     const WrapOptions& own = call->wrapped->own;
     const PinnedCopies copies;
     const autograd::NodeAtWork at_work(*this);
-    const Within<&ThreadContext::in_step> running(true);
+    const InStep running;
     try {
       variable_list sums;
       std::exception_ptr error;

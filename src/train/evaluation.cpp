@@ -1,9 +1,9 @@
 #include "autograd/engine.hpp"
 #include "core/collectives.hpp"
+#include "core/in_step.hpp"
 #include "core/kept_batch.hpp"
 #include "core/out_of_memory.hpp"
 #include "core/rng.hpp"
-#include "core/thread_context.hpp"
 #include "execute/buffer_values.hpp"
 #include "execute/findings.hpp"
 #include "step/admission.hpp"
@@ -233,7 +233,7 @@ class Evaluation::State {
   }
 
   infinitybatch::MicroBatch forward(const Rowwise& given, Rows rows) {
-    const Within<&ThreadContext::in_step> running(true);
+    const InStep running;
     infinitybatch::MicroBatch slice{rows.begin, rows.end, {}, {}};
     Trimming* const trimming = given.trimming;
     Batch targets = given.targets.rows(rows.begin, rows.end);
