@@ -205,7 +205,7 @@ class ParameterOfEachCall(Base):
         self.register_parameter("scale", None)
 
     def between(self, h: torch.Tensor) -> torch.Tensor:
-        self.scale = nn.Parameter(line())
+        self.scale = nn.Parameter(line().to(h.device))
         return h * self.scale
 
 

@@ -10,8 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 N = 26
-X = torch.randn(N, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-Y = torch.randint(5, (N,), generator=torch.Generator().manual_seed(2))
+X = torch.randn(
+    N, 6, dtype=torch.float64, generator=torch.Generator(torch.get_default_device()).manual_seed(1)
+)
+Y = torch.randint(5, (N,), generator=torch.Generator(torch.get_default_device()).manual_seed(2))
 CRITERION = nn.CrossEntropyLoss()
 
 

@@ -174,7 +174,7 @@ WAYS: dict[str, tuple[dict[str, Any], bool, bool]] = {
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
     return (
         torch.randn(ROWS, 5, dtype=torch.float64, generator=generator),
         torch.randn(ROWS, 3, dtype=torch.float64, generator=generator),

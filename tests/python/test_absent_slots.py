@@ -41,7 +41,7 @@ def name_of(kind: Any) -> str:
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Three, whose samples are unlike each other."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     found = []
     for i in range(3):
         rows = torch.randn(12, 6, generator=generator, dtype=torch.float64)

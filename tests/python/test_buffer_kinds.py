@@ -126,7 +126,12 @@ class Graphs(nn.Module):
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_adjacencies_under_budgets(layout: torch.layout, wrapped: bool) -> None:
     """The default offload takes nothing that forward did not make."""
-    x = torch.randn(256, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        256,
+        6,
+        dtype=torch.float64,
+        generator=torch.Generator(torch.get_default_device()).manual_seed(0),
+    )
 
     def spread(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return outputs.logsumexp(0).square().sum()

@@ -52,7 +52,7 @@ LENGTHS = {7: (3, 7, 1, 5, 2, 4, 6, 3), 12: (3, 9, 1, 12, 5, 2, 7, 4), 9: (2, 9,
 
 def given(longest: int, kinds: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
     batch = texts(LENGTHS[longest], seed=seed)
-    draws = torch.Generator().manual_seed(seed + 1)
+    draws = torch.Generator(torch.get_default_device()).manual_seed(seed + 1)
     batch["numbers"] = torch.randn(8, FEATURES, generator=draws).double()
     if kinds:
         batch["kinds"] = torch.randint(0, 3, batch["input_ids"].shape, generator=draws)
@@ -115,7 +115,7 @@ class Padded(nn.Module):
 
 
 def targets_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    draws = torch.Generator().manual_seed(3)
+    draws = torch.Generator(torch.get_default_device()).manual_seed(3)
     full = torch.randn(*batch["input_ids"].shape, 2, generator=draws).double()
     return full * batch["attention_mask"].unsqueeze(-1)
 

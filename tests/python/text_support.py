@@ -19,7 +19,7 @@ def texts(
     lengths: tuple[int, ...] = LENGTHS, left: bool = False, seed: int = 0
 ) -> dict[str, torch.Tensor]:
     """Token ids and masks, padded to the longest."""
-    draws = torch.Generator().manual_seed(seed)
+    draws = torch.Generator(torch.get_default_device()).manual_seed(seed)
     full = max(*lengths, 1)
     ids = torch.randint(1, VOCABULARY, (len(lengths), full), generator=draws)
     places = torch.arange(full)
@@ -31,7 +31,7 @@ def texts(
 
 def masked_labels(batch: dict[str, torch.Tensor], seed: int = 1) -> torch.Tensor:
     """Some tokens of each text, and -100 elsewhere."""
-    draws = torch.Generator().manual_seed(seed)
+    draws = torch.Generator(torch.get_default_device()).manual_seed(seed)
     chosen = torch.rand(batch["input_ids"].shape, generator=draws) < 0.6
     chosen[:, 0] = True
     return torch.where(chosen & batch["attention_mask"].bool(), batch["input_ids"], -100)

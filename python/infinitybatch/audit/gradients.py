@@ -69,8 +69,10 @@ def regress(target: Gradients, pieces: Sequence[Gradients]) -> tuple[list[float]
     """
     if sum(t.numel() for t in target) < 4 * len(pieces):
         return None
-    gram = torch.tensor([[dot(a, b) for b in pieces] for a in pieces], dtype=torch.float64)
-    right = torch.tensor([dot(p, target) for p in pieces], dtype=torch.float64)
+    gram = torch.tensor(
+        [[dot(a, b) for b in pieces] for a in pieces], dtype=torch.float64, device="cpu"
+    )
+    right = torch.tensor([dot(p, target) for p in pieces], dtype=torch.float64, device="cpu")
     if not bool(torch.isfinite(gram).all() and torch.isfinite(right).all()):
         return None
     # The normal equations square the condition number: where pieces nearly repeat each other the

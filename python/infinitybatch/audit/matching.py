@@ -38,7 +38,7 @@ class Seen:
 
     def _times(self) -> Tensor:
         known = [c for c in self.calls if c is not None]
-        rows = torch.cat(known) if known else torch.zeros(0, dtype=torch.int64)
+        rows = torch.cat(known) if known else torch.zeros(0, dtype=torch.int64, device="cpu")
         return torch.bincount(rows[rows >= 0], minlength=len(self.numbers))
 
     @property
@@ -83,7 +83,7 @@ def compare(batches: list[Batch], calls: list[list[Column]]) -> Seen | None:
         parts = [b.columns[name] for b in batches]
         if len({p.shape[1:] for p in parts}) == 1:
             whole[name] = torch.cat(parts)
-    numbers = torch.cat([torch.arange(b.first, b.first + b.count) for b in batches])
+    numbers = torch.cat([torch.arange(b.first, b.first + b.count, device="cpu") for b in batches])
     seen = Seen([], whole, numbers)
     match = _Match(whole, numbers)
     for columns in calls:
@@ -214,7 +214,7 @@ class _Match:
             # Samples that are the same: the next one that was not seen yet.
             found.append(places[self._taken[key] % len(places)])
             self._taken[key] += 1
-        return torch.tensor(found)
+        return torch.tensor(found, device="cpu")
 
 
 def _cast(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:

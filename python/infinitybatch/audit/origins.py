@@ -224,13 +224,15 @@ def _moved(
                     return None
                 if not all(isinstance(o, slice) and o == slice(None) for o in others):
                     return _taken_and_changed(source, rows, index, others)
-            taken = [rows[index]]
+            taken = [rows[_here(index)]]
         elif name in _ALONG:
             place = _ALONG[name]
             dim = kwargs.get("dim", args[place] if len(args) > place else 0)
             if dim % first.ndim:
                 return None
-            found = function(rows, *args[1:], **kwargs)
+            found = function(
+                rows, *map(_here, args[1:]), **{k: _here(v) for k, v in kwargs.items()}
+            )
             taken = list(found) if isinstance(found, (list, tuple)) else [found]
         elif name == "flip":
             dims = kwargs.get("dims", args[1:])
@@ -252,7 +254,7 @@ def _moved(
         elif name == "repeat_interleave" or name == "repeat":
             if name == "repeat" and any(n != 1 for n in _sizes(args[1:])[1:]):
                 return None
-            repeats = kwargs.get("repeats", args[1])
+            repeats = _here(kwargs.get("repeats", args[1]))
             taken = [
                 rows.repeat(_sizes(args[1:])[0])
                 if name == "repeat"
@@ -286,11 +288,16 @@ def _lost(source: Origin, results: Any) -> list[Origin | None]:
 
 def _taken_and_changed(source: Origin, rows: Tensor, index: Any, others: Any) -> Any:
     """Rows taken, and a part of each: `x[4:8, :, 2]`."""
-    row, whole = rows[index], source.remake
+    row, whole = rows[_here(index)], source.remake
     remake: Remake | None = None
     if isinstance(index, slice) and whole is not None:
         remake = lambda columns: whole(columns)[(slice(None), *others)]  # noqa: E731
     return [Origin(source.column, row, remake, same=False, single=not row.ndim)]
+
+
+def _here(index: Any) -> Any:
+    """Numbers of rows are kept on the host, wherever the loop takes them."""
+    return index.cpu() if isinstance(index, Tensor) else index
 
 
 def _sizes(args: Any) -> list[int]:

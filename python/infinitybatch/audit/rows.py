@@ -22,7 +22,7 @@ def hashes(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if dtype is not None and not dtype.is_complex:
         flat = flat.to(dtype)
     bits = (flat.double().cpu() + 0.0).view(torch.int64)
-    place = torch.arange(1, bits.shape[1] + 1, dtype=torch.int64)
+    place = torch.arange(1, bits.shape[1] + 1, dtype=torch.int64, device="cpu")
     # Odd multipliers that differ widely, so that neither sums nor swaps go unnoticed.
     by = (place * 6364136223846793005 + 1442695040888963407) | 1
     mixed = (bits ^ (bits >> 29)) * by
@@ -96,7 +96,7 @@ def take(batch: Any, first: int, origins: Origins, kept: Any) -> Batch | None:
         elif isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count:
             if leaf.layout == torch.strided:
                 columns[name] = copy.detach()
-                origins.begin(leaf, name, torch.arange(first, first + count))
+                origins.begin(leaf, name, torch.arange(first, first + count, device="cpu"))
     return Batch(first, count, columns)
 
 
@@ -120,5 +120,7 @@ def _take_samples(samples: Any, kept: Any, first: int, origins: Origins) -> Batc
             continue
         columns[f"[{place}]"] = torch.stack([c.detach() for c in column])
         for i, sample in enumerate(samples):
-            origins.begin(sample[place], f"[{place}]", torch.tensor(first + i), single=True)
+            origins.begin(
+                sample[place], f"[{place}]", torch.tensor(first + i, device="cpu"), single=True
+            )
     return Batch(first, len(samples), columns)

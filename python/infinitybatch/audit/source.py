@@ -86,7 +86,9 @@ class Source:
         places = self._places(groups)
         unseen = self._passed_over(begin, groups, places) if places else []
         rows = [self._loader.given[place].rows for place in unseen]
-        each = [torch.arange(r.first, r.first + r.count) for r in rows if r is not None]
+        each = [
+            torch.arange(r.first, r.first + r.count, device="cpu") for r in rows if r is not None
+        ]
         return torch.cat(each) if each else None
 
     def end(self, begin: int, groups: Groups) -> int:
@@ -161,7 +163,7 @@ def _numbers(calls: list[Call]) -> Tensor:
     for call in calls:
         known = [o.rows.reshape(-1) for o in call.origins if o is not None and o.rows is not None]
         rows += known[:1]
-    return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+    return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 def _has(given: Given, numbers: Tensor) -> bool:

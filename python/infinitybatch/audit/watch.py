@@ -475,7 +475,7 @@ class Watch:
         """The step saw a part of its samples: was it early, or are the others never seen?"""
         rows = None
         if seen is not None:
-            rows = seen.numbers[torch.tensor(seen.missing, dtype=torch.int64)]
+            rows = seen.numbers[torch.tensor(seen.missing, dtype=torch.int64, device="cpu")]
         awaited = Awaited(rows)
         self._calls.awaited.append(awaited)
         self._awaited.append((awaited, report, early))
