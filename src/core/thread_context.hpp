@@ -26,6 +26,8 @@ struct ThreadContext {
   /// A step runs, a call of a wrapped model, or its backward: whatever wrapped model is called by
   /// their code (a part of the model, the loss, a checkpoint that computes again) computes plainly.
   bool in_step = false;
+  /// Forward sees all samples, and its outputs are the caller's as they are: nobody joins them.
+  bool sees_all = false;
   bool provisional = false;  ///< functions of `across_batch` run for the form of their result alone
 
   /// Out of line: every library that is loaded sees the same one.

@@ -117,6 +117,7 @@ void VirtualBatch::State::provide(Setup& setup) {
 StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSource& given,
                                      bool hand_out) {
   const Within<&ThreadContext::in_step> running(true);
+  const Within<&ThreadContext::sees_all> inner(false);  // where a model calls this one
   const BatchSource targets = targets_for(loss_, given, inputs.size);
   if (facts_.options.trim.empty()) return run_step(inputs, targets, hand_out);
   refuse_transforms();

@@ -181,6 +181,50 @@ self.register_buffer('b$', torch.quantize_per_channel(v$, s$, z$, 0, torch.qint8
         "h = h * self.b$",
         "self.register_buffer('b$', torch.full((1,), 0.8).expand(W))",
     ),
+    of(
+        "list that is read",
+        """
+self.history$.append(0.1 * (len(self.history$) + 1))
+h = h * (0.5 + self.history$[-1])""",
+        "self.history$ = []",
+        tags="number_state number_read",
+    ),
+    of(
+        "list that is read from its third entry on",
+        """
+self.history$.append(0.3 * (len(self.history$) + 1))
+h = h * self.history$[2] if len(self.history$) > 2 else h * 1.0""",
+        "self.history$ = []",
+        tags="number_state number_read",
+    ),
+    of(
+        "dict that counts",
+        """
+self.counts$['n'] = self.counts$.get('n', 0) + 1
+h = h * (1.0 if self.counts$['n'] < 3 else 0.6)""",
+        "self.counts$ = {}",
+        tags="number_state number_read",
+    ),
+    of(
+        "means that are read later",
+        """
+self.means$.append(float(h.detach().mean()))
+h = h * (1.2 + self.means$[1]) if len(self.means$) > 2 else h * 1.0""",
+        "self.means$ = []",
+        tags="number_state number_read samples_in_state host_read",
+    ),
+    of(
+        "hook that keeps features",
+        """
+self.kept$.clear()
+h = self.m$(h)
+h = h + 0.1 * torch.sin(self.kept$[-1])""",
+        """
+self.m$ = nn.Linear(W, W)
+self.kept$ = []
+self.m$.register_forward_hook(lambda module, given, made: self.kept$.append(made))""",
+        tags="leaves",
+    ),
 ]
 
 #: Buffers and parameters that hold nothing until the first call, or lie in each other's memory.
