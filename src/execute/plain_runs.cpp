@@ -262,6 +262,17 @@ bool PlainRuns::leaves_stay() const {
   });
 }
 
+/// Forward cannot go on from them alone: from now on they are put back as all else.
+void PlainRuns::refuse_leaves() const {
+  std::string name;
+  for (const Left& each : parts_.left_with_leaves) {
+    if (!each.holds_leaves || known_->kind_of(each.name) != Kind::once) continue;
+    known_->learn(each.name, Kind::kept);
+    name = each.name;
+  }
+  refuse_object(name);
+}
+
 void PlainRuns::note_remade(const PlainState& now) const {
   if (!remade_) return;
   for (const PlainObject& each : now.objects()) {
@@ -588,12 +599,7 @@ void PlainRuns::experiment(int64_t total, const std::function<Batch(Rows)>& run,
     refuse();
   }
   const auto as_next = [this] { put_back(); };
-  if (leaves_stay() && differs_from(try_from(as_next, other))) {
-    const std::vector<Left>& left = parts_.left_with_leaves;
-    refuse_object(std::find_if(left.begin(), left.end(), [](const Left& each) {
-                    return each.holds_leaves;
-                  })->name);
-  }
+  if (leaves_stay() && differs_from(try_from(as_next, other))) refuse_leaves();
 }
 
 void PlainRuns::learn_kinds(const std::vector<PlainNumber>& numbers,
