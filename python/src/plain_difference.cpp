@@ -48,11 +48,11 @@ bool is_other_object(PyObject* before, PyObject* now) {
 }
 
 /// Of `leaves` those that are not among `others`.
-std::vector<PlainLeaf> without(std::vector<PlainLeaf> leaves, const std::vector<PlainLeaf>& others) {
+std::vector<PlainLeaf> without(std::vector<PlainLeaf> leaves,
+                               const std::vector<PlainLeaf>& others) {
   std::erase_if(leaves, [&](const PlainLeaf& leaf) {
-    return std::any_of(others.begin(), others.end(), [&](const PlainLeaf& other) {
-      return other.tensor.is_same(leaf.tensor);
-    });
+    return std::any_of(others.begin(), others.end(),
+                       [&](const PlainLeaf& other) { return other.tensor.is_same(leaf.tensor); });
   });
   return leaves;
 }
