@@ -300,6 +300,28 @@ self.register_buffer('b$', torch.ones(W, dtype=torch.float64))
 self.register_buffer('v$', self.b$.data[:W // 2])""",
         tags="opaque",
     ),
+    of(
+        "module of the first call",
+        """
+if self.m$ is None:
+    self.m$ = nn.Linear(W, W).to(h.dtype)
+    with torch.no_grad():
+        for p$ in self.m$.parameters():
+            p$.copy_(torch.linspace(-0.5, 0.5, p$.numel(), dtype=h.dtype).view_as(p$))
+h = h + self.m$(h)""",
+        "self.m$ = None",
+        tags="first_call",
+    ),
+    of(
+        "list of parameters of the first call, and a log",
+        """
+self.calls$.append(len(self.calls$))
+if not self.kept$:
+    self.kept$.append(nn.Parameter(torch.linspace(0.5, 1, W, dtype=h.dtype)))
+h = h * self.kept$[0] * (1 + 0.1 * len(self.calls$))""",
+        "self.kept$, self.calls$ = [], []",
+        tags="first_call number_state number_read",
+    ),
 ]
 
 HOOKS = [
