@@ -98,7 +98,7 @@ class Unsupported(Error):
     """A model or a call for which no exact way is known yet.
 
     Comes for transforms of torch.func, FSDP or DDP inside of the model, a forward that gives other
-    values when it runs again, `create_graph=True`.
+    values when it runs again, `create_graph=True` in several micro-batches.
 
     Way out: the message has the one for each case; docs/limits.md lists them.
     """

@@ -164,9 +164,9 @@ def wrap(
         where no size stays inside the budget, and whatever the model raises; buffers and random
         state are as before then. From both: OffloadError where host and disk have no room for what
         is offloaded. From backward: StateError where parameters or inputs were changed in place since
-        forward; Unsupported for create_graph=True, or where forward cannot be repeated;
-        BudgetExceeded where the loss has left too little, or has itself passed the budget while no
-        graph was kept: gradients are as before then.
+        forward; Unsupported for create_graph=True in several micro-batches, or where forward cannot be
+        repeated; BudgetExceeded where the loss has left too little, or has itself passed the budget
+        while no graph was kept: gradients are as before then.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise InvalidType(
@@ -199,7 +199,7 @@ def make(
         def run(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             outputs = method(*arguments, **keywords)
             returned.note(outputs, arguments, keywords)
-            if type(outputs) is torch.Tensor:
+            if type(outputs) is torch.Tensor or _C._sees_all():
                 return outputs
             keep_longest(outputs, (*arguments, *keywords.values()))
             return dropped.out_of(outputs)

@@ -181,6 +181,9 @@ void bind_wrap(py::module_& module) {
   module.def(
       "_in_step", [] { return InStep::is(); },
       "Whether this thread runs a step, or a call of a wrapped module.");
+  module.def(
+      "_sees_all", [] { return ThreadContext::get().sees_all; },
+      "Whether the forward that runs in this thread sees all samples, and nobody joins outputs.");
   py::class_<PyWrap>(module, "Wrap", "infinitybatch.wrap without its manners.",
                      garbage_collected<PyWrap>())
       .def(py::init<const py::object&, const py::object&, const py::object&,

@@ -7,14 +7,17 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <functional>
 #include <sstream>
+#include <string>
 #include <string_view>
+#include <vector>
 
 namespace infinitybatch::python {
 namespace {
 
-constexpr int kDeepestDescribed = 4;
+constexpr int kDeepestDescribed = 6;
 constexpr size_t kMostDescribed = 1024;
 
 std::string describe_tensor(const at::Tensor& tensor) {
@@ -30,6 +33,12 @@ std::string describe_tensor(const at::Tensor& tensor) {
     out << " " << here.sizes() << " " << std::hash<std::string_view>()(bytes);
   }
   return out.str();
+}
+
+bool is_deque(PyObject* value) {
+  static PyObject* const deque =
+      py::module_::import("collections").attr("deque").cast<py::object>().release().ptr();
+  return reinterpret_cast<PyObject*>(Py_TYPE(value)) == deque;
 }
 
 void describe(PyObject* value, int depth, std::string& out) {
@@ -59,13 +68,15 @@ void describe(PyObject* value, int depth, std::string& out) {
     out += "}";
     return;
   }
-  if (PyList_Check(value) || PyTuple_Check(value) || PyAnySet_Check(value)) {
+  if (PyList_Check(value) || PyTuple_Check(value) || PyAnySet_Check(value) || is_deque(value)) {
     out += " of " + std::to_string(PyObject_Size(value)) + " [";
+    std::vector<std::string> each;
     for (const py::handle item : py::reinterpret_borrow<py::iterable>(value)) {
       if (++items > kMostDescribed) break;
-      describe(item.ptr(), depth + 1, out);
-      out += ", ";
+      describe(item.ptr(), depth + 1, each.emplace_back());
     }
+    if (PyAnySet_Check(value)) std::sort(each.begin(), each.end());
+    for (const std::string& text : each) out += text + ", ";
     out += "]";
     return;
   }

@@ -125,6 +125,14 @@ void PlainSnapshot::add_moved_iterators(std::vector<PlainNumber>& found) const {
     number.name = each.name;
     number.by = NAN;  // nobody can tell how far
     if (std::vector<Holder> holders = holders_of(each); each.before && !holders.empty()) {
+      std::vector<py::object> reads;
+      if (py::object copy = copy_of_iterator(holders.front().value, reads)) {
+        number.put_in = [holders, now = Held(std::move(copy))] {
+          const py::gil_scoped_acquire gil;
+          const py::error_scope keep_error;
+          hand_in(holders, now.get());
+        };
+      }
       number.put_back = [holders = std::move(holders), before = each.before] {
         const py::gil_scoped_acquire gil;
         const py::error_scope keep_error;

@@ -14,9 +14,10 @@
 namespace infinitybatch::python {
 namespace {
 
-constexpr Py_ssize_t kMostKeptItems = 1024;  // of a container: a tokenizer's words are no state
+constexpr Py_ssize_t kMostKeptItems = 16384;  // of a container: a tokenizer's words are no state
+constexpr Py_ssize_t kMostSeenItems = 1024;   // of these, what they hold
 constexpr size_t kMostObjects = 100000;
-constexpr int kDeepestKept = 2;
+constexpr int kDeepestKept = 5;
 
 /// A class of the standard library, for good.
 PyTypeObject* type_of(const char* module, const char* name) {
@@ -85,7 +86,7 @@ PlainSnapshot::~PlainSnapshot() {
     Py_DECREF(entry.now);
     Py_XDECREF(entry.before);
   }
-  for (PyObject* each : empty_) Py_DECREF(each);
+  for (const Empty& each : empty_) Py_DECREF(each.now);
 }
 
 void PlainSnapshot::add(Kind kind, PyObject* now, PyObject* before, std::string name,
@@ -99,6 +100,7 @@ void PlainSnapshot::module(PyObject* attributes, const std::string& prefix) {
   static PyObject* const buffers_name = interned("_buffers");
   static PyObject* const parameters_name = interned("_parameters");
   add(Kind::dict, attributes, PyDict_Copy(attributes), prefix);
+  const size_t entry = entries_.size() - 1;
   PyObject* const before = entries_.back().before;
   PyObject* key = nullptr;
   PyObject* value = nullptr;
@@ -111,7 +113,7 @@ void PlainSnapshot::module(PyObject* attributes, const std::string& prefix) {
     }
     if (is_empty(value)) {
       Py_INCREF(value);
-      empty_.push_back(value);
+      empty_.push_back({value, key, entry});
       continue;
     }
     if (!may_change(value)) continue;
@@ -172,13 +174,16 @@ void PlainSnapshot::object(PyObject* value, const std::string& name, int depth) 
   if (!meet(value)) return;
   if (PyDict_Check(value)) return dict(value, name, depth);
   if (PyList_CheckExact(value)) {
-    if (PyList_GET_SIZE(value) > kMostKeptItems) return void(overlooked_ = true);
+    if (PyList_GET_SIZE(value) > kMostKeptItems) return large(value, name);
     add(Kind::list, value, PyList_AsTuple(value), name);
     return items(entries_.back().before, name, depth);
   }
   if (is_set_or_deque(value)) {
     if (PyObject_Size(value) > kMostKeptItems) return void(overlooked_ = true);
-    return add(Kind::other, value, PyObject_CallMethod(value, "copy", nullptr), name);
+    add(Kind::other, value, PyObject_CallMethod(value, "copy", nullptr), name);
+    if (PySet_Check(value)) return;
+    const py::object held = owned(PySequence_Tuple(value));
+    return items(held.ptr(), name, depth);
   }
   if (PyFunction_Check(value) || PyMethod_Check(value) || is_partial(value)) {
     return function(value, name, depth);
@@ -190,22 +195,33 @@ void PlainSnapshot::object(PyObject* value, const std::string& name, int depth) 
   if (PyDict_CheckExact(attributes.ptr())) dict(attributes.ptr(), name + ".", depth);
 }
 
+/// Nobody copies all of it in each step: items may have been added at its end.
+void PlainSnapshot::large(PyObject* value, const std::string& name) {
+  overlooked_ = true;
+  add(Kind::large, value, PyLong_FromSsize_t(PyObject_Size(value)), name);
+}
+
 void PlainSnapshot::dict(PyObject* value, const std::string& name, int depth) {
-  if (PyDict_GET_SIZE(value) > kMostKeptItems) return void(overlooked_ = true);
+  if (PyDict_GET_SIZE(value) > kMostKeptItems) {
+    return PyDict_CheckExact(value) ? large(value, name) : void(overlooked_ = true);
+  }
   add(PyDict_CheckExact(value) ? Kind::dict : Kind::ordered, value, PyDict_Copy(value), name);
   if (depth == kDeepestKept) return;
   PyObject* const before = entries_.back().before;
   PyObject* key = nullptr;
   PyObject* item = nullptr;
+  Py_ssize_t seen = 0;
   for (Py_ssize_t at = 0; PyDict_Next(before, &at, &key, &item) != 0;) {
+    if (++seen > kMostSeenItems) return void(overlooked_ = true);
     if (!is_number_or_text(item)) object(item, name + "[" + repr_of(key) + "]", depth + 1);
   }
 }
 
 void PlainSnapshot::items(PyObject* value, const std::string& name, int depth) {
   if (depth == kDeepestKept) return;
-  if (PyTuple_GET_SIZE(value) > kMostKeptItems) return void(overlooked_ = true);
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+  const Py_ssize_t size = std::min(PyTuple_GET_SIZE(value), kMostSeenItems);
+  if (size < PyTuple_GET_SIZE(value)) overlooked_ = true;
+  for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject* item = PyTuple_GET_ITEM(value, i);
     if (!is_number_or_text(item)) object(item, name + "[" + std::to_string(i) + "]", depth + 1);
   }

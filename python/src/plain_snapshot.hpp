@@ -14,9 +14,10 @@ namespace infinitybatch::python {
 /// What Python objects hold, so that a run which does not count can be undone as one thing: the
 /// attributes of modules with their hooks, children and names of parameters and buffers; lists,
 /// dicts, sets and deques there; attributes of other objects (configurations, caches); what hooks
-/// and functions have in their closures. Two levels deep. Tensors are kept by identity, and buffers
-/// by name alone: who watches memory and buffers puts their values back. The GIL is held by every
-/// call.
+/// and functions have in their closures. A few levels deep. Tensors are kept by identity, and
+/// buffers by name alone: who watches memory and buffers puts their values back. Of containers with
+/// very many items only the number of these is kept, so that what is added behind them can be
+/// removed. The GIL is held by every call.
 class PlainSnapshot {
  public:
   /// \param tensors gets those that lie there and are no parameters; null where nobody asks
@@ -44,13 +45,19 @@ class PlainSnapshot {
   std::vector<PlainObject> objects() const;
 
  private:
-  enum class Kind { dict, ordered, list, other, cell };
+  enum class Kind { dict, ordered, list, other, cell, large };
   struct Entry {
     Kind kind;
     PyObject* now;     // owned
-    PyObject* before;  // owned: a copy; null of what was empty
+    PyObject* before;  // owned: a copy; null of what was empty; of a large one its size
     bool names_only;   // of buffers
     std::string name;
+  };
+  /// A dict or set without an item: most of a module's hooks.
+  struct Empty {
+    PyObject* now;  // owned
+    PyObject* key;  // among the attributes of a module, which are an entry
+    size_t entry;
   };
 
   /// An iterator stands at some place of what it reads. It cannot be set back: a copy takes its
@@ -81,15 +88,17 @@ class PlainSnapshot {
   void add(Kind kind, PyObject* now, PyObject* before, std::string name, bool names_only = false);
   void tensor(PyObject* value, const std::string& name);
   bool tree(PyObject* module, const std::string& name);
+  void large(PyObject* value, const std::string& name);
   void dict(PyObject* value, const std::string& name, int depth);
   void items(PyObject* value, const std::string& name, int depth);
   void function(PyObject* value, const std::string& name, int depth);
   static bool differs(const Entry& entry);
   static void put_back(const Entry& entry);
+  std::string name_of(const Empty& empty) const;
 
   std::vector<Entry> entries_;
   std::vector<Iterator> iterators_;
-  std::vector<PyObject*> empty_;  // dicts without an item, owned: most of a module's hooks
+  std::vector<Empty> empty_;
   ska::flat_hash_set<PyObject*> seen_;
   bool overlooked_ = false;
   std::vector<NamedParameter>* tensors_;

@@ -23,6 +23,8 @@ struct ThreadContext {
   PlainNumbers* numbers = nullptr;
   coupled::OriginalWeights* original_weights = nullptr;
   memory::Limit* measured_limit = nullptr;
+  /// Forward sees all samples, and its outputs are the caller's as they are: nobody joins them.
+  bool sees_all = false;
   bool provisional = false;  ///< functions of `across_batch` run for the form of their result alone
 
   /// Out of line: every library that is loaded sees the same one.

@@ -28,21 +28,16 @@ bool same_values(const at::Tensor& before, const at::Tensor& now) {
 
 }  // namespace
 
-CarriedState::Scope::Scope(CarriedState* state, bool part, int64_t batch) noexcept
+CarriedState::Scope::Scope(CarriedState* state, Rows rows, int64_t batch) noexcept
     : within_(state) {
   if (state == nullptr) return;
-  state->part_ = part;
+  state->part_ = rows.size() < batch;
+  state->rows_ = rows;
   state->batch_ = batch;
 }
 
 CarriedState* CarriedState::at_work() noexcept {
-  CarriedState* const state = ThreadContext::get().carried_state;
-  return state == nullptr || state->idle_ ? nullptr : state;
-}
-
-void CarriedState::let_be() noexcept {
-  CarriedState* const state = ThreadContext::get().carried_state;
-  if (state != nullptr && state->beside_ == nullptr) state->keeps_ = false;
+  return ThreadContext::get().carried_state;
 }
 
 void CarriedState::before_forward(const PlainLook& look) {
@@ -50,8 +45,12 @@ void CarriedState::before_forward(const PlainLook& look) {
   std::vector<NamedParameter> tensors;
   if (first_) {
     tensors = runs_->begin(look);
-    if (beside_ != nullptr) beside_->show_first_numbers();
-  } else {
+    if (beside_ != nullptr) {
+      beside_->show_first_numbers();
+    } else if (PlainNumbers* known = PlainNumbers::at_work()) {
+      known->begin();
+    }
+  } else if (!idle_) {
     runs_->before_part();
     if (part_) tensors = look.tensors();
   }
@@ -62,8 +61,10 @@ void CarriedState::before_forward(const PlainLook& look) {
     for (const NamedParameter& each : tensors) memory_.know(each.tensor, /*carried=*/false);
     return;
   }
+  if (idle_) return;
   memory_.rest();
   for (NamedParameter& each : tensors) {
+    if (first_) found_there_.insert(each.tensor.unsafeGetTensorImpl());
     if (is_left(each.tensor)) continue;
     memory_.know(each.tensor, /*carried=*/true);
     const uint32_t version = version_of(each.tensor);
@@ -102,16 +103,36 @@ void CarriedState::refuse(const std::string& name, const std::string& more) {
 }
 
 void CarriedState::after_forward() {
-  if (first_) runs_->first_is_over();
+  const bool changed = runs_->forward_is_over();
   if (!part_) {
-    runs_->set_single();
+    if (changed && runs_->finds_parts()) runs_->after_part(rows_, part_);
     first_ = false;
     idle_ = true;
     with_graph_.clear();
-    if (collects_ && !runs_->quiet()) collect(look_.tensors());
+    if (collects_ && changed) collect(look_.tensors());
     return;
   }
-  if (!first_ || !runs_->wants_to_learn()) runs_->after_part();
+  runs_->after_part(rows_, part_);
+  if (!idle_) return part_is_over();
+  if (!changed) return;
+  // The first part that leaves anything changed.
+  idle_ = false;
+  std::vector<NamedParameter> left = look_.tensors();
+  std::erase_if(left, [this](const NamedParameter& each) {
+    return found_there_.contains(each.tensor.unsafeGetTensorImpl());
+  });
+  note_left(left);
+}
+
+void CarriedState::note_left(const std::vector<NamedParameter>& left) {
+  left_.clear();
+  for (const NamedParameter& each : left) left_.insert(each.tensor.unsafeGetTensorImpl());
+  left_behind_.add(left);
+  with_graph_.clear();
+  if (collects_) collect(left);
+}
+
+void CarriedState::part_is_over() {
   // There was none, and no attribute or container holds anything else: most models, in each step.
   const bool none = first_ && before_.empty() && runs_->found_all_the_same();
   const std::vector<NamedParameter> now = none ? std::vector<NamedParameter>() : look_.tensors();
@@ -148,7 +169,7 @@ void CarriedState::after_forward() {
   if (collects_) collect(left);
   memory_.forget_carried();
   before_.clear();
-  if (first_ && !changed && !runs_->counts() && !runs_->wants_to_learn()) idle_ = true;
+  if (first_ && !changed && runs_->quiet()) idle_ = true;
   first_ = false;
 }
 
@@ -175,9 +196,9 @@ void CarriedState::roll_back() {
   before_.clear();
   left_.clear();
   left_behind_.clear();
-  if (keeps_) runs_->roll_back();
+  found_there_.clear();
+  runs_->roll_back();
   runs_->forget();
-  keeps_ = true;
   first_ = true;
   idle_ = false;
 }

@@ -40,10 +40,10 @@ class CarriedState final : public Check {
   class Scope {
    public:
     /// \param state null where nobody wants to know
-    /// \param part forward sees a part of the logical batch; else nothing can be carried, and it is
-    /// only put back when the step fails
+    /// \param rows those that forward sees: of all of the logical batch nothing can be carried, and
+    /// it is only put back when the step fails
     /// \param batch samples of the logical batch
-    Scope(CarriedState* state, bool part, int64_t batch) noexcept;
+    Scope(CarriedState* state, Rows rows, int64_t batch) noexcept;
 
    private:
     const Within<&ThreadContext::carried_state> within_;
@@ -58,9 +58,6 @@ class CarriedState final : public Check {
   /// Instead, where forward failed: a state of other rows has another shape.
   /// \throws CouplingError where it had read what an earlier forward left
   void forward_failed(const std::string& how);
-  /// A forward in this thread failed by an error of its own: attributes stay as it left them, as
-  /// they do natively.
-  static void let_be() noexcept;
   /// Whether a state was found.
   bool found() const noexcept { return found_ || runs_->found(); }
   /// Whether the first forward left attributes as it found them.
@@ -92,13 +89,18 @@ class CarriedState final : public Check {
   [[noreturn]] void refuse(const std::string& name, const std::string& more);
 
   coupled::WatchedMemory& memory_;
+  void part_is_over();
+  void note_left(const std::vector<NamedParameter>& left);
+
   bool part_ = false;
+  Rows rows_;
   int64_t batch_ = 0;
   bool first_ = true;
   const PlainRuns* beside_ = nullptr;
-  bool idle_ = false;  // no attribute changes
+  bool idle_ = false;  // no attribute has changed
   std::unordered_set<const c10::StorageImpl*> of_buffers_;
-  std::unordered_set<const c10::TensorImpl*> left_;  // by the last forward
+  std::unordered_set<const c10::TensorImpl*> found_there_;  // in front of the first forward
+  std::unordered_set<const c10::TensorImpl*> left_;         // by the last forward
   LeftTensors left_behind_;
   std::vector<at::Tensor> with_graph_;
   bool collects_ = false;
@@ -106,7 +108,6 @@ class CarriedState final : public Check {
   std::vector<Seen> before_;
   std::shared_ptr<PlainRuns> runs_;
   PlainLook look_;
-  bool keeps_ = true;  // what forward leaves is put back where the step fails
 };
 
 }  // namespace infinitybatch

@@ -168,7 +168,6 @@ CoupledRecorder::Recording CoupledRecorder::record(Rows rows, const Batch& input
   check_seen(recorded->tape, watch, inputs);
   const tape::Tape whole = check ? recorded->tape : tape::Tape();
   const PlainNumbers* const known = PlainNumbers::at_work();
-  bool numbers = known != nullptr && known->moves();
   const bool counts = is_static && (reads_buffers(recorded->tape) || buffers_.rebinds());
   // What this step's recordings left in buffers (a counter) the rule of buffers has seen.
   const auto left_already = [&tape = recorded->tape](const tape::Op& op) {
@@ -183,7 +182,7 @@ CoupledRecorder::Recording CoupledRecorder::record(Rows rows, const Batch& input
   if (check) {
     checked_ = true;
     check_replay(*recorded, rows, inputs, outputs);
-    if (!same_when_disturbed(whole, inputs, watch, forward, before, numbers)) {
+    if (!same_when_disturbed(whole, inputs, watch, forward, before)) {
       // Forward's first call made what later ones find (a table, a mask): none of the micro-batches
       // that follow would run its program.
       warm_ = true;
@@ -198,9 +197,9 @@ CoupledRecorder::Recording CoupledRecorder::record(Rows rows, const Batch& input
   // Such numbers are others in each step (BatchNorm's with momentum=None, a counter), and such
   // buffers other tensors, so that every micro-batch is recorded. A tape is used again in the state
   // that it was recorded in; nobody would draw Python's numbers, which stand in it as constants.
-  numbers = numbers || (known != nullptr && known->moves());
-  if (is_static && numbers) model_.resources.static_tapes->by_rows.clear();
-  if (is_static && !counts && !numbers && !numbers_.foreign_moved()) {
+  const bool moves = known != nullptr && known->moves();
+  if (is_static && moves) model_.resources.static_tapes->by_rows.clear();
+  if (is_static && !counts && !moves && !numbers_.foreign_moved()) {
     model_.resources.static_tapes->meet(rows.size(), *recorded);
   }
   return {recorded, without_graph(outputs)};
@@ -235,15 +234,9 @@ void CoupledRecorder::cut(Recorded& recorded) const {
 bool CoupledRecorder::same_when_disturbed(const tape::Tape& whole, const Batch& inputs,
                                           coupled::CouplingWatch& watch,
                                           const RecordableForward& forward,
-                                          const RngSnapshot& before, bool& numbers) {
-  tape::Tape again = disturbed(inputs, watch, forward, before, /*as_first=*/false);
-  std::optional<std::string> found = tape::difference(whole, again);
-  // A counter may decide what forward does, or a flag that the first call resets.
-  if (found && !numbers) numbers = forward.depends_on_state();
-  if (found && numbers) {
-    again = disturbed(inputs, watch, forward, before, /*as_first=*/true);
-    found = tape::difference(whole, again);
-  }
+                                          const RngSnapshot& before) {
+  const tape::Tape again = disturbed(inputs, watch, forward, before);
+  const std::optional<std::string> found = tape::difference(whole, again);
   if (!found) return true;
   if (!warm_ && tape::same_of_samples(whole, again, inputs)) return false;
   refuse_to_cut(name_of(watch, whole),
@@ -252,14 +245,13 @@ bool CoupledRecorder::same_when_disturbed(const tape::Tape& whole, const Batch& 
 }
 
 tape::Tape CoupledRecorder::disturbed(const Batch& inputs, coupled::CouplingWatch& watch,
-                                      const RecordableForward& forward, const RngSnapshot& before,
-                                      bool as_first) {
+                                      const RecordableForward& forward, const RngSnapshot& before) {
   const RngSnapshot after = RngSnapshot::capture(model_.devices);
   before.restore();
   numbers_.shift();
   buffers_.end_micro_batch();
-  tape::Tape again = record_tape(
-      inputs, watch, [&] { return forward.again(as_first); }, /*disturbed=*/true, nullptr);
+  tape::Tape again =
+      record_tape(inputs, watch, [&] { return forward.again(); }, /*disturbed=*/true, nullptr);
   after.restore();
   return again;
 }

@@ -17,10 +17,8 @@ class BufferRule;
 struct RecordableForward {
   using Run = std::function<void(const Batch& inputs, const std::function<Batch()>& forward)>;
   std::function<Batch()> once;
-  /// For a check, which does not count; whether it finds the numbers in Python that `once` did.
-  std::function<Batch(bool as_first)> again;
-  /// By experiment: whether it gives other outputs from what it leaves in Python.
-  std::function<bool()> depends_on_state;
+  /// For a check, which does not count: it finds in Python what `once` did.
+  std::function<Batch()> again;
   /// Calls `run` with other rows' inputs, and with what runs the model on them.
   std::function<void(Rows rows, const Run& run)> elsewhere;
 };
@@ -62,14 +60,13 @@ class CoupledRecorder {
                          const std::function<Batch()>& forward, bool disturbed, Batch* outputs);
   /// The program of another recording, with the ops of the whole batch disturbed.
   tape::Tape disturbed(const Batch& inputs, coupled::CouplingWatch& watch,
-                       const RecordableForward& forward, const RngSnapshot& before, bool as_first);
+                       const RecordableForward& forward, const RngSnapshot& before);
   /// Whether forward is the same program when these ops give something else.
-  /// \param numbers whether Python's numbers move; learned where that matters
   /// \return false where it was not, for its first call made what later ones find
   /// \throws CouplingError where it is not
   bool same_when_disturbed(const tape::Tape& whole, const Batch& inputs,
                            coupled::CouplingWatch& watch, const RecordableForward& forward,
-                           const RngSnapshot& before, bool& numbers);
+                           const RngSnapshot& before);
   void cut(Recorded& recorded) const;
   void check_replay(const Recorded& recorded, Rows rows, const Batch& inputs,
                     const Batch& outputs) const;

@@ -242,6 +242,7 @@ void Executor::penalty() {
 }
 
 void Executor::hand_out() {
+  forwards_.learn_numbers();
   each_check(&Check::look);
   forwards_.commit();
   // Whatever can fail comes first: a hand-out cannot be taken back.

@@ -114,21 +114,12 @@ void Executor::record_for_cuts(Rows rows) {
     forwards_.inputs = inputs;
     forwards_.targets = targets;
   };
-  const auto again = [&](bool as_first) {
-    return forwards_.uncounted([&] { return call(rows); }, as_first);
-  };
-  const auto depends_on_state = [&] {
-    forwards_.learn_numbers(/*any=*/true);
-    forwards_.inputs = inputs;
-    forwards_.targets = targets;
-    return forwards_.state().runs().counts();
-  };
+  const auto again = [&] { return forwards_.uncounted([&] { return call(rows); }); };
   const auto once = [&, recorded = false]() mutable {
     if (std::exchange(recorded, true)) forwards_.state().runs().count_anew();
     return call(rows);
   };
-  const Batch given =
-      pass_.record(rows, inputs, forwards_.watch(), {once, again, depends_on_state, elsewhere});
+  const Batch given = pass_.record(rows, inputs, forwards_.watch(), {once, again, elsewhere});
   checks_.look_at(rows, inputs, pass_.tape(rows), given);
   free();
   forwards_.learn_numbers();

@@ -129,7 +129,7 @@ void Forwards::run(Rows rows) {
   const bool streams = strategy_.is_cut() && !strategy_.per_micro_batch();
   const coupled::ForeignDraws foreign(problem_.match_native_rng && !streams && part);
   {
-    const CarriedState::Scope stateful(problem_.exact_coupling ? state_at_work_ : nullptr, part,
+    const CarriedState::Scope stateful(problem_.exact_coupling ? state_at_work_ : nullptr, rows,
                                        problem_.batch_size());
     without_collectives("forward", why_no_collectives(rows), [&] {
       few_.watch(rows.size(), [&] {
@@ -212,10 +212,10 @@ bool Forwards::saw_coupling() const {
                               [](const auto& seen) { return coupled::has_stand_in(seen.op); });
 }
 
-Batch Forwards::uncounted(const std::function<Batch()>& forward, bool as_first) {
+Batch Forwards::uncounted(const std::function<Batch()>& forward) {
   CarriedState* const counted = std::exchange(state_at_work_, nullptr);
   try {
-    Batch given = state_.runs().uncounted(forward, as_first);
+    Batch given = state_.runs().uncounted(forward);
     state_at_work_ = counted;
     return given;
   } catch (...) {
@@ -225,10 +225,9 @@ Batch Forwards::uncounted(const std::function<Batch()>& forward, bool as_first) 
   }
 }
 
-void Forwards::learn_numbers(bool any) {
+void Forwards::learn_numbers() {
   PlainRuns& runs = state_.runs();
-  const bool part = any || (first_.size() != 0 && first_.size() < problem_.batch_size());
-  if (learning_ || !part || !runs.wants_to_learn(any)) return;
+  if (learning_ || !runs.wants_to_learn()) return;
   learning_ = true;
   CarriedState* const counted = std::exchange(state_at_work_, nullptr);
   const RngSnapshot random = RngSnapshot::capture(devices_of(problem_));
@@ -248,7 +247,7 @@ void Forwards::learn_numbers(bool any) {
     learning_ = false;
   };
   try {
-    runs.learn(first_, problem_.batch_size(), [&](Rows rows) {
+    runs.learn(problem_.batch_size(), [&](Rows rows) {
       const at::NoGradGuard no_grad;  // nobody goes back
       try {
         load(rows);

@@ -48,12 +48,12 @@ class Forwards {
   /// Whether this is so, of all runs up to now. \throws CouplingError
   void check_coupling(Rows rows);
   /// Runs forward for something that does not count: what it leaves in Python is undone.
-  /// \param as_first it finds the numbers that the first forward of the batch found
-  Batch uncounted(const std::function<Batch()>& forward, bool as_first = true);
+  Batch uncounted(const std::function<Batch()>& forward);
   /// Whether forward reads numbers in Python that it changes, in front of the second micro-batch:
   /// it runs on the first one's rows again, and on some of them, and all that is undone.
-  /// \param any whatever the first forward has changed in Python, numbers or not
-  void learn_numbers(bool any = false);
+  void learn_numbers();
+  /// Whether forward runs for that.
+  bool learning() const noexcept { return learning_; }
   /// Runs forward on other rows and undoes it: buffers, parameters, attributes of modules and
   /// random state are as before, whatever happens.
   /// \param trial whether what it writes into parameters is not compared with what others write

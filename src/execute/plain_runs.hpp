@@ -2,7 +2,7 @@
 
 #include "core/foreign_exception.hpp"
 #include "core/row_range.hpp"
-#include "core/thread_context.hpp"
+#include "execute/plain_numbers.hpp"
 #include "execute/plain_state.hpp"
 
 #include <infinitybatch/core/batch.hpp>
@@ -10,7 +10,7 @@
 #include <exception>
 #include <functional>
 #include <map>
-#include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -24,47 +24,11 @@ struct PlainLook {
   std::function<std::vector<NamedParameter>()> tensors;  ///< those alone
 };
 
-/// What is known of a model's numbers in Python, from one step to the next.
-class PlainNumbers {
- public:
-  enum class Kind {
-    unknown,
-    harmless,  ///< each forward writes it anew, or the first one alone
-    counter,   ///< moves with each forward: once for each logical batch
-    sum,       ///< moves by as much as there are samples
-  };
-  /// While it lives, steps in this thread learn of these.
-  using Scope = Within<&ThreadContext::numbers>;
-  /// Null where nobody remembers.
-  static PlainNumbers* at_work() noexcept;
-
-  Kind kind_of(const std::string& name) const;
-  void learn(const std::string& name, Kind kind);
-  /// Whether the step's next forward, or the next step's, finds another state than this one did and
-  /// may be another program.
-  bool moves() const;
-  void note_move(bool moves);
-  /// Whether forward depends on more than counters: all of its state is put back.
-  bool whole() const;
-  void learn_whole();
-  /// A run was undone that had moved this, which nobody can put back. Empty: nothing.
-  std::string lost() const;
-  void note_lost(const std::string& name);
-  /// Whether another experiment may be made: names that are new in each step would ask for ever.
-  bool may_ask();
-
- private:
-  mutable std::mutex mutex_;
-  std::map<std::string, Kind> kinds_;
-  bool moves_ = false;
-  bool whole_ = false;
-  std::string lost_;
-  int asked_ = 0;
-};
-
 /// Plain state of Python's around the forwards of one logical batch. The whole batch's forward runs
-/// once: each micro-batch has to see the numbers that it would have seen (a warm-up counter), and
-/// they move once. Runs that do not count leave everything as it was.
+/// once: each micro-batch finds what the first one found, and what the last one leaves stays, where
+/// all leave the same. Numbers that add up over samples, or are their mean, are put together; what
+/// else they leave different forward must not read. Runs that do not count leave everything as it
+/// was.
 class PlainRuns {
  public:
   /// With what is known of earlier steps, where somebody remembers.
@@ -74,27 +38,27 @@ class PlainRuns {
 
   /// In front of the first forward; returns the tensors that lie there.
   std::vector<NamedParameter> begin(const PlainLook& look);
-  /// After it; where its numbers are known, `after_part` follows.
-  void first_is_over();
+  /// After each forward; where what it changes is known, `after_part` follows.
+  /// \return whether this one, or one before it, left anything changed
+  bool forward_is_over();
   bool begun() const noexcept { return begun_; }
-  /// Whether the first forward left everything as it was.
+  /// Whether all forwards up to now left everything as it was.
   bool quiet() const noexcept { return !changed_; }
   /// Whether that is true of all places where tensors are looked for.
   bool found_all_the_same() const noexcept { return begun_ && base_.complete && !changed_; }
-  /// Whether some state is to be put back in front of each micro-batch.
-  bool counts() const;
-  /// Whether another forward finds other numbers than this one did, or may.
-  bool moves() const { return known_->moves(); }
 
   /// In front of a further forward of the same batch.
-  void before_part() const { put_back(/*guess=*/wants_to_learn()); }
-  /// After each forward of a part. \throws CouplingError naming a number that micro-batches leave
+  void before_part() const { put_back(); }
+  /// After each forward that counts. \throws CouplingError naming a number that micro-batches leave
   /// different
-  void after_part();
+  /// \param part another one follows
+  void after_part(Rows rows, bool part);
+  /// Whether earlier steps have left what is one micro-batch's alone.
+  bool finds_parts() const { return known_->left_apart(); }
   /// Whether a CouplingError was thrown here: for state, which one micro-batch leaves as natively.
   bool found() const noexcept { return found_; }
   /// The first part runs once more, and counts instead of the first time.
-  void count_anew();
+  void count_anew() { parts_ = Parts(); }
   /// A batch's numbers are as natively.
   void commit() const;
   /// Everything is as in front of the first forward.
@@ -102,22 +66,25 @@ class PlainRuns {
   /// Another batch begins.
   void forget();
 
-  /// Whether `learn` should be asked, in front of the second micro-batch.
-  /// \param any whatever was changed, numbers or not
-  bool wants_to_learn(bool any = false) const;
-  /// Whether forward reads state that it changes, by experiment: it runs on other rows than the
-  /// first with what the first has left and with what that found, and on some of them.
+  /// Whether `learn` should be asked, in front of another micro-batch or after the last one.
+  bool wants_to_learn() const;
+  /// By experiment: how what the last forward changed depends on the samples, and whether forward
+  /// reads what depends on them.
   /// \param total samples of the logical batch
   /// \param run   forward on these rows, always under the same random state and buffers
-  void learn(Rows first, int64_t total, const std::function<Batch(Rows)>& run);
+  void learn(int64_t total, const std::function<Batch(Rows)>& run);
 
-  /// Runs forward for something that does not count.
-  /// \param as_first it finds the numbers that the first forward found
+  /// Runs forward for something that does not count: it finds what the first forward found.
   template <typename Run>
-  auto uncounted(const Run& run, bool as_first = true) const {
-    if (!begun_ || quiet()) return run();
+  auto uncounted(const Run& run) const {
+    if (!begun_) return run();
+    if (quiet()) {
+      auto result = run();
+      if (base_.changed()) base_.restore();
+      return result;
+    }
     const PlainState now = look_.state();
-    if (as_first) put_back(/*guess=*/true);
+    put_back();
     try {
       auto result = run();
       note_remade(now);
@@ -136,21 +103,66 @@ class PlainRuns {
   void tell_remade(Remade remade) { remade_ = std::move(remade); }
   /// In front of a run that somebody else undoes.
   void show_first_numbers() const {
-    if (begun_ && !quiet()) put_back(/*guess=*/true);
+    if (begun_ && !quiet()) put_back();
   }
-  /// The whole batch is one micro-batch: a further run has to find all as the first found it.
-  void set_single() noexcept { single_ = true; }
 
  private:
-  void put_back(bool guess) const;
+  /// What parts have left of one number.
+  struct Met {
+    PlainNumber number;  ///< of the last one
+    int64_t part = 0;    ///< that this was
+    bool apart = false;  ///< not all left the same
+    double by = 0;
+    double total = 0;
+    double weighted = 0;
+  };
+  struct Added {
+    int64_t part = 0;
+    std::function<void()> put_in;
+  };
+  struct Left {
+    std::string name;
+    std::function<void()> put_in;
+    bool is_number = false;
+    bool holds_leaves = false;
+  };
+  struct Parts {
+    int64_t count = 0;
+    int64_t rows = 0;
+    Rows last;
+    std::map<std::string, Met> numbers;
+    std::map<std::string, std::string> objects;  ///< described, where forward reads what is apart
+    std::set<std::string> of_first;              ///< names of objects that the first one changed
+    std::map<std::string, Added> added;          ///< to dicts
+    std::map<std::string, std::vector<at::Tensor>> made;  ///< parameters
+    /// All that the first one left, where it made leaves that get gradients.
+    std::vector<Left> left_with_leaves;
+  };
+  /// One run of an experiment.
+  struct Run;
+  using RunFrom = std::function<Run(const std::function<void()>& prepare, Rows rows)>;
+  /// Nothing where forward cannot run on that state.
+  using TryFrom =
+      std::function<std::optional<Run>(const std::function<void()>& prepare, Rows rows)>;
+  using Kind = PlainNumbers::Kind;
+
+  void put_back() const;
+  /// Whether a parameter that the first part made is the one of all parts.
+  bool leaves_stay() const;
+  [[noreturn]] void refuse_leaves() const;
   void note_remade(const PlainState& now) const;
   void note_move() const;
   /// \throws Unsupported where forward has moved what cannot be put back
   void check_can_put_back() const;
-  void meet_left();
-  void meet_parameters();
+  void meet_left(Rows rows);
+  void meet_leaves();
+  void check_left();
+  void experiment(int64_t total, const std::function<Batch(Rows)>& run, const RunFrom& run_from,
+                  const TryFrom& try_from, const PlainState& now);
+  void learn_kinds(const std::vector<PlainNumber>& numbers, const std::set<std::string>& accumulate,
+                   const Run& first, Rows other, int64_t total, const RunFrom& run_from);
   /// \throws CouplingError where outputs depend on this number
-  void check_unread(const std::string& name, Rows first, const Batch& wanted,
+  void check_unread(const PlainNumber& number, Rows first, const Batch& wanted,
                     const std::function<Batch(Rows)>& run, const PlainState& now) const;
 
   PlainNumbers own_;
@@ -159,16 +171,12 @@ class PlainRuns {
   PlainState base_;
   bool begun_ = false;
   bool changed_ = false;
-  bool single_ = false;
-  bool asks_ = true;                         // no experiment has failed
-  std::vector<PlainNumber> moved_;           // by the first forward
-  std::vector<std::string> replaced_;        // by it, and no numbers
-  std::map<std::string, std::string> left_;  // by it, of counters
-  std::map<std::string, double> sums_;
-  std::map<std::string, std::string> kept_;  // where all state is put back: what it left
-  std::map<std::string, at::Tensor> made_;   // parameters, by the first forward
+  bool asks_ = true;  // no experiment has failed
+  int64_t asked_at_ = 0;
+  std::vector<PlainNumber> moved_;     // by the last forward
+  std::vector<PlainObject> replaced_;  // by it, and no numbers
+  Parts parts_;
   Remade remade_;
-  bool met_first_ = false;
   bool found_ = false;
 };
 

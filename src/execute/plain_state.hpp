@@ -15,9 +15,19 @@ struct PlainNumber {
   std::string name;                ///< "layers.0.calls"
   std::string left;                ///< what it is now, for comparisons and messages
   std::optional<double> by;        ///< how far it moved; nothing where it was or is no number
+  double from = 0;                 ///< with `by`: what it was, 0 where it was not there
+  bool added = false;              ///< to a container: it was not there
+  bool appended = false;           ///< to a list, named by how far behind its end
   std::function<void()> put_back;  ///< empty where nobody can: a generator
-  /// With `by`: what it was, and this much more.
-  std::function<void(double)> move;
+  std::function<void()> put_in;    ///< what it is now, once more
+  /// With `by`: another number.
+  std::function<void(double)> set;
+};
+
+/// A tensor that gets a gradient and comes out of no op.
+struct PlainLeaf {
+  at::Tensor tensor;
+  bool is_parameter = false;  ///< an `nn.Parameter`
 };
 
 /// Anything else that forward left changed there: an object, a tensor, a container of other items.
@@ -25,9 +35,14 @@ struct PlainObject {
   std::string name;
   /// By its value, a few levels deep: equal text, equal state.
   std::function<std::string()> describe;
-  // Parameters that require grad and stand there now, or stood there before; undefined for others.
-  at::Tensor parameter;
-  at::Tensor before;
+  // Leaves that get a gradient: those that it holds now alone, and those that it held before alone.
+  std::vector<PlainLeaf> leaves;
+  std::vector<PlainLeaf> leaves_before;
+  std::function<void()> put_in;  ///< what it is now, once more
+  /// Not what an op gave, which is left for others to read: it may decide what the next forward
+  /// does.
+  bool decides = false;
+  bool added = false;  ///< to a container of keys: it was not there
 };
 
 /// What lies in plain attributes of modules.

@@ -107,7 +107,8 @@ void ExaminedModel::begin_watch() {
 
 Batch ExaminedModel::forward(const Batch& inputs) {
   const coupled::CouplingWatch::Scope watching(*watch_);
-  const CarriedState::Scope stateful(&state_, /*part=*/false, problem_.batch_size());
+  const int64_t total = problem_.batch_size();
+  const CarriedState::Scope stateful(&state_, {0, total}, total);
   Batch outputs;
   watch([&] { outputs = problem_.model->forward(inputs); });
   watch_->rethrow();

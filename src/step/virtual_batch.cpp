@@ -7,6 +7,7 @@
 #include "core/out_of_memory.hpp"
 #include "core/pinned_copies.hpp"
 #include "core/rng.hpp"
+#include "core/thread_context.hpp"
 #include "core/transforms.hpp"
 #include "coupled/draw_laws.hpp"
 #include "memory/foreign_storage.hpp"
@@ -117,6 +118,7 @@ void VirtualBatch::State::provide(Setup& setup) {
 StepReport VirtualBatch::State::step(const BatchSource& inputs, const BatchSource& given,
                                      bool hand_out) {
   const InStep running;
+  const Within<&ThreadContext::sees_all> inner(false);  // where a model calls this one
   const BatchSource targets = targets_for(loss_, given, inputs.size);
   if (facts_.options.trim.empty()) return run_step(inputs, targets, hand_out);
   refuse_transforms();

@@ -7,7 +7,13 @@
 #include "core/out_of_memory.hpp"
 #include "core/pinned_copies.hpp"
 #include "core/plain_leaves.hpp"
+#include "core/rng.hpp"
+#include "core/thread_context.hpp"
 #include "core/transforms.hpp"
+#include "core/unwatched.hpp"
+#include "coupled/coupling_watch.hpp"
+#include "execute/buffer_values.hpp"
+#include "execute/carried_state.hpp"
 #include "execute/external_loss.hpp"
 #include "execute/schedule.hpp"
 #include "plan/shortages.hpp"
@@ -24,6 +30,7 @@
 #include <infinitybatch/core/errors.hpp>
 
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <exception>
@@ -34,6 +41,29 @@ namespace infinitybatch {
 
 namespace {
 
+/// Forward of the whole batch; where it fails, what it has changed is put back.
+Batch run_natively(const Wrapped& wrapped, const Problem& problem, const Batch& inputs,
+                   int64_t total) {
+  const Within<&ThreadContext::sees_all> whole(true);
+  const auto forward = [&] { return wrapped.model.forward(to_device(inputs, problem.device)); };
+  if (!at::GradMode::is_enabled() || c10::InferenceMode::is_enabled()) return forward();
+  coupled::CouplingWatch watch;
+  CarriedState state(watch.memory());
+  const BufferValues buffers(problem.buffers);
+  const RngSnapshot random = RngSnapshot::capture(devices_of(problem));
+  try {
+    const CarriedState::Scope stateful(&state, {0, total}, total);
+    return forward();
+  } catch (...) {
+    keep_foreign_exception(std::current_exception());
+    const Unwatched unwatched;
+    state.roll_back();
+    buffers.restore();
+    random.restore();
+    throw;
+  }
+}
+
 Batch run(const std::shared_ptr<Wrapped>& wrapped, const Setup& setup, const Batch& inputs,
           int64_t total) {
   const Options& options = wrapped->options;
@@ -43,7 +73,7 @@ Batch run(const std::shared_ptr<Wrapped>& wrapped, const Setup& setup, const Bat
   auto report = std::make_shared<WrapReport>();
   report->micro_batch_sizes = {total};
   report->strategy = "native";
-  Batch outputs = wrapped->model.forward(to_device(inputs, setup.problem.device));
+  Batch outputs = run_natively(*wrapped, setup.problem, inputs, total);
   publish(*wrapped, std::move(report));
   if (options.on_micro_batch) options.on_micro_batch({0, total, detached(outputs), Batch()});
   return outputs;

@@ -88,6 +88,7 @@ ForwardPass::ForwardPass(std::shared_ptr<Wrapped> wrapped, const Setup& setup, c
   call_->findings = call_->wrapped->findings_of(call_->kind);
   if (recording_) values_ = std::make_shared<BufferValues>(setup.problem.buffers);
   const auto forward = [this](const Batch& micro) {
+    if (call_->run->engine().forwards().learning()) return call_->wrapped->model.forward(micro);
     const uint64_t first_node = at::sequence_number::peek();
     Batch outputs = run_model(micro);
     if (cut()) learn_from_recording(without_left(outputs), micro, first_node);
@@ -386,6 +387,7 @@ Batch ForwardPass::finish() {
   WrapRun& run = *call_->run;
   {
     const memory::HighWater::Pause apart(planners_mark_);
+    run.engine().forwards().learn_numbers();
     run.engine().checks().look();
   }
   finishing_ = true;

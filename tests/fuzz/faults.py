@@ -8,7 +8,7 @@ from .device import on_host
 from .oracle import State
 from .side import Side
 
-#: State that a forward changes, and that its own failure, or that of a wrapped model's backward, leaves.
+#: State that a forward changes, and that a failure of a wrapped model's backward leaves.
 STAYS = {"number_state", "first_call", "carried", "samples_in_state", "noted"}
 
 
@@ -17,7 +17,7 @@ def tried(side: Side, step_of: Callable[[int, int], State]) -> State | None:
     case = side.case
     assert case.fault is not None
     kind, count = case.fault
-    if (case.way.api == "wrap" or kind == "raise") and not STAYS.isdisjoint(case.tags):
+    if case.way.api == "wrap" and not STAYS.isdisjoint(case.tags):
         return None
     if kind == "memory" and not on_host():
         return None  # an allocator of the CPU alone fails where it is told to

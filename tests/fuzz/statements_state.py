@@ -181,6 +181,50 @@ self.register_buffer('b$', torch.quantize_per_channel(v$, s$, z$, 0, torch.qint8
         "h = h * self.b$",
         "self.register_buffer('b$', torch.full((1,), 0.8).expand(W))",
     ),
+    of(
+        "list that is read",
+        """
+self.history$.append(0.1 * (len(self.history$) + 1))
+h = h * (0.5 + self.history$[-1])""",
+        "self.history$ = []",
+        tags="number_state number_read",
+    ),
+    of(
+        "list that is read from its third entry on",
+        """
+self.history$.append(0.3 * (len(self.history$) + 1))
+h = h * self.history$[2] if len(self.history$) > 2 else h * 1.0""",
+        "self.history$ = []",
+        tags="number_state number_read",
+    ),
+    of(
+        "dict that counts",
+        """
+self.counts$['n'] = self.counts$.get('n', 0) + 1
+h = h * (1.0 if self.counts$['n'] < 3 else 0.6)""",
+        "self.counts$ = {}",
+        tags="number_state number_read",
+    ),
+    of(
+        "means that are read later",
+        """
+self.means$.append(float(h.detach().mean()))
+h = h * (1.2 + self.means$[1]) if len(self.means$) > 2 else h * 1.0""",
+        "self.means$ = []",
+        tags="number_state number_read samples_in_state host_read",
+    ),
+    of(
+        "hook that keeps features",
+        """
+self.kept$.clear()
+h = self.m$(h)
+h = h + 0.1 * torch.sin(self.kept$[-1])""",
+        """
+self.m$ = nn.Linear(W, W)
+self.kept$ = []
+self.m$.register_forward_hook(lambda module, given, made: self.kept$.append(made))""",
+        tags="leaves",
+    ),
 ]
 
 #: Buffers and parameters that hold nothing until the first call, or lie in each other's memory.
@@ -255,6 +299,28 @@ self.register_buffer('v$', self.b$[:W // 2])""",
 self.register_buffer('b$', torch.ones(W, dtype=torch.float64))
 self.register_buffer('v$', self.b$.data[:W // 2])""",
         tags="opaque",
+    ),
+    of(
+        "module of the first call",
+        """
+if self.m$ is None:
+    self.m$ = nn.Linear(W, W).to(h.dtype)
+    with torch.no_grad():
+        for p$ in self.m$.parameters():
+            p$.copy_(torch.linspace(-0.5, 0.5, p$.numel(), dtype=h.dtype).view_as(p$))
+h = h + self.m$(h)""",
+        "self.m$ = None",
+        tags="first_call",
+    ),
+    of(
+        "list of parameters of the first call, and a log",
+        """
+self.calls$.append(len(self.calls$))
+if not self.kept$:
+    self.kept$.append(nn.Parameter(torch.linspace(0.5, 1, W, dtype=h.dtype)))
+h = h * self.kept$[0] * (1 + 0.1 * len(self.calls$))""",
+        "self.kept$, self.calls$ = [], []",
+        tags="first_call number_state number_read",
     ),
 ]
 
