@@ -1,6 +1,7 @@
 #include "bind.hpp"
 #include "bind_offload.hpp"
 #include "core/in_step.hpp"
+#include "core/thread_context.hpp"
 #include "garbage_collected.hpp"
 #include "hidden_rows.hpp"
 #include "left_places.hpp"
@@ -179,8 +180,13 @@ void bind_wrap_report(py::module_& module) {
 void bind_wrap(py::module_& module) {
   bind_wrap_report(module);
   module.def(
-      "_in_step", [] { return InStep::is(); },
-      "Whether this thread runs a step, or a call of a wrapped module.");
+      "_in_step",
+      [] {
+        if (InStep::is()) ThreadContext::get().met_wrapped = true;
+        return InStep::is();
+      },
+      "Whether this thread runs a step, or a call of a wrapped module: whoever asks, a wrapped part, "
+      "computes plainly then.");
   module.def(
       "_sees_all", [] { return ThreadContext::get().sees_all; },
       "Whether the forward that runs in this thread sees all samples, and nobody joins outputs.");

@@ -295,8 +295,29 @@ class Hashing {
     });
   }
 
+  /// Under which name a descriptor of the interpreter's holds its function; null for what is none.
+  static const char* name_of_held(PyObject* value) {
+    if (PyObject_TypeCheck(value, &PyProperty_Type) != 0) return "fget";
+    const bool wraps = PyObject_TypeCheck(value, &PyStaticMethod_Type) != 0 ||
+                       PyObject_TypeCheck(value, &PyClassMethod_Type) != 0;
+    return wraps ? "__func__" : nullptr;
+  }
+
   /// Containers and objects, by what they hold.
   void nested(PyObject* value, int depth) {
+    // None of these can be referred to weakly, and an address is given again.
+    if (const char* const held = name_of_held(value)) {
+      const auto function = py::reinterpret_steal<py::object>(PyObject_GetAttrString(value, held));
+      if (!function) return PyErr_Clear();
+      mix(Tag::method);
+      return setting(function.ptr(), depth + 1);
+    }
+    if (PySlice_Check(value)) {
+      auto* const slice = reinterpret_cast<PySliceObject*>(value);
+      mix(Tag::tuple);
+      for (PyObject* each : {slice->start, slice->stop, slice->step}) setting(each, depth + 1);
+      return;
+    }
     static PyObject* const modules = class_of("torch.nn", "Module");
     if (is_tensor(value) || PyModule_Check(value)) return identity(value);
     if (PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(modules))) return module(value);
@@ -309,6 +330,8 @@ class Hashing {
     bool told = true;
     if (PyList_Check(value) || PyTuple_Check(value)) {
       items(value, depth);
+    } else if (PyODict_Check(value)) {
+      in_its_order(value, depth);
     } else if (PyDict_Check(value)) {
       entries(value, depth);
     } else if (PyAnySet_Check(value)) {
@@ -316,9 +339,20 @@ class Hashing {
     } else {
       told = is_queue(value) && copied(value, depth);
     }
-    const bool of_user = (Py_TYPE(value)->tp_flags & Py_TPFLAGS_HEAPTYPE) != 0;
+    static PyObject* const spaces = class_of("types", "SimpleNamespace");
+    const bool of_user = (Py_TYPE(value)->tp_flags & Py_TPFLAGS_HEAPTYPE) != 0 ||
+                         reinterpret_cast<PyObject*>(Py_TYPE(value)) == spaces;
     if (of_user) told = attributes(value, depth) || told;
     if (!told && !bytes(value)) by_itself(value, of_user);
+  }
+
+  /// Of an OrderedDict, whose order is its own.
+  void in_its_order(PyObject* dict, int depth) {
+    entries(dict, depth);
+    if (PyDict_Size(dict) > looked_at(PyDict_Size(dict))) return;
+    const auto keys = py::reinterpret_steal<py::object>(PySequence_List(dict));
+    if (!keys) return PyErr_Clear();
+    items(keys.ptr(), depth);
   }
 
   void of_class(PyTypeObject* type) {

@@ -25,6 +25,7 @@ struct ThreadContext {
   memory::Limit* measured_limit = nullptr;
   /// Forward sees all samples, and its outputs are the caller's as they are: nobody joins them.
   bool sees_all = false;
+  bool met_wrapped = false;  ///< forward has called a wrapped part, which computed plainly
   bool provisional = false;  ///< functions of `across_batch` run for the form of their result alone
 
   /// Out of line: every library that is loaded sees the same one.

@@ -228,6 +228,39 @@ void BufferRule::put_in_place(const Entry& entry) {
   }
 }
 
+/// Whether forward has left the memory of another buffer there (it swaps two), which has its own
+/// values back since.
+bool BufferRule::was_put_back(const Entry& entry) const {
+  if (entry.settled.defined() || !entry.left || !entry.left->put.defined()) return false;
+  const c10::StorageImpl* const storage = storage_of(entry.left->put);
+  const bool meets = storage != nullptr &&
+                     std::any_of(entries_.begin(), entries_.end(), [&](const Entry& other) {
+                       return other.written && storage_of(other.tensor) == storage;
+                     });
+  // A parameter's memory, say, which nobody has written.
+  return meets && any_bit_differs(entry.left->put, entry.left->values).item<bool>();
+}
+
+/// What forward leaves is there: slots first, for two of them may have changed places.
+void BufferRule::put_all_in_place() {
+  Writes writes;
+  std::vector<const Entry*> left;
+  for (const Entry& entry : entries_) {
+    if (!entry.left && !entry.settled.defined()) continue;
+    if (stays_in_place(entry)) {
+      left.push_back(&entry);
+    } else {
+      put_in_place(entry);
+      if (was_put_back(entry)) left.push_back(&entry);
+    }
+  }
+  for (const Entry* entry : left) {
+    const bool moved = !stays_in_place(*entry);
+    writes.add(entry->slot, moved ? entry->left->put : entry->tensor, values_after(*entry));
+  }
+  writes.run();
+}
+
 void BufferRule::begin_loss() {
   if (!exact_) return;  // they hold it already
   const at::NoGradGuard no_grad;
@@ -236,6 +269,7 @@ void BufferRule::begin_loss() {
     if (!entry.left && !entry.settled.defined()) continue;
     if (!stays_in_place(entry)) {
       put_in_place(entry);
+      if (was_put_back(entry)) restore_buffer(entry.slot, entry.left->put, values_after(entry));
       continue;
     }
     restore_buffer(entry.slot, entry.tensor, values_after(entry));
@@ -296,6 +330,15 @@ std::set<size_t> BufferRule::silently_written() const {
   return values.take();
 }
 
+const std::string* BufferRule::written_by_no_op() const {
+  if (!first_ || !exact_ || second_pass_) return nullptr;
+  const at::NoGradGuard no_grad;
+  for (const size_t i : silently_written()) {
+    if (!entries_[i].written) return &entries_[i].slot.name;
+  }
+  return nullptr;
+}
+
 bool BufferRule::is_same(const Entry& entry, const at::Tensor& now) {
   return now.is_same(entry.tensor) && (!now.defined() || version_of(now) == entry.version);
 }
@@ -303,7 +346,17 @@ bool BufferRule::is_same(const Entry& entry, const at::Tensor& now) {
 /// Written at least once in this step, perhaps without a new version.
 void BufferRule::restore(const std::vector<Entry*>& entries) {
   Writes writes;
-  for (Entry* entry : entries) writes.add(entry->slot, entry->tensor, entry->initial);
+  for (Entry* entry : entries) {
+    // Where forward has put another tensor there and left the one before alone, its version stays:
+    // the memory may be a parameter's (`self.w = self.layer.weight.detach()`).
+    const bool alone = entry->tensor.defined() && version_of(entry->tensor) == entry->version &&
+                       !entry->slot.get().is_same(entry->tensor);
+    if (alone) {
+      restore_buffer(entry->slot, entry->tensor, entry->initial);
+    } else {
+      writes.add(entry->slot, entry->tensor, entry->initial);
+    }
+  }
   writes.run();
   for (Entry* entry : entries) {
     if (entry->tensor.defined()) entry->version = version_of(entry->tensor);
@@ -387,16 +440,7 @@ void BufferRule::commit() {
     Entry& entry = entries_[i];
     if (!entry.settled.defined() && (entry.apart || disagree.contains(i))) refuse(entry);
   }
-  Writes writes;
-  for (const Entry& entry : entries_) {
-    if (!entry.left && !entry.settled.defined()) continue;
-    if (!stays_in_place(entry)) {
-      put_in_place(entry);
-      continue;
-    }
-    writes.add(entry.slot, entry.tensor, values_after(entry));
-  }
-  writes.run();
+  put_all_in_place();
 }
 
 void BufferRule::roll_back() {

@@ -60,6 +60,10 @@ class BufferRule final : public Check {
   /// Those that one has written, where no other tensor was put into their place.
   std::vector<at::Tensor> written_buffers() const;
 
+  /// The name of one that the first micro-batch has changed, though no op is known to have (NumPy, a
+  /// pointer); null where there is none.
+  const std::string* written_by_no_op() const;
+
   /// Whether restoring writes into memory that graphs may have saved.
   bool restores_memory() const noexcept;
   /// Whether forward has put another tensor, or none, into a buffer's place, as no tape does.
@@ -103,6 +107,8 @@ class BufferRule final : public Check {
   Left left_of(const Entry& entry, const at::Tensor& now, at::Tensor copy) const;
   static bool stays_in_place(const Entry& entry);
   static void put_in_place(const Entry& entry);
+  bool was_put_back(const Entry& entry) const;
+  void put_all_in_place();
   static const at::Tensor& values_after(const Entry& entry);
   static void restore(const std::vector<Entry*>& entries);
   static void restore_unseen(Entry& entry);

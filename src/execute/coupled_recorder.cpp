@@ -153,6 +153,22 @@ tape::Tape CoupledRecorder::record_tape(const Batch& inputs, coupled::CouplingWa
   return tape;
 }
 
+/// A recording knows of a buffer what ops do to it.
+void CoupledRecorder::check_writes(const tape::Tape& tape,
+                                   const coupled::CouplingWatch& watch) const {
+  const bool is_static = model_.strategy.reuses_tapes;
+  const bool coupled = !watch.seen().empty();
+  if (!coupled && !is_static) return;
+  const std::string* const name = buffers_.written_by_no_op();
+  if (name == nullptr) return;
+  const std::string why = "forward changes the buffer '" + *name +
+                          "' by what is no operator of torch's (NumPy, a pointer), so that a "
+                          "recording does not tell which values its ops have read";
+  if (coupled) refuse_to_cut(name_of(watch, tape), why);
+  throw Unsupported("forward cannot be used again as a tape, as static_graph asks for: " + why +
+                    "; leave static_graph out");
+}
+
 CoupledRecorder::Recording CoupledRecorder::record(Rows rows, const Batch& inputs,
                                                    coupled::CouplingWatch& watch,
                                                    const RecordableForward& forward) {
@@ -165,6 +181,7 @@ CoupledRecorder::Recording CoupledRecorder::record(Rows rows, const Batch& input
   recorded->outlives_step = is_static;
   recorded->tape = record_tape(inputs, watch, forward.once, /*disturbed=*/false, &outputs);
   numbers_.meet(recorded->tape);
+  if (check) check_writes(recorded->tape, watch);
   check_seen(recorded->tape, watch, inputs);
   const tape::Tape whole = check ? recorded->tape : tape::Tape();
   const PlainNumbers* const known = PlainNumbers::at_work();
@@ -258,7 +275,7 @@ tape::Tape CoupledRecorder::disturbed(const Batch& inputs, coupled::CouplingWatc
 
 std::shared_ptr<const Recorded> CoupledRecorder::reuse(Rows rows) {
   if (!model_.strategy.reuses_tapes) return nullptr;
-  std::shared_ptr<const Recorded> recorded = model_.resources.static_tapes->confirmed(rows.size());
+  std::shared_ptr<const Recorded> recorded = model_.resources.static_tapes->use(rows.size());
   if (!recorded) return nullptr;
   if (numbers_.streams() && rows.size() < model_.problem.batch_size() &&
       !model_.resources.findings->draw_laws.fit(recorded->tape)) {
@@ -271,7 +288,7 @@ std::shared_ptr<const Recorded> CoupledRecorder::reuse(Rows rows) {
 bool CoupledRecorder::compares(Rows rows) const {
   if (!model_.strategy.reuses_tapes) return false;
   const StaticTapes& tapes = *model_.resources.static_tapes;
-  return tapes.due() && tapes.confirmed(rows.size()) != nullptr;
+  return tapes.due() && tapes.knows(rows.size());
 }
 
 void CoupledRecorder::compare(Rows rows, const Batch& inputs, coupled::CouplingWatch& watch,

@@ -56,6 +56,8 @@ class CoupledRecorder {
                const std::function<Batch()>& forward);
 
  private:
+  /// \throws CouplingError or Unsupported where a buffer was written by what is no op
+  void check_writes(const tape::Tape& tape, const coupled::CouplingWatch& watch) const;
   tape::Tape record_tape(const Batch& inputs, coupled::CouplingWatch& watch,
                          const std::function<Batch()>& forward, bool disturbed, Batch* outputs);
   /// The program of another recording, with the ops of the whole batch disturbed.

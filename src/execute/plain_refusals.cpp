@@ -30,6 +30,14 @@ void refuse_parameter(const std::string& name) {
                 "parameter that is there, as in with torch.no_grad(): self.weight.copy_(values)");
 }
 
+void refuse_nan(const std::string& name) {
+  throw CouplingError(
+      name, "forward makes the parameter '" + name +
+                "' of its first batch, and the samples of one micro-batch give NaN in it: make the "
+                "budget large enough for one micro-batch, or run forward once over the whole first "
+                "batch in front of the first step, as in with torch.no_grad(): model(inputs)");
+}
+
 void refuse_generator(const std::string& name) {
   throw Unsupported(
       "forward advances '" + name +

@@ -13,6 +13,8 @@ namespace infinitybatch {
 [[noreturn]] void refuse_object(const std::string& name);
 /// \throws CouplingError
 [[noreturn]] void refuse_parameter(const std::string& name);
+/// \throws CouplingError
+[[noreturn]] void refuse_nan(const std::string& name);
 /// \throws Unsupported
 [[noreturn]] void refuse_generator(const std::string& name);
 

@@ -1,13 +1,23 @@
 #include "execute/plain_runs.hpp"
 
+#include "core/tensor_parts.hpp"
 #include "execute/plain_refusals.hpp"
 
 #include <infinitybatch/core/errors.hpp>
+
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <cmath>
 
 namespace infinitybatch {
+namespace {
+
+bool has_nan(const at::Tensor& tensor) {
+  return is_plain(tensor) && !tensor.is_meta() && tensor.detach().isnan().any().item<bool>();
+}
+
+}  // namespace
 
 std::vector<NamedParameter> PlainRuns::begin(const PlainLook& look) {
   if (const std::string lost = known_->lost(); !lost.empty()) refuse_generator(lost);
@@ -156,6 +166,8 @@ void PlainRuns::meet_leaves() {
         return one.is_same(leaf.tensor);
       });
       if (!known && !first) refuse_parameter(each.name);
+      // What a micro-batch has no number for (a deviation of one sample) the whole batch may have.
+      if (!known && has_nan(leaf.tensor)) refuse_nan(each.name);
       if (!known) made.push_back(leaf.tensor);
     }
   }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 namespace infinitybatch {
 namespace {
@@ -24,10 +25,16 @@ bool runs_alone(const tape::Tape& tape) {
 
 }  // namespace
 
-std::shared_ptr<const Recorded> StaticTapes::confirmed(int64_t rows) const {
+bool StaticTapes::knows(int64_t rows) const {
   const auto entry = by_rows.find(rows);
-  if (*varies || entry == by_rows.end() || !entry->second.confirmed) return nullptr;
-  return entry->second.recorded;
+  return !*varies && entry != by_rows.end() && entry->second.confirmed;
+}
+
+std::shared_ptr<const Recorded> StaticTapes::use(int64_t rows) {
+  if (!knows(rows)) return nullptr;
+  Entry& entry = by_rows.at(rows);
+  entry.used = steps;
+  return entry.recorded;
 }
 
 void StaticTapes::keep(int64_t rows, const Recorded& recorded) {
@@ -35,7 +42,7 @@ void StaticTapes::keep(int64_t rows, const Recorded& recorded) {
   for (tape::External& external : kept->tape.externals.own()) {
     external.version.reset();  // parameters change from step to step
   }
-  by_rows[rows] = {kept, /*confirmed=*/false, steps};
+  by_rows[rows] = {kept, /*confirmed=*/false, /*met=*/steps, /*begun=*/steps};
 }
 
 bool StaticTapes::is_known(int64_t rows, const tape::Tape& tape) {
@@ -50,30 +57,43 @@ bool StaticTapes::is_known(int64_t rows, const tape::Tape& tape) {
         std::to_string(rows) + " samples, but two of them differ: " + *found +
         "; leave static_graph out");
   }
+  // Recordings of other numbers of rows are of the program before, too.
+  const bool used = std::any_of(by_rows.begin(), by_rows.end(), [&](const auto& each) {
+    return each.second.used > known.met;
+  });
   by_rows.clear();
-  const int64_t unseen = steps - known.met - 1;
-  if (!known.confirmed || unseen == 0) return false;
+  if (!used) {
+    if (std::exchange(changed, true)) distrust();
+    return false;
+  }
   *outdated = true;
+  const int64_t unseen = steps - known.met - 1;
+  std::string since = ". It ran last " + std::to_string(unseen + 1) + " steps ago, so the " +
+                      std::to_string(unseen) +
+                      " in between may have gradients of the program before";
+  if (unseen == 0) since = ", after micro-batches of this step had used the one before";
   throw Unsupported(
       "static_graph says that forward is the same program in each step, but it has become another "
       "one: " +
-      *found + ". It ran last " + std::to_string(unseen + 1) + " steps ago, so the " +
-      std::to_string(unseen) +
-      " in between may have gradients of the program before. What decides it has to be an argument "
-      "of forward, or an attribute of a module; then run this step again, which records forward "
-      "anew. Or leave static_graph out");
+      *found + since +
+      ". What decides it has to be an argument of forward, or an attribute of a module; then run "
+      "this step again, which records forward anew. Or leave static_graph out");
 }
 
 void StaticTapes::believe(Entry& entry, const tape::Tape& tape) {
   entry.met = steps;
   if (!tape::same_witnesses(entry.recorded->tape, tape)) return distrust();
-  entry.confirmed = runs_alone(tape);
+  // What alternates is the same for all micro-batches of one step.
+  entry.confirmed = runs_alone(tape) && (!changed || steps > entry.begun);
 }
 
 void StaticTapes::meet(int64_t rows, const Recorded& recorded) {
   if (*varies) return;
   ran = true;
-  if (!is_known(rows, recorded.tape)) return keep(rows, recorded);
+  if (!is_known(rows, recorded.tape)) {
+    if (!*varies) keep(rows, recorded);
+    return;
+  }
   believe(by_rows.at(rows), recorded.tape);
 }
 

@@ -17,6 +17,8 @@ struct StaticTapes {
     std::shared_ptr<const Recorded> recorded;
     bool confirmed = false;  ///< another micro-batch gave the same program
     int64_t met = 0;         ///< the last step in which user code ran against it
+    int64_t begun = 0;       ///< the step that recorded it
+    int64_t used = -1;       ///< the last step that took it in place of user code
   };
   std::map<int64_t, Entry> by_rows;
   std::vector<const void*> owned;  ///< parameters and buffers that they were recorded with
@@ -27,11 +29,15 @@ struct StaticTapes {
   std::shared_ptr<std::atomic<bool>> outdated = std::make_shared<std::atomic<bool>>(false);
   int64_t steps = 0;  ///< that have succeeded
   bool ran = false;   ///< user code, in the step at work
+  bool changed = false;  ///< forward has become another program once, and nobody said what decides
 
-  /// A confirmed recording of so many rows; null where there is none.
-  std::shared_ptr<const Recorded> confirmed(int64_t rows) const;
+  /// Whether there is a confirmed recording of so many rows.
+  bool knows(int64_t rows) const;
+  /// That, which the step at work uses; null where there is none.
+  std::shared_ptr<const Recorded> use(int64_t rows);
   /// Keeps the first recording of so many rows; a second one confirms it. Where forward has become
-  /// another program since the step before, the new one is kept in its place.
+  /// another program since the step before, the new one is kept in its place until the next step
+  /// confirms it: a first call may be another one. A second such change, and nothing is believed.
   /// \throws Unsupported where two of one step are different programs, or forward is another one
   ///         than steps have used that nobody compared
   void meet(int64_t rows, const Recorded& recorded);

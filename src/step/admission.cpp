@@ -167,6 +167,7 @@ std::vector<const void*> owned_by(const Problem& problem) {
   std::vector<const void*> owned;
   for (const NamedParameter& each : problem.parameters) {
     owned.push_back(each.tensor.unsafeGetTensorImpl());
+    if (!each.tensor.requires_grad()) owned.push_back(nullptr);  // forward may ask
   }
   for (const BufferSlot& slot : problem.buffers) owned.push_back(slot.get().unsafeGetTensorImpl());
   return owned;

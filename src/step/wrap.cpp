@@ -41,27 +41,36 @@ namespace infinitybatch {
 
 namespace {
 
-/// Forward of the whole batch; where it fails, what it has changed is put back.
-Batch run_natively(const Wrapped& wrapped, const Problem& problem, const Batch& inputs,
+/// Forward of the whole batch; where it fails, what it has changed is put back. So it is, and nothing
+/// is returned, where forward calls a wrapped part: a checkpoint around it would run again in a
+/// backward that is nobody's step, where that part computes micro-batches of its own.
+std::optional<Batch> run_natively(const Wrapped& wrapped, const Problem& problem, const Batch& inputs,
                    int64_t total) {
   const Within<&ThreadContext::sees_all> whole(true);
+  const Within<&ThreadContext::met_wrapped> none_met(false);
   const auto forward = [&] { return wrapped.model.forward(to_device(inputs, problem.device)); };
   if (!at::GradMode::is_enabled() || c10::InferenceMode::is_enabled()) return forward();
   coupled::CouplingWatch watch;
   CarriedState state(watch.memory());
   const BufferValues buffers(problem.buffers);
   const RngSnapshot random = RngSnapshot::capture(devices_of(problem));
-  try {
-    const CarriedState::Scope stateful(&state, {0, total}, total);
-    return forward();
-  } catch (...) {
-    keep_foreign_exception(std::current_exception());
+  const auto put_back = [&] {
     const Unwatched unwatched;
     state.roll_back();
     buffers.restore();
     random.restore();
+  };
+  try {
+    const CarriedState::Scope stateful(&state, {0, total}, total);
+    Batch outputs = forward();
+    if (!ThreadContext::get().met_wrapped) return outputs;
+  } catch (...) {
+    keep_foreign_exception(std::current_exception());
+    put_back();
     throw;
   }
+  put_back();
+  return std::nullopt;
 }
 
 Batch run(const std::shared_ptr<Wrapped>& wrapped, const Setup& setup, const Batch& inputs,
@@ -69,14 +78,18 @@ Batch run(const std::shared_ptr<Wrapped>& wrapped, const Setup& setup, const Bat
   const Options& options = wrapped->options;
   const bool native = !options.memory_budget && total <= *options.micro_batch_size &&
                       !wrapped->own.agree && !setup.problem.trimming;
-  if (!native) return forward(wrapped, setup, inputs);
+  if (!native || wrapped->holds_wrapped) return forward(wrapped, setup, inputs);
   auto report = std::make_shared<WrapReport>();
   report->micro_batch_sizes = {total};
   report->strategy = "native";
-  Batch outputs = run_natively(*wrapped, setup.problem, inputs, total);
+  std::optional<Batch> outputs = run_natively(*wrapped, setup.problem, inputs, total);
+  if (!outputs) {
+    wrapped->holds_wrapped = true;
+    return forward(wrapped, setup, inputs);
+  }
   publish(*wrapped, std::move(report));
-  if (options.on_micro_batch) options.on_micro_batch({0, total, detached(outputs), Batch()});
-  return outputs;
+  if (options.on_micro_batch) options.on_micro_batch({0, total, detached(*outputs), Batch()});
+  return *std::move(outputs);
 }
 
 bool is_ours(const std::exception_ptr& error) {
@@ -168,7 +181,10 @@ Wrap::Wrap(Model model, Options options, WrapOptions own) : wrapped_(std::make_s
 }
 
 Batch Wrap::forward(const Batch& given) const {
-  if (InStep::is()) return wrapped_->model.forward(given);
+  if (InStep::is()) {
+    ThreadContext::get().met_wrapped = true;
+    return wrapped_->model.forward(given);
+  }
   const InStep running;
   std::optional<Batch> marked;
   if (const auto& dim = wrapped_->options.batch_dim) marked = mark_inputs(given, *dim);

@@ -60,6 +60,7 @@ struct Wrapped {
   /// Of tensors with a graph that forward leaves in attributes: a loss goes back through them; or
   /// backward has begun, and none did.
   std::atomic<bool> left_read = false;
+  std::atomic<bool> holds_wrapped = false;  ///< forward calls a wrapped part
   std::atomic<bool> left_unread = false;
   std::atomic<bool> joining = false;    ///< tensors that forward left, in this call
   std::atomic<bool> joins_left = true;  ///< what forward leaves, until it has been seen not to work

@@ -33,11 +33,11 @@ TEST(StaticTapes, TheSecondRecordingOfAsManyRowsConfirmsTheFirst) {
   StaticTapes tapes;
   tapes.meet(4, recorded(4, relu));
   tapes.meet(2, recorded(2, relu));
-  EXPECT_EQ(tapes.confirmed(4), nullptr);
+  EXPECT_FALSE(tapes.knows(4));
   tapes.meet(4, recorded(4, relu));
-  ASSERT_NE(tapes.confirmed(4), nullptr);
-  EXPECT_EQ(tapes.confirmed(4)->tape.ops.size(), 1);
-  EXPECT_EQ(tapes.confirmed(2), nullptr);
+  ASSERT_TRUE(tapes.knows(4));
+  EXPECT_EQ(tapes.use(4)->tape.ops.size(), 1);
+  EXPECT_FALSE(tapes.knows(2));
 }
 
 TEST(StaticTapes, AnotherProgramIsRefused) {
@@ -45,17 +45,17 @@ TEST(StaticTapes, AnotherProgramIsRefused) {
   tapes.meet(4, recorded(4, relu));
   EXPECT_THROW(tapes.meet(4, recorded(4, [](const at::Tensor& x) { return at::tanh(x); })),
                Unsupported);
-  EXPECT_EQ(tapes.confirmed(4), nullptr);
+  EXPECT_FALSE(tapes.knows(4));
 }
 
 TEST(StaticTapes, NothingIsUsedAgainOnceValuesDecide) {
   StaticTapes tapes;
   const StaticTapes copy = tapes;  // of the step before
   for (int i = 0; i < 2; ++i) tapes.meet(4, recorded(4, relu));
-  ASSERT_NE(tapes.confirmed(4), nullptr);
+  ASSERT_TRUE(tapes.knows(4));
   tapes.distrust();
   for (int i = 0; i < 2; ++i) tapes.meet(4, recorded(4, relu));
-  EXPECT_EQ(tapes.confirmed(4), nullptr);
+  EXPECT_FALSE(tapes.knows(4));
   EXPECT_TRUE(*copy.varies);
 }
 
@@ -88,19 +88,46 @@ TEST(StaticTapes, UserCodeRunsOnceInSteps1248) {
 TEST(StaticTapes, AnotherProgramThanTheStepBeforeIsLearnedAnew) {
   StaticTapes tapes = after(1);
   tapes.compare(4, recorded(4, tanh).tape);
-  EXPECT_EQ(tapes.confirmed(4), nullptr);
+  EXPECT_FALSE(tapes.knows(4));
   for (int part = 0; part < 2; ++part) tapes.meet(4, recorded(4, tanh));
-  ASSERT_NE(tapes.confirmed(4), nullptr);
+  EXPECT_FALSE(tapes.knows(4));  // it may be another one in each step
+  tapes.end_step();
+  tapes.meet(4, recorded(4, tanh));
+  ASSERT_TRUE(tapes.knows(4));
   EXPECT_FALSE(*tapes.outdated);
+}
+
+TEST(StaticTapes, ProgramsThatAlternateAreRecordedInEachStep) {
+  StaticTapes tapes = after(1);
+  for (const auto& forward : {tanh, relu, tanh}) {
+    tapes.compare(4, recorded(4, forward).tape);
+    for (int part = 0; part < 2; ++part) tapes.meet(4, recorded(4, forward));
+    EXPECT_FALSE(tapes.knows(4));
+    tapes.end_step();
+  }
+  EXPECT_TRUE(*tapes.varies);
+  EXPECT_FALSE(*tapes.outdated);
+}
+
+TEST(StaticTapes, WhatOtherNumbersOfRowsHaveUsedIsRefused) {
+  StaticTapes tapes = after(1);
+  tapes.meet(2, recorded(2, relu));
+  tapes.end_step();
+  ASSERT_NE(tapes.use(4), nullptr);
+  EXPECT_THROW(tapes.meet(2, recorded(2, tanh)), Unsupported);
+  EXPECT_FALSE(tapes.knows(4));
 }
 
 TEST(StaticTapes, AnotherProgramThanStepsHaveUsedIsRefusedOnce) {
   StaticTapes tapes = after(1);
   const StaticTapes copy = tapes;
-  for (int i = 0; i < 2; ++i) tapes.end_step();
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_NE(tapes.use(4), nullptr);
+    tapes.end_step();
+  }
   EXPECT_THROW(tapes.compare(4, recorded(4, tanh).tape), Unsupported);
   EXPECT_TRUE(*copy.outdated);
-  EXPECT_EQ(tapes.confirmed(4), nullptr);
+  EXPECT_FALSE(tapes.knows(4));
 }
 
 }  // namespace
