@@ -6,6 +6,7 @@
 #include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
 #include "core/rng.hpp"
+#include "core/sample_dims.hpp"
 #include "coupled/row_errors.hpp"
 #include "coupled/whole_batch_op.hpp"
 #include "tape/mixing.hpp"
@@ -74,17 +75,12 @@ bool may_follow(at::IntArrayRef sizes, int64_t rows) {
          (sizes.size() > 1 && sizes[0] > 0 && sizes[0] % rows == 0);
 }
 
-/// For a message, where nobody has said that samples do not lie along the second dimension.
+/// For a message.
 std::string hint_at_time_first(const Batch& inputs) {
-  const auto& leaves = inputs.leaves();
-  const bool likely = std::any_of(leaves.begin(), leaves.end(), [](const Leaf& leaf) {
-    if (!leaf.tensor.defined() || leaf.marked || leaf.batch_dim != 0) return false;
-    const bool tokens = leaf.tensor.dim() == 2 && leaf.tensor.scalar_type() == at::kLong;
-    return (leaf.tensor.dim() == 3 || tokens) && leaf.tensor.size(1) > 1;
-  });
-  if (!likely) return "";
-  return "if samples lie along dimension 1 of inputs, as in [time, batch, ...], say batch_dim=1; "
-         "else ";
+  const int64_t samples = time_first_size(inputs);
+  if (samples < 0) return "";
+  return "for a batch of " + std::to_string(samples) +
+         " samples along dimension 1 of all inputs (time first), say batch_dim=1; else ";
 }
 
 const void* node_of(const at::Tensor& tensor) {
