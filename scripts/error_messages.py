@@ -209,7 +209,7 @@ def messages(root: Path = ROOT) -> list[Message]:
     for folder in CPP:
         for file in (root / folder).rglob("*.[ch]pp"):
             found |= set(of_cpp(file, str(file.relative_to(root))))
-    return sorted(m for m in found if len(re.findall(r"[A-Za-z]{2,}", m.text)) > 2)
+    return sorted(m for m in found if len(re.findall(r"[A-Za-z]{2,}", m.text)) > 1)
 
 
 if __name__ == "__main__":

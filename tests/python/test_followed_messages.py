@@ -2,6 +2,7 @@
 sources is followed here, or stands in messages_not_followed.txt with the reason."""
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,14 @@ AREAS = [
     "audit",
     "models",
     "outputs",
+    "steps",
 ]
 CASES: dict[str, list[Case]] = {
     area: importlib.import_module(f"followed_{area}").CASES for area in AREAS
 }
+
+sys.path.append(str(Path(__file__).with_name("command_line")))
+COMMANDS = importlib.import_module("followed_commands")
 
 #: Parts of the messages that test_obeyed_messages.py follows.
 OBEYED = [
@@ -58,6 +63,7 @@ def not_followed() -> dict[str, str]:
 
 def test_every_message_is_followed_or_says_why_not() -> None:
     parts = [case[0] for cases in CASES.values() for case in cases] + OBEYED
+    parts += [case[0] for case in COMMANDS.PYTHON + COMMANDS.PROGRAM]
     followed = {str(m) for m in MESSAGES if any(part in m.text for part in parts)}
     listed, known = not_followed(), {str(message) for message in MESSAGES}
     missing = sorted(known - followed - listed.keys())
