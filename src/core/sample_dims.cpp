@@ -53,6 +53,13 @@ int64_t time_first_size(const Batch& batch) {
   return size > 1 ? size : -1;
 }
 
+std::string time_first_advice(const Batch& batch) {
+  const int64_t samples = time_first_size(batch);
+  if (samples < 0) return "";
+  return "for a batch of " + std::to_string(samples) +
+         " samples along dimension 1 of all inputs (time first), say batch_dim=1";
+}
+
 std::string batch_dim_of(const Batch& batch, size_t leaf, int64_t dim) {
   const std::string key = argument_key(batch.structure()->leaf_name(leaf));
   return key.empty() ? "ib.batch_dim(x, " + std::to_string(dim) + ")"
@@ -69,10 +76,8 @@ std::string marks_that_fit(const Batch& batch, std::string_view name, int64_t sa
            " lie along dimension " + std::to_string(dim) + ", say so, " +
            batch_dim_of(batch, i, dim) + ".";
   }
-  const int64_t second = time_first_size(batch);
-  if (text.empty() && second > 0) {
-    text = " For a batch of " + std::to_string(second) +
-           " samples along dimension 1 of all inputs (time first), say batch_dim=1.";
+  if (const std::string advice = time_first_advice(batch); text.empty() && !advice.empty()) {
+    text = " F" + advice.substr(1) + ".";
   }
   if (std::count_if(leaves.begin(), leaves.end(), is_unmarked) > 1) {
     text += " Mark what every sample needs whole (positions, a mask), ib.shared(x).";

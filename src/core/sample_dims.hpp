@@ -19,6 +19,9 @@ int64_t second_size(const Batch& batch);
 /// types allow that and nobody has said otherwise; else -1.
 int64_t time_first_size(const Batch& batch);
 
+/// That, for a message: a clause without a stop; empty where nothing is likely.
+std::string time_first_advice(const Batch& batch);
+
 /// How to say that the samples of a leaf lie along `dim`: an argument by its name, else a mark.
 std::string batch_dim_of(const Batch& batch, size_t leaf, int64_t dim);
 

@@ -75,14 +75,6 @@ bool may_follow(at::IntArrayRef sizes, int64_t rows) {
          (sizes.size() > 1 && sizes[0] > 0 && sizes[0] % rows == 0);
 }
 
-/// For a message.
-std::string hint_at_time_first(const Batch& inputs) {
-  const int64_t samples = time_first_size(inputs);
-  if (samples < 0) return "";
-  return "for a batch of " + std::to_string(samples) +
-         " samples along dimension 1 of all inputs (time first), say batch_dim=1; else ";
-}
-
 const void* node_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.requires_grad() ? tensor.grad_fn().get() : nullptr;
 }
@@ -111,8 +103,8 @@ Batch MixingExperiment::record(Rows rows, const Batch& inputs,
   }
   try {
     pending_ = Pending{
-        rows, std::move(*exchanges),     without_tensors(inputs), recorder.finish(outputs), {},
-        {},   hint_at_time_first(inputs)};
+        rows, std::move(*exchanges),    without_tensors(inputs), recorder.finish(outputs), {},
+        {},   time_first_advice(inputs)};
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
     // The step itself needs no tape: another micro-batch is looked at.
@@ -152,8 +144,8 @@ void MixingExperiment::take(Rows rows, const Batch& inputs, const tape::Tape& ta
   if (tape.opaque || tape.result_values.empty()) return;
   std::optional<Exchanges> exchanges = exchanges_that_fit(inputs, rows.size());
   if (!exchanges) return;
-  pending_ = Pending{rows, std::move(*exchanges),     without_tensors(inputs), tape, {},
-                     {},   hint_at_time_first(inputs)};
+  pending_ = Pending{rows, std::move(*exchanges),    without_tensors(inputs), tape, {},
+                     {},   time_first_advice(inputs)};
   pending_->compared.resize(tape.result_values.size(), true);
 }
 
@@ -259,11 +251,12 @@ void MixingExperiment::run(const std::function<Batch(Rows)>& load, bool last, bo
                             " is given a number that counts the samples of a batch, " + end +
                             "scale by it in the loss, " + ways);
   }
-  throw CouplingError(mixing->op, mixing->op + " combines samples: outputs" +
-                                      played.tape.result.structure()->leaf_name(mixing->output) +
-                                      " of one sample depend on others in the batch, " + end +
-                                      played.time_first +
-                                      "compute what needs all samples by across_batch, " + ways);
+  throw CouplingError(mixing->op,
+                      mixing->op + " combines samples: outputs" +
+                          played.tape.result.structure()->leaf_name(mixing->output) +
+                          " of one sample depend on others in the batch, " + end +
+                          (played.time_first.empty() ? "" : played.time_first + "; else ") +
+                          "compute what needs all samples by across_batch, " + ways);
 }
 
 }  // namespace infinitybatch

@@ -19,6 +19,7 @@ AREAS = [
     "models",
     "outputs",
     "steps",
+    "state",
 ]
 CASES: dict[str, list[Case]] = {
     area: importlib.import_module(f"followed_{area}").CASES for area in AREAS
