@@ -2,7 +2,6 @@
 tests/python/test_followed_messages.py asks that every message is followed or says why not."""
 
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,12 +41,12 @@ def done(filled: Path) -> Path:
 
 
 @pytest.fixture
-def folder(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(done, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def folder(done: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a case changes in it (unpacks, say) no other case reads."""
+    monkeypatch.chdir(done)
+    monkeypatch.syspath_prepend(str(done))
     monkeypatch.delitem(sys.modules, "own_nets", raising=False)
-    return tmp_path
+    return done
 
 
 def follow(part: str, wrong: Any, right: Any, call: Callable[[Any], tuple[int, str]]) -> None:
