@@ -1,6 +1,7 @@
 #include "python_model.hpp"
 
 #include "core/out_of_memory.hpp"
+#include "core/sample_dims.hpp"
 #include "core/squeezed.hpp"
 #include "core/thread_context.hpp"
 #include "coupled/part_of_batch.hpp"
@@ -143,20 +144,19 @@ void check_square_inputs(const py::error_already_set& error, const Batch& inputs
           " (" + first_line(error) +
           "). If its samples are nodes that see each other (an adjacency matrix), they cannot be "
           "split: give whole graphs as samples, [graphs, nodes, ...], or run this model as it is. "
-          "If every sample needs all of it, mark it: ib.shared(x)");
+          "What every sample needs whole (positions, a mask) is marked, ib.shared(x)");
     }
   }
 }
 
 /// The exception stays the user's own; Python shows the note below it.
-void add_note(const py::error_already_set& error) {
+void add_note(const py::error_already_set& error, const Batch& inputs) {
   const auto& part = *coupled::PartOfBatch::at_work();
   error.value().attr("add_note")(
       "infinitybatch: forward ran on a micro-batch of " + std::to_string(part.rows) + " of the " +
+      std::to_string(part.total) + " samples." + marks_that_fit(inputs, "inputs", part.total) +
+      " If it fails on those alone, compute all at once: micro_batch_size=" +
       std::to_string(part.total) +
-      " samples. If it fails on those alone, mark inputs that every micro-batch needs whole, "
-      "ib.shared(x), and those whose samples lie along another dimension, ib.batch_dim(x, 1), or "
-      "the option batch_dim=1" +
       (part.rows == 1 ? std::string(". Where it calls squeeze(): ") + kSqueezed : ""));
 }
 
@@ -194,7 +194,7 @@ Model model_of(const Held& view, const Held& forward, Outputs use, bool is_stati
       if (carried != nullptr && is_of_shape(error)) carried->forward_failed(first_line(error));
       if (failed_on_a_part(error)) {
         check_square_inputs(error, inputs);
-        add_note(error);
+        add_note(error, inputs);
       }
       throw;
     }

@@ -5,6 +5,7 @@
 #include "core/memory_order.hpp"
 #include "core/pinned_copies.hpp"
 #include "core/plain_leaves.hpp"
+#include "core/sample_dims.hpp"
 #include "core/sample_rows.hpp"
 #include "core/squeezed.hpp"
 #include "core/tensor_parts.hpp"
@@ -16,6 +17,7 @@
 
 #include <ATen/Functions.h>
 
+#include <optional>
 #include <sstream>
 #include <utility>
 
@@ -49,25 +51,6 @@ int64_t leaf_size(const Batch& batch, size_t index, std::string_view name) {
   return leaf.tensor.size(leaf.batch_dim) / leaf.places;
 }
 
-/// The dimension along which a leaf has `size` samples, where it is not its first; -1 without one.
-int64_t dimension_of(const Leaf& leaf, int64_t size) {
-  for (int64_t d = 0; d < leaf.tensor.dim(); ++d) {
-    if (d != leaf.batch_dim && leaf.tensor.size(d) == size) return d;
-  }
-  return -1;
-}
-
-/// The size of the second dimension, where all have one and nobody has said which the samples have.
-int64_t second_size(const Batch& batch) {
-  int64_t size = -1;
-  for (const Leaf& leaf : batch.leaves()) {
-    if (!leaf.tensor.defined() || leaf.marked || leaf.tensor.dim() < 2) continue;
-    if (size >= 0 && leaf.tensor.size(1) != size) return -1;
-    size = leaf.tensor.size(1);
-  }
-  return size;
-}
-
 /// Whether the leaves differ in their rows alone, as a list of samples of other lengths.
 bool may_be_samples(const Batch& batch) {
   const Leaf* first = nullptr;
@@ -84,6 +67,25 @@ bool may_be_samples(const Batch& batch) {
   return count > 2;
 }
 
+/// Two leaves of which the second counts the entries of the first that are each sample's, as the
+/// concatenated targets of CTC have them; nothing where there are none.
+std::optional<std::pair<size_t, size_t>> find_concatenated(const Batch& batch) {
+  const auto is_numbers = [](const Leaf& leaf) {
+    return leaf.tensor.defined() && !leaf.marked && leaf.tensor.dim() == 1 &&
+           !leaf.tensor.is_meta() && c10::isIntegralType(leaf.tensor.scalar_type(), false);
+  };
+  const std::vector<Leaf>& leaves = batch.leaves();
+  for (size_t all = 0; all < leaves.size(); ++all) {
+    for (size_t each = 0; each < leaves.size(); ++each) {
+      if (!is_numbers(leaves[all]) || !is_numbers(leaves[each])) continue;
+      const int64_t entries = leaves[all].tensor.size(0);
+      if (entries == leaves[each].tensor.size(0)) continue;
+      if (leaves[each].tensor.sum().item<int64_t>() == entries) return std::pair(all, each);
+    }
+  }
+  return std::nullopt;
+}
+
 /// Whether whole numbers may be numbers of samples, as the edges of a graph are.
 bool may_be_indices(const at::Tensor& tensor, int64_t samples) {
   if (tensor.scalar_type() != at::kLong && tensor.scalar_type() != at::kInt) return false;
@@ -91,14 +93,6 @@ bool may_be_indices(const at::Tensor& tensor, int64_t samples) {
     return false;
   }
   return tensor.min().item<int64_t>() >= 0 && tensor.max().item<int64_t>() < samples;
-}
-
-/// A key as it is given to batch_dim, where the leaf is an argument itself.
-std::string argument_key(const std::string& path) {
-  if (path.starts_with("['") && path.find("']") == path.size() - 2) {
-    return "\"" + path.substr(2, path.size() - 4) + "\"";
-  }
-  return "";
 }
 
 /// What to do where leaf `i` has `here` samples and leaf `first` has `size`.
@@ -111,6 +105,13 @@ std::string advice(const Batch& batch, std::string_view name, size_t first, int6
              " and may hold numbers of samples (the edges of a graph), which cannot be split: give "
              "whole graphs as samples, [graphs, nodes, ...], or run this model as it is";
     }
+  }
+  if (const auto found = find_concatenated(batch)) {
+    const std::string all = describe(name, batch, found->first);
+    return all + " has the entries of all samples one behind the other, as many of each as " +
+           describe(name, batch, found->second) + " says; give " + all +
+           " as ib.losses.pad_ctc_targets(" + all + ", " + describe(name, batch, found->second) +
+           ")";
   }
   if (may_be_samples(batch)) {
     return "a list of samples is not split: pad them to one size and give one tensor, "
@@ -128,11 +129,10 @@ std::string advice(const Batch& batch, std::string_view name, size_t first, int6
     text = shared;
   } else if (along >= 0 || other >= 0) {
     const size_t told = along >= 0 ? i : first;
-    const std::string dim = std::to_string(along >= 0 ? along : other);
-    const std::string key = argument_key(batch.structure()->leaf_name(told));
+    const int64_t dim = along >= 0 ? along : other;
     text = "if the samples of " + describe(name, batch, told) + " " +
-           shape(batch.leaves()[told].tensor) + " lie along dimension " + dim + ", say so, " +
-           (key.empty() ? "ib.batch_dim(x, " + dim + ")" : "batch_dim={" + key + ": " + dim + "}");
+           shape(batch.leaves()[told].tensor) + " lie along dimension " + std::to_string(dim) +
+           ", say so, " + batch_dim_of(batch, told, dim);
   } else {
     text =
         "give each leaf one row for each sample, parts of other lengths padded to one, "

@@ -217,7 +217,8 @@ void RowChecks::compare_rows() {
   }
   rows_differ_ = seen.differs.has_value();
   if (rows_differ_) {
-    throw infinitybatch::rows_differ(seen, problem_.batch_size(), known);
+    throw infinitybatch::rows_differ(seen, problem_.batch_size(), known,
+                                     problem_.inputs->rows(0, 1));
   }
   if (!seen.compared) return known.pass();
   known.note(problem_.batch_size(), rows, std::move(seen.dims));

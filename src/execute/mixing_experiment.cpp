@@ -6,6 +6,7 @@
 #include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
 #include "core/rng.hpp"
+#include "core/sample_dims.hpp"
 #include "coupled/row_errors.hpp"
 #include "coupled/whole_batch_op.hpp"
 #include "tape/mixing.hpp"
@@ -74,19 +75,6 @@ bool may_follow(at::IntArrayRef sizes, int64_t rows) {
          (sizes.size() > 1 && sizes[0] > 0 && sizes[0] % rows == 0);
 }
 
-/// For a message, where nobody has said that samples do not lie along the second dimension.
-std::string hint_at_time_first(const Batch& inputs) {
-  const auto& leaves = inputs.leaves();
-  const bool likely = std::any_of(leaves.begin(), leaves.end(), [](const Leaf& leaf) {
-    if (!leaf.tensor.defined() || leaf.marked || leaf.batch_dim != 0) return false;
-    const bool tokens = leaf.tensor.dim() == 2 && leaf.tensor.scalar_type() == at::kLong;
-    return (leaf.tensor.dim() == 3 || tokens) && leaf.tensor.size(1) > 1;
-  });
-  if (!likely) return "";
-  return "if samples lie along dimension 1 of inputs, as in [time, batch, ...], say batch_dim=1; "
-         "else ";
-}
-
 const void* node_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.requires_grad() ? tensor.grad_fn().get() : nullptr;
 }
@@ -115,8 +103,8 @@ Batch MixingExperiment::record(Rows rows, const Batch& inputs,
   }
   try {
     pending_ = Pending{
-        rows, std::move(*exchanges),     without_tensors(inputs), recorder.finish(outputs), {},
-        {},   hint_at_time_first(inputs)};
+        rows, std::move(*exchanges),    without_tensors(inputs), recorder.finish(outputs), {},
+        {},   time_first_advice(inputs)};
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
     // The step itself needs no tape: another micro-batch is looked at.
@@ -156,8 +144,8 @@ void MixingExperiment::take(Rows rows, const Batch& inputs, const tape::Tape& ta
   if (tape.opaque || tape.result_values.empty()) return;
   std::optional<Exchanges> exchanges = exchanges_that_fit(inputs, rows.size());
   if (!exchanges) return;
-  pending_ = Pending{rows, std::move(*exchanges),     without_tensors(inputs), tape, {},
-                     {},   hint_at_time_first(inputs)};
+  pending_ = Pending{rows, std::move(*exchanges),    without_tensors(inputs), tape, {},
+                     {},   time_first_advice(inputs)};
   pending_->compared.resize(tape.result_values.size(), true);
 }
 
@@ -263,11 +251,12 @@ void MixingExperiment::run(const std::function<Batch(Rows)>& load, bool last, bo
                             " is given a number that counts the samples of a batch, " + end +
                             "scale by it in the loss, " + ways);
   }
-  throw CouplingError(mixing->op, mixing->op + " combines samples: outputs" +
-                                      played.tape.result.structure()->leaf_name(mixing->output) +
-                                      " of one sample depend on others in the batch, " + end +
-                                      played.time_first +
-                                      "compute what needs all samples by across_batch, " + ways);
+  throw CouplingError(mixing->op,
+                      mixing->op + " combines samples: outputs" +
+                          played.tape.result.structure()->leaf_name(mixing->output) +
+                          " of one sample depend on others in the batch, " + end +
+                          (played.time_first.empty() ? "" : played.time_first + "; else ") +
+                          "compute what needs all samples by across_batch, " + ways);
 }
 
 }  // namespace infinitybatch

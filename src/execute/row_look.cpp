@@ -2,6 +2,7 @@
 
 #include "core/foreign_exception.hpp"
 #include "core/out_of_memory.hpp"
+#include "core/sample_dims.hpp"
 #include "core/sample_rows.hpp"
 #include "coupled/row_errors.hpp"
 #include "execute/row_difference.hpp"
@@ -347,16 +348,16 @@ void RowsSeen::note(int64_t batch_size, int64_t least, std::vector<int64_t> foun
   looked = ++steps;
 }
 
-CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size, const RowsSeen& before) {
+CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size, const RowsSeen& before,
+                          const Batch& inputs) {
   const char* what = seen.backward ? "backward combines samples"
                                    : "forward combines samples, or depends on how many there are";
   return CouplingError(
       seen.backward ? "backward" : "forward",
       *seen.differs + since(before) + ": " + what +
-          ", so micro-batches cannot give the gradient of all " + std::to_string(batch_size) +
-          ". Mark inputs whose samples lie along another dimension (ib.batch_dim(x, 1), or the "
-          "option batch_dim=1); compute what needs all samples by across_batch; make the budget "
-          "large enough for one "
+          ", so micro-batches cannot give the gradient of all " + std::to_string(batch_size) + "." +
+          marks_that_fit(inputs, "inputs", batch_size) +
+          " Compute what needs all samples by across_batch; make the budget large enough for one "
           "micro-batch, or accept another gradient with batch_coupling=\"per_micro_batch\"");
 }
 

@@ -101,6 +101,8 @@ int64_t room_for_a_look(int64_t peak, at::Device device);
 
 /// \param seen   where `RowLook::find` found a difference
 /// \param before what was known before this step
-CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size, const RowsSeen& before);
+/// \param inputs one row of them
+CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size, const RowsSeen& before,
+                          const Batch& inputs);
 
 }  // namespace infinitybatch

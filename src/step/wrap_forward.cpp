@@ -403,8 +403,9 @@ Batch ForwardPass::finish() {
     row += row_counts_[i];
   }
   if (setup_.problem.trimming) setup_.problem.trimming->sizes = row_counts_;
-  JoinedOutputs joined = join(std::move(outputs_), row_counts_, from_samples_,
-                              call_->findings.rows_seen.dims, losses_, own_);
+  JoinedOutputs joined =
+      join(std::move(outputs_), row_counts_, from_samples_, call_->findings.rows_seen.dims, losses_,
+           own_, *setup_.problem.inputs);
   if (!run.engine().checks().found()) check_reduce(joined);
   run.finish_forward();
   if (recording_) {

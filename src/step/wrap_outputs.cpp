@@ -4,6 +4,7 @@
 #include "core/following_dims.hpp"
 #include "core/join.hpp"
 #include "core/plain_leaves.hpp"
+#include "core/sample_dims.hpp"
 #include "core/sample_rows.hpp"
 #include "core/squeezed.hpp"
 #include "execute/output_law.hpp"
@@ -60,6 +61,7 @@ struct Joining {
   size_t leaf;
   bool from_samples;
   int64_t known_dim;  // see `RowsSeen::dims`
+  const BatchSource& inputs;
 
   /// Whether rows were seen to lie along the first dimension, several of each sample.
   bool flattened() const {
@@ -113,7 +115,7 @@ std::vector<at::Tensor> shares_of(const Joining& joining,
 /// once.
 std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& options,
                                   const std::string& name) {
-  const auto& [parts, row_counts, leaf, from_samples, known_dim] = joining;
+  const auto& [parts, row_counts, leaf, from_samples, known_dim, inputs] = joining;
   const at::Tensor& first = joining.tensor(0);
   const std::vector<int64_t> dims = following_dims(parts, row_counts, leaf);
   const std::optional<int64_t>& given = options.output_batch_dim;
@@ -131,12 +133,14 @@ std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& opt
       if (first.dim() > 0 || options.reduce == Reduce::none) throw BatchError(name + kOneSize);
     }
     if (first.dim() == 0) return Leaf::kShared;
+    const std::string advice = time_first_advice(inputs.rows(0, 1));
     throw BatchError(name + " has shape " + shape(first) + " for " +
                      std::to_string(row_counts.front()) +
                      " rows: no dimension follows the micro-batch, so the parts cannot be joined; "
-                     "return one value for each sample; where samples lie along dimension 1 of "
-                     "inputs, say batch_dim=1; where time and batch are flattened, return "
-                     "[time, batch, ...] and flatten that behind the model");
+                     "return one value for each sample; " +
+                     (advice.empty() ? "" : advice + "; ") +
+                     "where time and batch are flattened, return [time, batch, ...] and flatten "
+                     "that behind the model");
   }
   if (dims.size() > 1 && joining.several_sizes()) refuse_compared(parts.front(), leaf);
   // Of another number of rows.
@@ -171,7 +175,8 @@ bool is_ambiguous(const Batch& outputs, int64_t rows, const std::vector<bool>& f
 
 JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_counts,
                    const std::vector<bool>& from_samples, const std::vector<int64_t>& known_dims,
-                   const std::vector<std::vector<OwnLoss>>& losses, const WrapOptions& options) {
+                   const std::vector<std::vector<OwnLoss>>& losses, const WrapOptions& options,
+                   const BatchSource& inputs) {
   const size_t count = parts.front().leaves().size();
   for (const Batch& part : parts) {
     bool alike = part.leaves().size() == count;
@@ -200,9 +205,12 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
     const at::Tensor first = leaves[leaf].tensor;
     if (!first.defined()) continue;
     const std::string name = "outputs" + parts.front().structure()->leaf_name(leaf);
-    const Joining joining{parts, row_counts, leaf,
+    const Joining joining{parts,
+                          row_counts,
+                          leaf,
                           leaf >= from_samples.size() || from_samples[leaf],
-                          leaf < known_dims.size() ? known_dims[leaf] : -1};
+                          leaf < known_dims.size() ? known_dims[leaf] : -1,
+                          inputs};
     const bool flattened = parts.size() > 1 && joining.flattened();
     const std::optional<int64_t> dim = flattened ? 0 : joined_dim(joining, options, name);
     joined.once[leaf] = !dim;

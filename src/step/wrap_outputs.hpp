@@ -4,6 +4,7 @@
 #include "step/own_losses.hpp"
 
 #include <infinitybatch/core/batch.hpp>
+#include <infinitybatch/core/batch_source.hpp>
 #include <infinitybatch/step/wrap.hpp>
 
 #include <map>
@@ -34,10 +35,12 @@ bool is_ambiguous(const Batch& outputs, int64_t rows, const std::vector<bool>& f
 /// \param from_samples as above, of all micro-batches that were recorded
 /// \param known_dims   see `RowsSeen::dims`
 /// \param losses       of each part, for each leaf; empty where nobody knows
+/// \param inputs       of the call, for what is said of an output that cannot be joined
 /// \throws BatchError naming the leaf that cannot be joined
 JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_counts,
                    const std::vector<bool>& from_samples, const std::vector<int64_t>& known_dims,
-                   const std::vector<std::vector<OwnLoss>>& losses, const WrapOptions& options);
+                   const std::vector<std::vector<OwnLoss>>& losses, const WrapOptions& options,
+                   const BatchSource& inputs);
 
 /// What each part's number counts in the number of all: 1 for a sum, and its share of the weights
 /// for a mean. Parts that weigh nothing count nothing.

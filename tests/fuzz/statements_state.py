@@ -1,6 +1,18 @@
 """Writing in place, buffers, plain attributes, hooks, code that no recording can hold."""
 
-from .statement import of
+from .statement import Statement, of
+
+LINE = "torch.linspace(0, 1, W, dtype=h.dtype)"
+
+
+def made_once(name: str, slot: str, init: str, value: str = LINE) -> Statement:
+    """What the first call makes, of no sample, and all read."""
+    forward = f"""
+if self.{slot} is None:
+    self.{slot} = {value}
+h = h + self.{slot}"""
+    return of(name, forward, init, tags="first_call")
+
 
 IN_PLACE = [
     of("multiply in place", "h = h * 1.0\nh.mul_(1.2)"),
@@ -129,15 +141,7 @@ self.left$ = h.detach()""",
         "self.left$ = None",
         tags="carried samples_in_state",
     ),
-    of(
-        "cache made once",
-        """
-if self.table$ is None:
-    self.table$ = torch.linspace(0, 1, W, dtype=h.dtype)
-h = h + self.table$""",
-        "self.table$ = None",
-        tags="first_call",
-    ),
+    made_once("cache made once", "table$", "self.table$ = None"),
     of(
         "sparse buffer",
         "h = (self.b$.to(h.dtype) @ h.t()).t()",
@@ -258,23 +262,12 @@ h = h * self.g$""",
         "self.g$ = nn.Parameter(torch.ones(W))\nself.register_buffer('ready$', torch.zeros(()))",
         tags="samples_in_state mixes first_call weight_written host_read",
     ),
-    of(
-        "mask of the first call",
-        """
-if self.b$ is None:
-    self.b$ = torch.linspace(0, 1, W, dtype=h.dtype)
-h = h + self.b$""",
-        "self.register_buffer('b$', None)",
-        tags="first_call",
-    ),
-    of(
+    made_once("mask of the first call", "b$", "self.register_buffer('b$', None)"),
+    made_once(
         "parameter of the first call",
-        """
-if self.g$ is None:
-    self.g$ = nn.Parameter(torch.linspace(0, 1, W, dtype=h.dtype))
-h = h + self.g$""",
+        "g$",
         "self.register_parameter('g$', None)",
-        tags="first_call",
+        f"nn.Parameter({LINE})",
     ),
     of(
         "buffer that is used once",

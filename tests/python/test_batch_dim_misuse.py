@@ -242,7 +242,7 @@ def test_layers_over_time_ask_where_samples_lie(op: str, wraps: bool) -> None:
         run(None)
     said = str(raised.value)
     assert said.startswith(f"{op} combines samples: outputs of one sample depend on others")
-    assert "if samples lie along dimension 1 of inputs, as in [time, batch, ...], say " in said
+    assert f"for a batch of {N} samples along dimension 1 of all inputs (time first), say " in said
     assert "say batch_dim=1; else compute what needs all samples by across_batch" in said
     run(1)
 

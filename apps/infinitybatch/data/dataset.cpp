@@ -1,5 +1,6 @@
 #include "data/dataset.hpp"
 
+#include "data/compressed.hpp"
 #include "data/csv.hpp"
 #include "data/idx.hpp"
 #include "data/images.hpp"
@@ -77,7 +78,7 @@ std::optional<Labelled> idx_pair(const fs::path& folder, const std::string& part
   const auto labels = idx_in(folder, part + "-labels", 1);
   const auto packed = packed_idx_in(folder, part);
   if ((!images || !labels) && packed) {
-    throw DataError(*packed + " is compressed; unpack it with: gunzip " + *packed);
+    throw compressed(*packed);
   }
   if (!images && !labels) {
     return std::nullopt;
@@ -172,6 +173,7 @@ Dataset load_dataset(const DataOptions& given, int64_t context, const Encoding* 
     return in_parts(options.data, path, read_csv(path, options, known), std::nullopt, options,
                     known);
   }
+  refuse_compressed(path);
   const bool is_array = looks_like_npy(path) || looks_like_idx(path) || kind == ".npy";
   const double held_out = options.held_out.value_or(kUsualHeldOut);
   if (is_array && options.labels.empty()) {
@@ -191,9 +193,10 @@ Dataset load_dataset(const DataOptions& given, int64_t context, const Encoding* 
     throw UsageError("--labels " + options.labels +
                      " is a folder; give the .npy or IDX file of classes in it");
   }
-  const Labelled data{
-      path, options.labels, read_array(path),
-      read_array(find_or_explain(options.labels, "--labels takes a .npy or IDX file of classes"))};
+  const std::string labels =
+      find_or_explain(options.labels, "--labels takes a .npy or IDX file of classes");
+  refuse_compressed(labels);
+  const Labelled data{path, options.labels, read_array(path), read_array(labels)};
   return split_labelled(options.data, data, held_out, known);
 }
 

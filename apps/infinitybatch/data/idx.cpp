@@ -1,6 +1,7 @@
 #include "data/idx.hpp"
 
 #include "data/array.hpp"
+#include "data/compressed.hpp"
 #include "data/mapped_file.hpp"
 #include "errors.hpp"
 
@@ -28,11 +29,9 @@ bool looks_like_idx(const std::string& path) {
 }
 
 at::Tensor read_idx(const std::string& path) {
+  refuse_compressed(path);
   auto file = MappedFile::open(path);
   const uint8_t* head = file->data();
-  if (file->size() >= 2 && head[0] == 0x1F && head[1] == 0x8B) {
-    throw DataError(path + ": is compressed; unpack it first with: gunzip " + path);
-  }
   if (file->size() < 4 || head[0] != 0 || head[1] != 0) {
     throw DataError(path + ": is no IDX file (it must begin with two zero bytes)");
   }

@@ -13,6 +13,7 @@ from torch.optim.optimizer import (
 )
 
 from ..errors import InvalidType, StateError
+from .at_step import AtStep
 from .batches import Join
 from .experiment import untouched
 from .report import AuditReport
@@ -165,7 +166,7 @@ class _Untrained:
 
     def __enter__(self) -> None:
         self._held: list[tuple[nn.Parameter, torch.Tensor | None]] = []
-        self._at: dict[Optimizer, Any] = {}
+        self._at = AtStep(self._hold)
         self._depth: dict[Optimizer, int] = {}
         self._values: dict[Optimizer, Any] = {}
         self._handles = [
@@ -174,32 +175,14 @@ class _Untrained:
         ]
 
     def __exit__(self, *_: object) -> None:
-        for handle in (*self._handles, *self._at.values()):
+        for handle in self._handles:
             handle.remove()
+        self._at.remove_all()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._leave(optimizer)  # behind the optimizer's own hooks, and the watch's
-        self._at[optimizer] = optimizer.register_step_pre_hook(self._at_step)
+        self._at.place(optimizer)  # behind the optimizer's own hooks, and the watch's
 
-    def _leave(self, optimizer: Optimizer) -> None:
-        handle = self._at.pop(optimizer, None)
-        if handle is not None:
-            handle.remove()
-
-    def _at_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            self._hold(optimizer)
-            return None
-
-        def holding() -> Any:
-            value = closure()
-            self._hold(optimizer)
-            return value
-
-        return (args[0], holding, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
-
-    def _hold(self, optimizer: Optimizer) -> None:
+    def _hold(self, optimizer: Optimizer, first: bool) -> None:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         self._depth[optimizer] = self._depth.get(optimizer, 0) + 1
         if self._depth[optimizer] > 1:
@@ -216,7 +199,7 @@ class _Untrained:
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._leave(optimizer)
+        self._at.remove(optimizer)
         depth = self._depth.pop(optimizer, 1)
         if depth > 1:
             self._depth[optimizer] = depth - 1

@@ -17,6 +17,7 @@ from .. import _checks
 from ..errors import Error, InvalidArgument, InvalidType, StateError, Unsupported
 from . import causes, losses
 from .arguments import checked_model, hook_bases, inner_optimizer, parameters_of
+from .at_step import AtStep
 from .batches import Loader, keep, rows_of
 from .calls import Awaited, Calls
 from .causes import cause
@@ -98,7 +99,7 @@ class Watch:
         self._prepared: tuple[int, list[nn.Parameter], Examination] | None = None
         #: Optimizers that are in step(), how deep (a subclass calls its base's), with our hook there.
         self._stepping: dict[Optimizer, int] = {}
-        self._at: dict[Optimizer, Any] = {}
+        self._at = AtStep(self._look_at_step)
         #: Reports of steps that saw a part of their samples: what they say if no more come.
         self._awaited: list[tuple[Awaited, AuditReport, AuditReport]] = []
         #: Optimizers in step() that were examined.
@@ -171,9 +172,9 @@ class Watch:
         if self.loader is not None:
             self.loader.leave()
         self._calls.__exit__(kind, value, traceback)
-        for handle in (*self._handles, *self._at.values(), self._calls, self._trace):
+        for handle in (*self._handles, self._calls, self._trace):
             handle.remove()
-        self._at.clear()
+        self._at.remove_all()
         self._no_more_come()
         if kind is None:
             self._look_at_what_is_left()
@@ -231,40 +232,19 @@ class Watch:
         if optimizer not in self._at:
             hook_bases(optimizer)
         self._stepping[optimizer] = self._stepping.get(optimizer, 0) + 1
-        self._leave(optimizer)
-        self._at[optimizer] = optimizer.register_step_pre_hook(self._at_step)
+        self._at.place(optimizer)
 
-    def _leave(self, optimizer: Optimizer) -> None:
-        handle = self._at.pop(optimizer, None)
-        if handle is not None:
-            handle.remove()
-
-    def _at_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _look_at_step(self, optimizer: Optimizer, first: bool) -> None:
         if not self._is_watched(optimizer):
-            return None
+            return
         self._clipping.close()
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
+        if first:
             self._look(optimizer)
-            return None
-        looked: list[bool] = []
-
-        def looking(*given: Any, **named: Any) -> Any:
-            value = closure(*given, **named)
-            self._clipping.close()
-            if not looked:  # LBFGS asks again, at other parameters
-                looked.append(True)
-                self._look(optimizer)
-            return value
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": looking}
-        return (args[0], looking, *args[2:]), kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_watched(optimizer):
             return
-        self._leave(optimizer)
+        self._at.remove(optimizer)
         depth = self._stepping.pop(optimizer, 1)
         if depth > 1:  # of a subclass whose own step() is not over
             self._stepping[optimizer] = depth - 1

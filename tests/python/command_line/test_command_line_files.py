@@ -75,7 +75,10 @@ GOOD_IDX = idx(numpy.zeros((6, 8, 8)))
 DAMAGED_IDX = {
     "cut": (GOOD_IDX[:-1], "holds 383 bytes of data where its header promises 384"),
     "cut in header": (GOOD_IDX[:9], "with a whole header"),
-    "gzip": (b"\x1f\x8b\x08\0\0\0\0\0", "is compressed; unpack it first with: gunzip"),
+    "gzip": (
+        b"\x1f\x8b\x08\0\0\0\0\0",
+        "is compressed; unpack it with: mv .*-ubyte .*-ubyte.gz && gunzip .*-ubyte.gz",
+    ),
     "not idx": (b"\x89PNG....", "is no IDX file"),
     "floats": (b"\0\0\x0d\x01\0\0\0\1\0\0\0\0", "IDX element type 13"),
     "dimensions": (b"\0\0\x08\x09" + bytes(36), "says it has 9 dimensions"),
