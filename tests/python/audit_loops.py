@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 #: In slices of four: 4, 4, 4 and 2 samples.
 N = 14
-DRAWS = torch.Generator().manual_seed(5)
+DRAWS = torch.Generator(torch.get_default_device()).manual_seed(5)
 X = torch.randn(N, 6, dtype=torch.float64, generator=DRAWS)
 Y = torch.randint(5, (N,), generator=DRAWS)
 IGNORING = Y.where(torch.arange(N) % 5 != 0, -100).where(torch.arange(N) != 1, -100)
