@@ -118,8 +118,9 @@ class BudgetExceeded(Error, torch.OutOfMemoryError):
     """No plan stays inside the memory budget.
 
     Comes before any observable change, where parameters, gradients and the smallest step need more
-    than is allowed. `needed` and `limit` are bytes, `smallest_feasible` the least budget that works,
-    where it is known.
+    than is allowed. `needed` and `limit` are bytes, `smallest_feasible` a budget that works, about
+    the least; None where something that the step takes has not been seen, as in a first step whose
+    loss sees the whole batch.
 
     Way out: the `memory_budget` that the message names, or `offload="always"`.
     """
@@ -128,7 +129,7 @@ class BudgetExceeded(Error, torch.OutOfMemoryError):
     needed: int
     #: Bytes that were allowed.
     limit: int
-    #: The smallest budget in bytes that would work, where it is known.
+    #: A budget in bytes that works, about the least, where it is known.
     smallest_feasible: int | None
 
     def __init__(

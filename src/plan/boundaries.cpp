@@ -60,7 +60,7 @@ Boundaries::Boundaries(const Recorded& recorded, int64_t samples, bool coupled)
     work.push_back(made_by(recorded.tape, segment));
     note_given(recorded, s, samples);
   }
-  work_ = shares_of(std::move(work));
+  work_ = made_ = shares_of(std::move(work));
   for (int64_t beside = 0; beside <= ops_; ++beside) {
     std::vector<double>& row = added_.emplace_back(static_cast<size_t>(ops_) + 1);
     for (const Given& each : given_) {
@@ -107,10 +107,10 @@ void Boundaries::learn(const std::map<int64_t, double>& seconds) {
   for (size_t s = 0; s < work.size(); ++s) work_[s] = timed * work[s];
 }
 
-double Boundaries::again(int64_t begin, int64_t end) const {
-  double work = 0;
-  for (int64_t s = begin; s + 1 < end; ++s) work += work_[static_cast<size_t>(s)];
-  return work;
+double Boundaries::again(const std::vector<double>& work, int64_t begin, int64_t end) {
+  double more = 0;
+  for (int64_t s = begin; s + 1 < end; ++s) more += work[static_cast<size_t>(s)];
+  return more;
 }
 
 Boundaries::Block Boundaries::block(int64_t begin, int64_t end) const {
@@ -153,7 +153,7 @@ Boundaries::Choice Boundaries::with(const KeptBoundaries& kept, int64_t samples)
     const Block& block = blocks_[static_cast<size_t>(from)][static_cast<size_t>(to - from - 1)];
     most = std::max(most, below + block.beside);
     below += block.kept;
-    choice.again += again(from, to);
+    choice.again += again(work_, from, to);
     from = to;
   }
   choice.bytes = static_cast<int64_t>(most * static_cast<double>(samples));
@@ -162,11 +162,13 @@ Boundaries::Choice Boundaries::with(const KeptBoundaries& kept, int64_t samples)
 
 Boundaries::Choice Boundaries::least(int64_t samples) const {
   Choice least = with(/*kept=*/std::nullopt, samples);
+  int64_t enough = least.bytes;
   int64_t too_few = 0;
-  while (least.bytes - too_few > least.bytes / 1024 + 1) {
-    const int64_t middle = too_few + (least.bytes - too_few) / 2;
-    if (auto choice = within(middle, samples)) {
+  while (enough - too_few > 1) {
+    const int64_t middle = too_few + (enough - too_few) / 2;
+    if (auto choice = within(middle, samples, made_)) {
       least = std::move(*choice);
+      enough = middle;
     } else {
       too_few = middle;
     }
@@ -175,6 +177,11 @@ Boundaries::Choice Boundaries::least(int64_t samples) const {
 }
 
 std::optional<Boundaries::Choice> Boundaries::within(int64_t bytes, int64_t samples) const {
+  return within(bytes, samples, work_);
+}
+
+std::optional<Boundaries::Choice> Boundaries::within(int64_t bytes, int64_t samples,
+                                                     const std::vector<double>& work) const {
   if (end() == 0) return std::nullopt;
   const double most = static_cast<double>(bytes) / static_cast<double>(samples);
   std::vector<std::vector<Way>> ways(static_cast<size_t>(end()) + 1);
@@ -183,7 +190,7 @@ std::optional<Boundaries::Choice> Boundaries::within(int64_t bytes, int64_t samp
     const std::vector<Way>& here = ways[static_cast<size_t>(from)];
     for (int64_t to = from + 1; to <= end() && !here.empty(); ++to) {
       const Block& block = blocks_[static_cast<size_t>(from)][static_cast<size_t>(to - from - 1)];
-      const double more = again(from, to);
+      const double more = again(work, from, to);
       for (size_t i = 0; i < here.size(); ++i) {
         if (here[i].bytes + block.beside > most) continue;
         const Way way{here[i].bytes + block.kept, here[i].again + more, from, i};

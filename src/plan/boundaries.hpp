@@ -45,7 +45,8 @@ class Boundaries {
   /// What takes the least time with at most so many bytes; nothing where nothing does.
   /// \param samples of the logical batch
   std::optional<Choice> within(int64_t bytes, int64_t samples) const;
-  /// What takes the fewest bytes, to about one in a thousand.
+  /// What takes the fewest bytes, to the last: nothing is left where it does not fit. Whatever
+  /// times were seen it is the same one, so that a budget that is said to be enough for it is.
   Choice least(int64_t samples) const;
 
  private:
@@ -66,11 +67,16 @@ class Boundaries {
   int64_t end() const noexcept { return coupled_ ? ops_ + 1 : ops_; }
   Block block(int64_t begin, int64_t end) const;
   /// What a block computes once more, as a share of a forward.
-  double again(int64_t begin, int64_t end) const;
+  static double again(const std::vector<double>& work, int64_t begin, int64_t end);
+  /// See the other one.
+  /// \param work of each segment
+  std::optional<Choice> within(int64_t bytes, int64_t samples,
+                               const std::vector<double>& work) const;
 
   int64_t ops_;
   bool coupled_;
   std::vector<Given> given_;
+  std::vector<double> made_;           // bytes by each segment's ops, as a share of all
   std::vector<double> work_;           // of each segment, as a share of all
   std::map<int64_t, double> seconds_;  // of segments
   /// Bytes in front of an op, the second index, that are not there in front of the first; of 0 all.

@@ -364,8 +364,7 @@ void Planner::second_pass_ran_out(const Piece& piece) {
   // A profile is corrected by what was refused; and below one sample nothing is left.
   if (learned().profile || piece.size <= 1) return;
   int64_t& most = learned().refused[piece.size];
-  most = std::max(most,
-                  request_.budget_bytes + request_.reserved_bytes - request_.baseline_bytes);
+  most = std::max(most, request_.budget_bytes + request_.reserved_bytes - request_.baseline_bytes);
   forget_settled_plan();
 }
 
@@ -503,6 +502,10 @@ std::optional<int64_t> Planner::peak_at(int64_t cap) const {
                      (learned().profile || (request_.segments > 0 && !learned().peaks.empty()));
   if (!known) return std::nullopt;
   return prediction().peak(request_.size_under(cap * request_.unit()));
+}
+
+std::optional<int64_t> Planner::smallest_budget() const {
+  return plan::smallest_budget(request_, learned());
 }
 
 bool Planner::whole_batch_may_fit() const {

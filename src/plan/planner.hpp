@@ -69,6 +69,9 @@ class Planner {
   /// nothing is known.
   std::optional<int64_t> peak_at(int64_t cap) const;
 
+  /// What is known to be enough of a step like the one that was asked for, see `smallest_budget`.
+  std::optional<int64_t> smallest_budget() const;
+
   /// Whether one micro-batch of the whole logical batch may be tried, where samples are coupled.
   bool whole_batch_may_fit() const;
 

@@ -2,10 +2,12 @@
 
 #include "core/counted.hpp"
 #include "plan/prediction.hpp"
+#include "plan/probes.hpp"
 
 #include <infinitybatch/core/errors.hpp>
 
 #include <algorithm>
+#include <functional>
 #include <optional>
 
 namespace infinitybatch::plan {
@@ -24,6 +26,19 @@ std::string smallest_plan(const Request& request) {
          " (BatchNorm in training)";
 }
 
+/// Of the splits that count, by their size and number of micro-batches.
+std::optional<int64_t> least_peak(const Request& request, const Prediction& prediction,
+                                  const std::function<bool(int64_t, int64_t)>& counts) {
+  std::optional<int64_t> least;
+  for (int64_t cap = 1; cap < 2 * request.whole(); cap *= 2) {
+    const int64_t size = request.size_under(cap);
+    if (!counts(size, request.count_under(size))) continue;
+    least = std::min(least.value_or(INT64_MAX), prediction.peak(size));
+    if (!request.two_pass) break;  // no size is predicted to need less than a smaller one does
+  }
+  return least;
+}
+
 }  // namespace
 
 void refuse(const Request& request, int64_t needed, const std::string& what) {
@@ -32,18 +47,25 @@ void refuse(const Request& request, int64_t needed, const std::string& what) {
                        request.baseline_bytes + request.gradient_bytes);
 }
 
+std::optional<int64_t> smallest_budget(const Request& request, const Learned& learned) {
+  if (!learned.profile) return std::nullopt;
+  const Prediction prediction(request, learned);
+  return least_peak(request, prediction, [&](int64_t size, int64_t count) {
+    const int64_t least = request.packing ? size : request.batch_size / count;
+    const bool shown = least >= kSmallProbe * request.unit() || prediction.measured_step(size);
+    return shown && (!request.two_pass || prediction.knows_whole_loss(static_cast<size_t>(count)));
+  });
+}
+
 void refuse_smallest(const Request& request, const Learned& learned, int64_t needed) {
   const int64_t budget = request.budget_bytes + request.reserved_bytes;
-  if (!learned.profile) refuse(request, needed, smallest_plan(request));
-  const Prediction prediction(request, learned);
-  int64_t smallest = INT64_MAX;
-  for (int64_t cap = 1; cap < 2 * request.whole(); cap *= 2) {
-    smallest = std::min(smallest, prediction.peak(request.size_under(cap)));
-    if (!request.two_pass) break;  // no size is predicted to need less than one sample does
+  const std::optional<int64_t> smallest = smallest_budget(request, learned);
+  if (smallest > budget) throw BudgetExceeded(*smallest, budget, smallest, smallest_plan(request));
+  if (learned.profile) {
+    const auto any = [](int64_t /*size*/, int64_t /*count*/) { return true; };
+    needed = std::max(needed, *least_peak(request, {request, learned}, any));
   }
-  if (smallest <= budget && needed != 0) refuse(request, needed, smallest_plan(request));
-  const int64_t least = std::max(smallest, budget + 1);
-  throw BudgetExceeded(least, budget, least, smallest_plan(request));
+  refuse(request, needed, smallest_plan(request));
 }
 
 void refuse_larger(const Request& request, int64_t needed) {

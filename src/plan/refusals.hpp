@@ -4,10 +4,16 @@
 #include "plan/request.hpp"
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 // What is said where nothing fits.
 namespace infinitybatch::plan {
+
+/// The least that a step is predicted to need whose sizes probes have shown, and whose loss, if it
+/// is computed on the outputs of all, has run: a smaller micro-batch may take other kernels, and
+/// another loss another room. Nothing where there is none.
+std::optional<int64_t> smallest_budget(const Request& request, const Learned& learned);
 
 /// `what` does not fit, and nobody knows what would.
 /// \param needed what would have been live, in bytes; 0 where it is not known

@@ -30,7 +30,7 @@ bool keep_fewer(KeptBoundaries& kept, const BoundaryShortage& shortage) {
   }
   // What is estimated here its own rehearsal knows, and says what would be enough.
   const plan::Boundaries::Choice least = boundaries.least(samples);
-  if (least.bytes >= now) return false;
+  if (least.kept == kept) return false;
   kept = least.kept;
   return true;
 }

@@ -184,7 +184,7 @@ void ForwardCall::refuse_smaller() {
   if (finishing_) {
     // Micro-batches of a call that keeps nothing are tried whatever is predicted.
     const bool streams = planned_ && !with_gradients_ && !setup_.strategy.is_cut();
-    std::optional<int64_t> smallest = streams ? planner().peak_at(1) : std::nullopt;
+    std::optional<int64_t> smallest = streams ? planner().smallest_budget() : std::nullopt;
     if (smallest <= *budget_) smallest.reset();
     throw BudgetExceeded(needed_, *budget_, smallest,
                          "the outputs of all " + std::to_string(setup_.problem.batch_size()) +

@@ -38,19 +38,26 @@ class Afterwards {
   /// The most that was live between the passes; 0 where it was told before.
   int64_t during_loss() const noexcept { return during_loss_; }
 
-  void peak(int64_t bytes) {
-    if (!first_) return;
-    Measurement measured;
-    measured.peak_bytes = bytes;
-    tell([&](Planner& planner) { planner.observe(call_.piece, measured); });
+  /// The step is over, with this peak. That of a call which has let go of boundary activations, or
+  /// kept fewer, is no measure of its plan, which would be taken to fit from then on.
+  void succeeded(int64_t peak) {
+    if (call_.run->plan().kept_boundaries == call_.piece.plan.kept_boundaries) observe(peak);
   }
 
-  /// The pass has failed for want of memory.
-  void ran_out() {
+  /// The pass has failed for want of memory: so much would have been live.
+  void ran_out(int64_t refused) {
+    observe(refused);
     tell([&](Planner& planner) { planner.second_pass_ran_out(call_.piece); });
   }
 
  private:
+  void observe(int64_t peak) {
+    if (!first_) return;
+    Measurement measured;
+    measured.peak_bytes = peak;
+    tell([&](Planner& planner) { planner.observe(call_.piece, measured); });
+  }
+
   /// Unless the planner has been asked something else meanwhile.
   template <typename Tell>
   void tell(Tell&& tell) {
@@ -103,7 +110,7 @@ std::vector<at::Tensor> run_within_budget(WrappedCall& call,
       std::vector<at::Tensor> sums = run();
       memory::Limit::check();
       note(call, restarts);
-      if (call.high_water) afterwards.peak(call.high_water->peak());
+      if (call.high_water) afterwards.succeeded(call.high_water->peak());
       return sums;
     } catch (...) {
       note(call, 0);
@@ -127,8 +134,7 @@ std::vector<at::Tensor> run_within_budget(WrappedCall& call,
         continue;
       }
       call.run->give_up();
-      afterwards.peak(refused);
-      afterwards.ran_out();
+      afterwards.ran_out(refused);
       offload_next_time(call);
       throw refusal;
     }

@@ -1,4 +1,6 @@
-"""The budget that a refusal names as the smallest that works does work when it is given."""
+"""The budget that a refusal names as the smallest that works does work when it is given. It names
+one only where all that a step takes has been seen; else it says what is needed at least, and the
+part of the step that it knows of works with that."""
 
 from __future__ import annotations
 
@@ -9,20 +11,23 @@ from typing import Any
 import infinitybatch as ib
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from wrap_budget_support import live, peak_of
 
 
-def named(run: Callable[[int], Any], room: int) -> int:
-    """What the refusal of `room` bytes beside what is live names."""
+def named(run: Callable[[int], Any], room: int, whole: bool = False) -> int:
+    """What the refusal of `room` bytes beside what is live names: the smallest budget of a `whole`
+    step, else what forward needs in front of a loss that nobody has seen."""
     budget = live() + room
     with pytest.raises(ib.BudgetExceeded) as raised:
         run(budget)
-    smallest = raised.value.smallest_feasible
-    assert smallest is not None and smallest > budget
+    smallest, needed = raised.value.smallest_feasible, raised.value.needed
+    assert (smallest is not None) == whole and needed > budget, str(raised.value)
+    assert smallest in (None, needed)
     del raised  # its traceback leads to the model
     live()
-    return smallest
+    return needed
 
 
 class Feature(nn.Module):
@@ -135,5 +140,77 @@ def test_with_outputs_to_join(offload: str, outputs: int, norm: bool, gradients:
         assert peak is not None
         return peak
 
-    smallest = named(run, 200 << 10)
+    smallest = named(run, 200 << 10, whole=not gradients)
     assert run(smallest) == pytest.approx(smallest, rel=0.02)
+
+
+class Convolved(nn.Module):
+    """Of a single image its convolutions take more workspace than of each of several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.layers = nn.ModuleList(nn.Conv2d(6, 6, 3, padding=1) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(6) for _ in range(4))
+        self.out = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).relu()
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = (norm(layer(x)) + x).relu()
+        return self.out(x.mean((2, 3)))
+
+
+IMAGES = torch.randn(24, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+CLASSES = torch.arange(24) % 5
+
+
+def normed() -> nn.Module:
+    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(432, 64)]
+    for _ in range(3):
+        layers += [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(64, 5))
+
+
+def contrastive(z: torch.Tensor, _: Any = None) -> torch.Tensor:
+    z = F.normalize(z, dim=1)
+    return F.cross_entropy(z @ z.T / 0.3, torch.arange(len(z)).roll(1))
+
+
+def step(by: str, make: Callable[[], nn.Module], coupled: bool, offload: str, budget: int) -> None:
+    torch.manual_seed(0)
+    model = make()
+    if by == "wrap":
+        outputs = ib.wrap(model, memory_budget=budget, offload=offload)(IMAGES)
+        (contrastive(outputs) if coupled else F.cross_entropy(outputs, CLASSES)).backward()
+        return
+    loss = ib.losses.coupled(contrastive) if coupled else nn.CrossEntropyLoss()
+    ib.VirtualBatch(model, loss, memory_budget=budget, offload=offload).backward(IMAGES, CLASSES)
+
+
+def refused(share: int, *how: Any) -> ib.BudgetExceeded:
+    """The refusal of a step with so many percent of what native takes."""
+    before = live()
+    make = how[1]
+    native = peak_of(lambda: F.cross_entropy(make()(IMAGES), CLASSES).backward()) - before
+    with pytest.raises(ib.BudgetExceeded) as raised:
+        step(*how, budget=live() + native * share // 100)
+    return raised.value
+
+
+def test_of_sizes_that_have_been_seen() -> None:
+    """Whatever a single sample is foreseen to take, a budget is named for two."""
+    how = ("VirtualBatch", Convolved, False, "never")
+    smallest = refused(30, *how).smallest_feasible
+    assert smallest is not None
+    step(*how, budget=smallest)
+
+
+@pytest.mark.parametrize(
+    ("by", "coupled", "offload"),
+    [("VirtualBatch", True, "never"), ("wrap", True, "auto"), ("wrap", False, "never")],
+)
+def test_none_before_the_loss_has_run(by: str, coupled: bool, offload: str) -> None:
+    """A first step is refused before its loss is computed, which takes what nobody knows."""
+    error = refused(90, by, normed, coupled, offload)
+    assert error.smallest_feasible is None and "at least" in str(error)

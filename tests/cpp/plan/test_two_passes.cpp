@@ -106,6 +106,36 @@ TEST(Planner, WeighsTheGraphsThatFitAgainstFasterSizesThatKeepFewer) {
   EXPECT_EQ(machine.plan(64).micro_batch_size(), kSamples);
 }
 
+TEST(Planner, SaysNoSmallestBudgetBeforeTheLossOfAllHasRun) {
+  for (const bool seen : {false, true}) {
+    Request request = TwoPassMachine::request(/*graphs=*/8);
+    Planner planner;
+    planner.begin_rehearsal(request);
+    while (const auto piece = planner.next()) {
+      Measurement measured;
+      const int64_t size = piece->plan.micro_batch_size();
+      measured.seconds.assign(piece->plan.micro_batch_sizes.size(), 1e-3);
+      if (piece->trace) measured.trace = TwoPassMachine::trace(size);
+      measured.peak_bytes = kBaseline + TwoPassMachine::kGraph * size;
+      planner.observe(*piece, measured);
+    }
+    planner.begin(request);
+    constexpr int64_t kLoss = 5000;
+    if (seen) planner.saw_whole_loss(planner.two_pass().plan, {kLoss, kLoss});
+    request.baseline_bytes = request.budget_bytes - 500;
+    try {
+      planner.begin(request);
+      FAIL() << "a sample takes 1000 bytes";
+    } catch (const BudgetExceeded& error) {
+      EXPECT_EQ(error.smallest_feasible().has_value(), seen);
+      EXPECT_GE(error.needed(), request.baseline_bytes + (seen ? kLoss : TwoPassMachine::kGraph));
+      if (!seen) continue;
+      request.budget_bytes = *error.smallest_feasible();
+      EXPECT_NO_THROW(planner.begin(request));
+    }
+  }
+}
+
 TEST(Planner, KeepsThePartOfAMicroBatchForWhichThereIsRoom) {
   const TwoPassMachine machine;
   for (const int64_t graphs : {20, 33, 40, 44, 50, 56}) {
