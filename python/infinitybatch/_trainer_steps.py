@@ -32,6 +32,7 @@ class Steps:
         self._streams = (
             not (own or trainer.compute_loss_func) if stream_loss is None else stream_loss
         )
+        self._promised = bool(stream_loss)
         self._of_outputs = own or trainer.compute_loss_func or trainer.label_smoother is not None
         self._pieces: list[Any] = []
         self._expected = 1
@@ -68,6 +69,8 @@ class Steps:
             if self._no_mean is None:
                 more = self._shares_in(model).prepare(padded, items)
         except Unsupported as error:
+            if self._promised:
+                raise
             self._no_mean = error
         if self._no_mean is None:
             return self._streamed(padded, more)
