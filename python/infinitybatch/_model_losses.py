@@ -134,7 +134,8 @@ class Shares(nn.Module):
                 f"{type(self.model).__name__} gives a loss of {both:.6g} for {len(sum(groups, []))} "
                 f"samples, and between {values} for {len(each)} parts of them: that is no sum or mean "
                 f"over samples or labels. Compute it from the outputs of the whole batch: "
-                f"Trainer(..., compute_loss_func=function)"
+                f"Trainer(..., compute_loss_func=function); or give a micro_batch_size, or a budget, "
+                f"that holds the whole batch"
             )
         return left
 

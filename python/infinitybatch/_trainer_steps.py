@@ -1,7 +1,7 @@
 """The optimizer steps of a Trainer with `infinitybatch.transformers.TrainerMixin`."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from . import losses
 from ._C import shared
 from ._model_losses import ITEMS, Shares
 from ._window_pieces import padded_alike
-from .errors import BatchError, InvalidArgument, Unsupported
+from .errors import BatchError, CouplingError, InvalidArgument, Unsupported
 from .sources import join_pieces
 from .virtual_batch import VirtualBatch
 from .wrap import Wrapped, wrap
@@ -32,10 +32,12 @@ class Steps:
         self._streams = (
             not (own or trainer.compute_loss_func) if stream_loss is None else stream_loss
         )
+        self._promised = bool(stream_loss)
         self._of_outputs = own or trainer.compute_loss_func or trainer.label_smoother is not None
         self._pieces: list[Any] = []
         self._expected = 1
         self._shares: Shares | None = None
+        self._no_mean: Unsupported | None = None  # what the model's own loss turned out to be
         self._batch: VirtualBatch | None = None
         self._wrapped: dict[str, tuple[nn.Module, Any]] = {}
         self.report: Any = None
@@ -61,25 +63,33 @@ class Steps:
         )
         if items is not None:
             items = torch.as_tensor(items, device=trainer.args.device)
-        return (
-            self._streamed(model, padded, items)
-            if self._streams
-            else self._whole(model, padded, items)
-        )
+        if not self._streams:
+            return self._whole(model, padded, items)
+        try:
+            if self._no_mean is None:
+                more = self._shares_in(model).prepare(padded, items)
+        except Unsupported as error:
+            if self._promised:
+                raise
+            self._no_mean = error
+        if self._no_mean is None:
+            return self._streamed(padded, more)
+        return _as_one(lambda: self._whole(model, padded, items), self._no_mean)
 
-    def _streamed(self, model: nn.Module, pieces: list[Any], items: Any) -> torch.Tensor:
-        accelerator = self._trainer.accelerator
+    def _shares_in(self, model: nn.Module) -> Shares:
         if self._batch is None or self._shares is None or self._shares.model is not model:
             self._shares = self._shares_of(model)
             own = losses.separable(lambda share, _: share, None)
-            self._batch = VirtualBatch(
-                self._shares, own, grad_scaler=accelerator.scaler, **self._options
-            )
+            scaler = self._trainer.accelerator.scaler
+            self._batch = VirtualBatch(self._shares, own, grad_scaler=scaler, **self._options)
         self._shares.train()
-        more = self._shares.prepare(pieces, items)
+        return self._shares
+
+    def _streamed(self, pieces: list[Any], more: dict[str, Any]) -> torch.Tensor:
         marked = [
             {name: _marked(value) for name, value in {**piece, **more}.items()} for piece in pieces
         ]
+        assert self._batch is not None
         self.report = self._batch.backward(join_pieces(marked))
         return self.report.loss.to(self._trainer.args.device)
 
@@ -141,7 +151,7 @@ class Steps:
         known, wrapped = self._wrapped.get(use, (None, None))
         if known is not model:
             if use == "own loss":
-                wrapped = _Evaluation(self._shares_of(model), options)
+                wrapped = _Evaluation(self._shares_of(model), wrap(model, **options), options)
             else:
                 wrapped = wrap(model, **options)
             self._wrapped[use] = (model, wrapped)
@@ -151,15 +161,30 @@ class Steps:
 class _Evaluation(nn.Module):
     """A model that returns its own loss, in micro-batches; for batches that come one by one."""
 
-    def __init__(self, shares: Shares, options: dict[str, Any]) -> None:
+    def __init__(self, shares: Shares, whole: nn.Module, options: dict[str, Any]) -> None:
         super().__init__()
         shares.with_outputs = True
         self._shares = shares.eval()
         self._wrapped = wrap(shares, reduce="sum", **options)
+        self._whole = whole
 
     def forward(self, **inputs: Any) -> Any:
         items = inputs.pop(ITEMS, None)
-        return self._wrapped(**inputs, **self._shares.prepare([inputs], items))
+        try:
+            more = self._shares.prepare([inputs], items)
+        except Unsupported as error:
+            if items is not None:
+                inputs[ITEMS] = items
+            return _as_one(lambda: self._whole(**inputs), error)
+        return self._wrapped(**inputs, **more)
+
+
+def _as_one(run: Callable[[], Any], no_mean: Unsupported) -> Any:
+    """A loss that cannot be divided is native's where the batch is one micro-batch."""
+    try:
+        return run()
+    except (BatchError, CouplingError, Unsupported) as error:
+        raise no_mean from error
 
 
 def _marked(value: Any) -> Any:

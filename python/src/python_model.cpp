@@ -56,7 +56,8 @@ void check_can_be_kept(const Batch& outputs) {
     }
     throw InvalidType("outputs" + outputs.structure()->leaf_name(i) + " is a " + type +
                       ", which cannot be joined over micro-batches: register the class with "
-                      "torch.utils._pytree, or where keep_outputs asks for it use on_micro_batch");
+                      "torch.utils._pytree, return its tensors, or give a micro_batch_size as "
+                      "large as the batch; where keep_outputs asks for it use on_micro_batch");
   }
 }
 

@@ -344,7 +344,11 @@ bool BufferRule::is_same(const Entry& entry, const at::Tensor& now) {
 }
 
 /// Written at least once in this step, perhaps without a new version.
-void BufferRule::restore(const std::vector<Entry*>& entries) {
+void BufferRule::restore(const std::vector<Entry*>& entries) const {
+  if (whole_) {
+    for (Entry* entry : entries) restore_unseen(*entry);
+    return;
+  }
   Writes writes;
   for (Entry* entry : entries) {
     // Where forward has put another tensor there and left the one before alone, its version stays:

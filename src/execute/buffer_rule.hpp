@@ -31,6 +31,11 @@ class BufferRule final : public Check {
   void see_micro_batch() override;
   void end_micro_batch() override;
 
+  /// The micro-batch at work is all of the batch. No other one begins from what it found, and a
+  /// loss that reads what forward kept (by a hook, in an attribute) goes back through this graph:
+  /// versions stay, and `begin_loss` puts back the values that the graph knows.
+  void note_whole(bool whole) noexcept { whole_ = whole; }
+
   /// The same for rows that ran beside the step's, in the second pass too: what they leave has to
   /// be what micro-batches left.
   void end_other_rows();
@@ -110,7 +115,7 @@ class BufferRule final : public Check {
   bool was_put_back(const Entry& entry) const;
   void put_all_in_place();
   static const at::Tensor& values_after(const Entry& entry);
-  static void restore(const std::vector<Entry*>& entries);
+  void restore(const std::vector<Entry*>& entries) const;
   static void restore_unseen(Entry& entry);
   [[noreturn]] static void refuse(const Entry& entry);
 
@@ -120,6 +125,7 @@ class BufferRule final : public Check {
   std::vector<Entry*> seen_;  // written by the micro-batch that is about to end
   bool sees_ = false;         // it has been looked at
   bool first_ = true;
+  bool whole_ = false;
   bool second_pass_ = false;
 };
 

@@ -67,6 +67,7 @@ Forwards::Forwards(const Setup& setup, std::function<void()> release)
 
 void Forwards::note_rows(Rows rows) {
   smallest_ = smallest_ == 0 ? rows.size() : std::min(smallest_, rows.size());
+  buffers_.note_whole(problem_.loss.coupled() != nullptr && rows.size() == problem_.batch_size());
 }
 
 Batch Forwards::load_inputs(Rows rows) {

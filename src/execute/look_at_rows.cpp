@@ -147,6 +147,7 @@ void RowChecks::compare_rows() {
   RowLook look;
   look.batch_size = problem_.batch_size();
   look.rows = rows;
+  look.joins = problem_.loss.separable() == nullptr;
   look.singles = rows == 1 && forwards_.first().size() == 1;
   look.sorted = problem_.trimming != nullptr;
   look.again = known.looked > 0 && rows >= known.rows;

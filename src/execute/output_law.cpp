@@ -27,12 +27,16 @@ std::string shape_for(const at::Tensor& tensor, int64_t rows) {
   return " has shape " + c10::str(tensor.sizes()) + " for " + std::to_string(rows) + " rows";
 }
 
+constexpr const char* kStack =
+    ", and one tensor, as in torch.stack(outputs), in place of a list with a tensor for each "
+    "sample";
+
 [[noreturn]] void refuse(const OutputForm& form, size_t leaf, const std::string& why) {
   throw BatchError(
       name_of(form.outputs, leaf) + shape_for(form.outputs.leaves()[leaf].tensor, form.rows) +
       ": no dimension follows the micro-batch, so the parts cannot be joined, and " + why +
-      "; return one value for each sample (a mean over samples is then for the loss "
-      "to take; a model that returns its own loss is for losses.from_model). What the model itself "
+      "; return one value for each sample (a list with a tensor for each as torch.stack(outputs); "
+      "a mean over samples is then for the loss to take; a model that returns its own loss is for losses.from_model). What the model itself "
       "needs of the whole batch is a matter for "
       "across_batch");
 }
@@ -104,7 +108,8 @@ OutputLaw find_output_law(const OutputForm& form, const OutputForm* other) {
                      std::to_string(other->outputs.leaves().size()) + " for " +
                      std::to_string(other->rows) +
                      ", so the outputs of micro-batches cannot be joined; return the same ones for "
-                     "every batch");
+                     "every batch" +
+                     kStack);
   }
   if (other != nullptr) {
     check_plain_leaves({form.outputs, other->outputs}, {form.rows, other->rows},
@@ -183,7 +188,8 @@ Batch join(std::vector<Batch> parts, const std::vector<int64_t>& row_counts, con
     refuse_squeezed(parts, row_counts, "outputs");
     throw BatchError(
         "outputs of different micro-batches have different structures, so they cannot be joined; "
-        "return the same ones for every batch");
+        "return the same ones for every batch" +
+        std::string(kStack));
   }
   for (size_t i = 0; i < law.leaves.size(); ++i) {
     Leaf leaf = parts.front().leaves()[i];

@@ -23,6 +23,16 @@ bool comparable(const at::Tensor& tensor) {
          tensor.dim() > 0;
 }
 
+bool is_number(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.dim() == 0;
+}
+
+/// A number has no rows; it may be the same for any of them, as a temperature is.
+bool is_same_number(const at::Tensor& whole, const at::Tensor& part) {
+  return is_number(whole) && is_number(part) && same_form(whole, part) &&
+         !any_bit_differs(whole, part).item<bool>();
+}
+
 /// How far rows are apart, and where they are.
 struct Apart {
   double most = kApart;
@@ -193,10 +203,22 @@ std::vector<int64_t> dims_of_rows(const RowsOfOutputs& whole, const RowsOfOutput
   const auto& there = whole.outputs.leaves();
   std::vector<int64_t> dims(here.size(), -1);
   for (size_t i = 0; i < here.size() && here.size() == there.size(); ++i) {
+    if (is_same_number(there[i].tensor, here[i].tensor)) dims[i] = kOnce;
     if (!comparable(here[i].tensor) || !comparable(there[i].tensor)) continue;
     dims[i] = Leaves(there[i].tensor, here[i].tensor, part.rows, whole.rows.size()).dim();
   }
   return dims;
+}
+
+std::optional<std::string> values_per_sample(const RowsOfOutputs& whole,
+                                             const RowsOfOutputs& part) {
+  const auto here = std::ssize(part.outputs.leaves());
+  const auto there = std::ssize(whole.outputs.leaves());
+  const int64_t samples = whole.rows.size() - part.rows.size();
+  if (samples <= 0 || there <= here || (there - here) % samples != 0) return std::nullopt;
+  return "outputs hold " + std::to_string(there) + " values for " +
+         std::to_string(whole.rows.size()) + " samples and " + std::to_string(here) + " for " +
+         std::to_string(part.rows.size()) + ": a list with an entry for each sample";
 }
 
 std::optional<RowDifference> several_places(const RowsOfOutputs& whole, const RowsOfOutputs& part,

@@ -54,6 +54,10 @@ std::vector<RowDifference> differences(const RowsOfOutputs& whole, const RowsOfO
 void explain(std::vector<RowDifference>& differences, const Batch& outputs, const Batch& rounded,
              double times);
 
+/// Where outputs are a list with an entry for each sample: micro-batches of one sample give the
+/// first entry alone, and what would be joined is no list of all.
+std::optional<std::string> values_per_sample(const RowsOfOutputs& whole, const RowsOfOutputs& part);
+
 /// The first of the leaves that have a place for each sample along several dimensions, as where
 /// samples are compared with each other: their values may be anything.
 std::optional<RowDifference> several_places(const RowsOfOutputs& whole, const RowsOfOutputs& part,

@@ -197,6 +197,11 @@ RowLook::Seen compare(const RowLook& look, const Batch& inputs, int64_t more, in
     if (!of_part && here.size() != fewer) continue;  // forward refuses halves only
     if (!of_part) return {};
     const RowsOfOutputs part{of_part->outputs, here};
+    if (auto listed = look.joins ? values_per_sample(whole, part) : std::nullopt) {
+      seen.differs = std::move(listed);
+      seen.listed = true;
+      return seen;
+    }
     // A draw of Python's for each sample gives others to the same rows.
     if (of_part->strayed || of_whole->strayed || of_part->foreign != of_whole->foreign) {
       const auto differs = several_places(whole, part, look.compared);
@@ -350,6 +355,14 @@ void RowsSeen::note(int64_t batch_size, int64_t least, std::vector<int64_t> foun
 
 CouplingError rows_differ(const RowLook::Seen& seen, int64_t batch_size, const RowsSeen& before,
                           const Batch& inputs) {
+  if (seen.listed) {
+    return CouplingError(
+        "forward", *seen.differs +
+                       ", which micro-batches do not give as the whole batch does. Return one "
+                       "tensor with a row for each sample, as in torch.stack(outputs), and take it "
+                       "apart behind the model (outputs.unbind()); or make the budget, or "
+                       "micro_batch_size, large enough for one micro-batch");
+  }
   const char* what = seen.backward ? "backward combines samples"
                                    : "forward combines samples, or depends on how many there are";
   return CouplingError(

@@ -58,6 +58,7 @@ struct RowLook {
   std::optional<int64_t> peak;
   int64_t most = 0;            ///< on an accelerator: rows side by side, see `RowsSeen::most`
   bool few = false;            ///< whether hardly more rows than a micro-batch's may be loaded
+  bool joins = false;          ///< whether outputs of micro-batches become those of the batch
   std::vector<bool> compared;  ///< which leaves of the outputs matter; empty: all
   std::vector<int64_t> dims;   ///< what is known of them; see `RowsSeen::dims`
   std::function<Batch(const std::vector<Rows>&)> load;  ///< side by side
@@ -76,6 +77,7 @@ struct RowLook {
     std::optional<std::string> differs;  ///< what, for people
     std::vector<int64_t> dims;           ///< along which samples lie in each leaf; -1: nobody knows
     bool backward = false;               ///< gradients differ, and outputs do not
+    bool listed = false;                 ///< see `values_per_sample`
     bool compared = false;               ///< some rows with others
     int64_t grown = 0;  ///< on an accelerator: so many rows were seen, more than surely fit
   };

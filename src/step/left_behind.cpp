@@ -76,8 +76,9 @@ void refuse_left(bool whole_batch) {
       "the loss goes back through a tensor that forward of the wrapped model left behind (in an "
       "attribute, a hook or a closure) and that is no output: its graph was that of one "
       "micro-batch, where the loss of the whole batch needs those of all. Return it as an output, "
-      "with a row for each sample; detach it if nobody differentiates it; or make the budget, or "
-      "micro_batch_size, large enough for one micro-batch");
+      "with a row for each sample; detach it if nobody differentiates it; or give a "
+      "micro_batch_size as large as the batch, without which a layer that sees the whole batch "
+      "(BatchNorm) runs in pieces whatever the budget");
 }
 
 void refuse_left_in_engine(bool whole_batch) {

@@ -19,6 +19,7 @@ const std::vector<Recovery>& recovery_table() {
       {Failure::other_segments, {follow_segments}},
       {Failure::nothing_to_cut, {stop_cutting}},
       {Failure::coupling, {cut, stop_cutting, whole_batch}},
+      {Failure::not_joined, {larger_micro_batches, whole_batch}},
       {Failure::no_room_to_look, {drop_graphs, drop_boundaries}},
       {Failure::looked_too_far, {look_less}},
       {Failure::no_plan,
@@ -49,6 +50,8 @@ Failed::Failed(std::exception_ptr what) : error(std::move(what)) {
     failure = Failure::nothing_to_cut;
   } catch (const CouplingError&) {
     failure = Failure::coupling;
+  } catch (const BatchError&) {
+    failure = Failure::not_joined;
   } catch (const NoRoomToLook& exceeded) {
     failure = Failure::no_room_to_look;
     refusal = exceeded;

@@ -22,6 +22,7 @@ enum class Failure : uint8_t {
   other_segments,      ///< more or fewer ops see the whole batch than were planned for
   nothing_to_cut,      ///< none does
   coupling,            ///< samples are coupled
+  not_joined,          ///< outputs of micro-batches are no outputs of the batch, or inputs no batch
   no_room_to_look,     ///< at the rows of two samples side by side
   looked_too_far,      ///< on an accelerator, at more rows than fit
   no_plan,             ///< that stays inside the budget

@@ -51,6 +51,8 @@ bool StepAnswers::respond(Setup& setup, const std::optional<int64_t>& budget,
   if (failure == Failure::out_of_memory && (!limit || !is_of_our_sizes(*limit, facts_.options))) {
     failure = Failure::other;
   }
+  // A given size stays, and what it gives cannot be joined.
+  if (failure == Failure::not_joined && facts_.options.micro_batch_size) failure = Failure::other;
   if (failure == Failure::other) raise_explained(setup, budget);
   needed_ = limit != nullptr ? limit->refused() : 0;
   const Problem& problem = setup.problem;

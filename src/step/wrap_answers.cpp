@@ -157,7 +157,8 @@ bool ForwardCall::begin_whole_batch() {
   if (!may_try || !planner().whole_batch_may_fit()) return false;
   const std::lock_guard<std::mutex> lock(wrapped_->mutex);
   Knowledge& known = wrapped_->known.of(kind_);
-  known.why_coupled = coupling_ ? coupling_ : failed_.error;
+  if (!coupling_) coupling_ = failed_.error;
+  known.why_coupled = coupling_;
   return !std::exchange(known.whole, true);
 }
 

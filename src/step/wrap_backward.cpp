@@ -93,6 +93,7 @@ class WrapNode : public Node {
       }
       if (own.agree) own.agree(error);
       if (error) std::rethrow_exception(error);
+      call->wrapped->went_back = true;
       check_left_out(sums);
       leave_out_unreached(sums);
       return sums;
@@ -125,12 +126,12 @@ class WrapNode : public Node {
     for (const std::shared_ptr<WrappedCall>& call : calls) {
       // The graph of the whole batch may be anybody's, unless it is kept for the outputs.
       const bool whole = !call->run->cut() && call->run->part_count() == 1;
-      if (whole && call->run->kept_graphs() == 0) continue;
       const bool left = std::any_of(nodes->begin(), nodes->end(), [&](const Node* node) {
         return call->made(*node) || has_no_way_back(*node);
       });
       if (!left) continue;
       if (whole) call->wrapped->left_read = true;
+      if (whole && call->run->kept_graphs() == 0) continue;
       refuse_left(whole);
     }
   }

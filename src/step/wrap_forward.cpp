@@ -263,8 +263,9 @@ Batch ForwardPass::meet(const Batch& inputs, Batch outputs) {
   if (keeping_) {
     const bool alone = left.empty() || may_keep_beside(left);
     may_keep_ = may_keep_ && alone;
-    if (!part_ && may_keep_ && call_->wrapped->left_read) {
-      // Through a hook or a closure, which nobody knows.
+    const Wrapped& wrapped = *call_->wrapped;
+    if (!part_ && may_keep_ && (wrapped.left_read || !wrapped.went_back)) {
+      // Through a hook or a closure, which nobody knows: the first backward tells.
       call_->run->engine().sinks().release(with_graph(given));
       may_keep_ = false;
     }

@@ -137,7 +137,8 @@ std::optional<int64_t> joined_dim(const Joining& joining, const WrapOptions& opt
     throw BatchError(name + " has shape " + shape(first) + " for " +
                      std::to_string(row_counts.front()) +
                      " rows: no dimension follows the micro-batch, so the parts cannot be joined; "
-                     "return one value for each sample; " +
+                     "return one value for each sample (a list with a tensor for each as "
+                     "torch.stack(outputs)); " +
                      (advice.empty() ? "" : advice + "; ") +
                      "where time and batch are flattened, return [time, batch, ...] and flatten "
                      "that behind the model");
@@ -186,7 +187,8 @@ JoinedOutputs join(std::vector<Batch> parts, const std::vector<int64_t>& row_cou
     if (!alike) {
       throw BatchError(
           "outputs of different micro-batches have different structures, so they cannot be joined; "
-          "return the same ones for every batch");
+          "return the same ones for every batch, and one tensor, as in torch.stack(outputs), in "
+          "place of a list with a tensor for each sample");
     }
   }
   refuse_squeezed(parts, row_counts, "outputs");

@@ -62,6 +62,7 @@ struct Wrapped {
   std::atomic<bool> left_read = false;
   std::atomic<bool> holds_wrapped = false;  ///< forward calls a wrapped part
   std::atomic<bool> left_unread = false;
+  std::atomic<bool> went_back = false;  ///< some call's backward has been there
   std::atomic<bool> joining = false;    ///< tensors that forward left, in this call
   std::atomic<bool> joins_left = true;  ///< what forward leaves, until it has been seen not to work
   /// How often memory has run out where it was joined, and calls since then without it; 0 and 0

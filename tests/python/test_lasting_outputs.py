@@ -242,8 +242,20 @@ def test_wrapped_models_refuse_what_mixes_the_samples(name):
                 wrapped(X)
 
 
-def test_single_samples_cannot_tell():
-    wrapped = ib.wrap(mixing(lambda self, x, z: self.scale.exp()), micro_batch_size=1)
+def test_other_numbers_of_samples_tell_it_of_single_ones():
+    inner = mixing(lambda self, x, z: self.scale.exp())
+    wrapped = ib.wrap(inner, micro_batch_size=1)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            close(wrapped(X), inner(X))
+
+
+def test_single_samples_cannot_tell_without_a_look():
+    wrapped = ib.wrap(
+        mixing(lambda self, x, z: self.scale.exp()),
+        micro_batch_size=1,
+        batch_coupling="per_micro_batch",
+    )
     for grad in (True, False):
         with pytest.raises(
             ib.BatchError, match=r"outputs\[1\] could be .* larger micro_batch_size"

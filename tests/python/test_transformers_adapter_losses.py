@@ -75,6 +75,58 @@ def test_a_model_whose_own_loss_compares_samples(tmp_path):
     assert all(parameter.grad is None for parameter in ours.model.parameters())
 
 
+WEIGHTS = torch.linspace(0.2, 2, VOCABULARY, dtype=torch.float64)
+
+
+class TwoHeads(TokenTagger):
+    """Returns auxiliary logits beside its own, and by itself a loss of both, weighted by classes."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.aux = nn.Linear(8, VOCABULARY).double()
+        self.own = own
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        h = self.embed(input_ids).tanh()
+        outputs = {"logits": self.head(h), "aux_logits": self.aux(h)}
+        if labels is None or not self.own:
+            return outputs
+        return {"loss": two_heads_loss(outputs, labels), **outputs}
+
+
+def two_heads_loss(outputs, labels, num_items_in_batch=None):
+    losses = [
+        nn.functional.cross_entropy(outputs[name].transpose(1, 2), labels, weight=WEIGHTS)
+        for name in ("logits", "aux_logits")
+    ]
+    return losses[0] + 0.4 * losses[1]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("options", [SIZES, {"micro_batch_size": 12}, {"memory_budget": "256MiB"}])
+def test_auxiliary_and_weighted_losses(tmp_path, options, own):
+    """Of the outputs of the whole batch; the model's own where that is one micro-batch."""
+    more = {} if own else {"compute_loss_func": two_heads_loss}
+    arguments = {"max_steps": 4}
+    data = texts(29)
+    native = trainer(
+        transformers.Trainer, TwoHeads(own), tmp_path, data, NATIVE, arguments=arguments, **more
+    )
+    ours = trainer(
+        Trainer, TwoHeads(own), tmp_path, data, PIECES, arguments=arguments, **more, **options
+    )
+    native.train()
+    if own and options == SIZES:
+        weights = copy.deepcopy(ours.model.state_dict())
+        with pytest.raises(ib.Unsupported, match="a micro_batch_size, or a budget, that holds"):
+            ours.train()
+        assert untouched(ours, weights)
+        return
+    ours.train()
+    assert farthest(ours.model, native.model) < 1e-10
+    assert abs(ours.evaluate()["eval_loss"] - native.evaluate()["eval_loss"]) < 1e-10
+
+
 def test_an_auxiliary_loss_of_experts(tmp_path):
     def model():
         config = transformers.MixtralConfig(
@@ -181,16 +233,19 @@ def test_a_mean_that_shows_in_a_later_batch(tmp_path):
     data = texts(12, ragged=False) + texts(12)
     for row in data:
         row["labels"] = row["input_ids"].clone()
-    _, ours = pair(tmp_path, IgnoresPadding, data)
-    ours.get_train_dataloader = lambda: torch.utils.data.DataLoader(
+    native, ours = pair(tmp_path, IgnoresPadding, data, max_steps=2)
+    loader = lambda size: lambda: torch.utils.data.DataLoader(  # noqa: E731
         [{**row, "labels": nn.functional.pad(row["labels"], (0, 10 - len(row["labels"])), value=PAD),
           "input_ids": nn.functional.pad(row["input_ids"], (0, 10 - len(row["input_ids"])), value=PAD),
           "attention_mask": (torch.arange(10) < len(row["labels"])).long()} for row in data],
-        batch_size=3,
+        batch_size=size,
     )  # fmt: skip
-    with pytest.raises(ib.Unsupported, match="no sum or mean over samples or labels"):
-        ours.train()
-    assert ours.state.global_step == 1
+    for run, size in ((native, 12), (ours, 3)):
+        run.get_train_dataloader = loader(size)
+        run.train()
+        assert run.state.global_step == 2
+    assert "no sum or mean over samples or labels" in str(ours._infinitybatch._no_mean)
+    assert farthest(ours.model, native.model) < 1e-10
 
 
 def test_answers_past_the_end(tmp_path):
@@ -246,21 +301,26 @@ def trained(kind, folder, pieces, labels, model=Weighs, words=None, **more):
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 4])
 def test_weights_of_classes_are_seen_where_a_class_shows_first(steps, tmp_path):
-    """After so many batches of one class: in step 3 and 5 nobody looks for other reasons."""
+    """After so many batches of one class: in step 3 and 5 nobody looks for other reasons. From there on
+    it is the loss of the whole batch, as `wrap` knows it."""
     labels = [0] * 12 * steps + [0] * 5 + [1] * 2 + [0] * 5
+    native = trained(transformers.Trainer, tmp_path, NATIVE, labels)
     ours = trained(Trainer, tmp_path, PIECES, labels, micro_batch_size=5)
-    with pytest.raises(ib.Unsupported, match="no sum or mean over samples or labels"):
-        ours.train()
-    assert ours.state.global_step == steps
+    for run in (native, ours):
+        run.train()
+    assert (ours._infinitybatch._no_mean is not None) and ours.state.global_step == steps + 1
+    assert farthest(ours.model, native.model) < 1e-10
 
 
 def test_weights_of_many_classes(tmp_path):
     """More than are looked at together, and the one that is weighed comes last."""
     labels = [*range(2, 13), 1]
+    native = trained(transformers.Trainer, tmp_path, NATIVE, labels)
     ours = trained(Trainer, tmp_path, PIECES, labels, micro_batch_size=5)
-    with pytest.raises(ib.Unsupported, match="no sum or mean"):
-        ours.train()
-    assert ours.state.global_step == 0
+    for run in (native, ours):
+        run.train()
+    assert ours._infinitybatch._no_mean is not None
+    assert farthest(ours.model, native.model) < 1e-10
 
 
 def test_weights_that_no_label_tells_of(tmp_path):

@@ -29,6 +29,8 @@ const char* name_of(Failure failure) {
       return "nothing to cut";
     case Failure::coupling:
       return "coupling";
+    case Failure::not_joined:
+      return "not joined";
     case Failure::no_room_to_look:
       return "no room to look";
     case Failure::looked_too_far:
@@ -148,7 +150,8 @@ TEST(Recovery, WhatCannotRunOutOfMemoryIsNoRestart) {
     for (const Answer answer : row.answers) {
       const bool learned = row.failure == Failure::coupling ||
                            row.failure == Failure::other_segments ||
-                           row.failure == Failure::nothing_to_cut || row.failure == Failure::other;
+                           row.failure == Failure::nothing_to_cut ||
+                           row.failure == Failure::not_joined || row.failure == Failure::other;
       EXPECT_EQ(is_restart(answer), !learned) << name_of(answer);
     }
   }
@@ -169,6 +172,7 @@ TEST(Recovery, TellsFailuresApart) {
   EXPECT_EQ(thrown([] { throw SegmentsChanged(4); }).segments, 4);
   EXPECT_EQ(thrown([] { throw NothingToCut(); }).failure, Failure::nothing_to_cut);
   EXPECT_EQ(thrown([] { throw CouplingError("aten::op", "couples"); }).failure, Failure::coupling);
+  EXPECT_EQ(thrown([] { throw BatchError("no list of all"); }).failure, Failure::not_joined);
   EXPECT_EQ(thrown([] { throw NoRoomToLook(3, 2, 1, /*backward=*/false); }).failure,
             Failure::no_room_to_look);
   EXPECT_EQ(thrown([] { throw LookedTooFar(); }).failure, Failure::looked_too_far);
