@@ -294,6 +294,23 @@ self.register_buffer('v$', self.b$.data[:W // 2])""",
         tags="opaque",
     ),
     of(
+        "buffers that change places, and one is written",
+        """
+self.b$, self.v$ = self.v$, self.b$
+self.b$.add_(0.3)
+h = h * (1 + 0.1 * self.b$ - 0.1 * self.v$)""",
+        """
+self.register_buffer('b$', torch.ones(W))
+self.register_buffer('v$', torch.zeros(W))""",
+        tags="opaque",
+    ),
+    of(
+        "buffer in a parameter's memory",
+        "self.b$ = self.m$.weight.detach()\nh = self.m$(h) + F.linear(h, self.b$)",
+        "self.m$ = nn.Linear(W, W)\nself.register_buffer('b$', None)",
+        tags="opaque",
+    ),
+    of(
         "module of the first call",
         """
 if self.m$ is None:
