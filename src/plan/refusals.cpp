@@ -26,14 +26,25 @@ std::string smallest_plan(const Request& request) {
          " (BatchNorm in training)";
 }
 
-/// Of the splits that count, by their size and number of micro-batches.
-std::optional<int64_t> least_peak(const Request& request, const Prediction& prediction,
+/// What is planned with where no step has ended yet.
+Learned before_steps(Learned learned) {
+  learned.whole_loss = {};
+  learned.steps.clear();
+  return learned;
+}
+
+/// Of the splits that count, by their size and number of micro-batches: what the step takes, and
+/// what it is taken to need where it is the first.
+std::optional<int64_t> least_peak(const Request& request, const Learned& learned,
                                   const std::function<bool(int64_t, int64_t)>& counts) {
+  const Learned before = request.two_pass ? before_steps(learned) : learned;
+  const Prediction first(request, before);
+  const Prediction later(request, learned);
   std::optional<int64_t> least;
   for (int64_t cap = 1; cap < 2 * request.whole(); cap *= 2) {
     const int64_t size = request.size_under(cap);
     if (!counts(size, request.count_under(size))) continue;
-    least = std::min(least.value_or(INT64_MAX), prediction.peak(size));
+    least = std::min(least.value_or(INT64_MAX), std::max(first.peak(size), later.peak(size)));
     if (!request.two_pass) break;  // no size is predicted to need less than a smaller one does
   }
   return least;
@@ -50,7 +61,7 @@ void refuse(const Request& request, int64_t needed, const std::string& what) {
 std::optional<int64_t> smallest_budget(const Request& request, const Learned& learned) {
   if (!learned.profile) return std::nullopt;
   const Prediction prediction(request, learned);
-  return least_peak(request, prediction, [&](int64_t size, int64_t count) {
+  return least_peak(request, learned, [&](int64_t size, int64_t count) {
     const int64_t least = request.packing ? size : request.batch_size / count;
     const bool shown = least >= kSmallProbe * request.unit() || prediction.measured_step(size);
     return shown && (!request.two_pass || prediction.knows_whole_loss(static_cast<size_t>(count)));
@@ -63,7 +74,7 @@ void refuse_smallest(const Request& request, const Learned& learned, int64_t nee
   if (smallest > budget) throw BudgetExceeded(*smallest, budget, smallest, smallest_plan(request));
   if (learned.profile) {
     const auto any = [](int64_t /*size*/, int64_t /*count*/) { return true; };
-    needed = std::max(needed, *least_peak(request, {request, learned}, any));
+    needed = std::max(needed, *least_peak(request, learned, any));
   }
   refuse(request, needed, smallest_plan(request));
 }

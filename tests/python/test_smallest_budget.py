@@ -214,3 +214,39 @@ def test_none_before_the_loss_has_run(by: str, coupled: bool, offload: str) -> N
     """A first step is refused before its loss is computed, which takes what nobody knows."""
     error = refused(90, by, normed, coupled, offload)
     assert error.smallest_feasible is None and "at least" in str(error)
+
+
+def test_in_a_later_step() -> None:
+    """Where something else has come to be live, after steps that told what the loss takes: another
+    model's first step plans without knowing that."""
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 20), torch.arange(64) % 5
+    layers: list[nn.Module] = [nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU()]
+    for _ in range(2):
+        layers += [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU()]
+    inner = nn.Sequential(*layers, nn.Linear(64, 5))
+
+    def steps(wrapped: nn.Module, count: int) -> None:
+        for _ in range(count):
+            wrapped.zero_grad(set_to_none=True)
+            F.cross_entropy(wrapped(x), y).backward()
+        wrapped.zero_grad(set_to_none=True)
+
+    before = live()
+    native = peak_of(lambda: steps(copy.deepcopy(inner), 1)) - before
+    budget = live() + 2 * native
+    wrapped = ib.wrap(copy.deepcopy(inner), memory_budget=budget, offload="never")
+    steps(wrapped, 2)
+    for share in range(60, 20, -4):
+        ballast = torch.empty(budget - live() - native * share // 100, dtype=torch.uint8)
+        try:
+            steps(wrapped, 1)
+        except ib.BudgetExceeded as error:
+            smallest = error.smallest_feasible
+            break
+    assert smallest is not None
+    more = smallest - budget
+    del wrapped
+    again = ib.wrap(copy.deepcopy(inner), memory_budget=budget + more, offload="never")
+    steps(again, 2)
+    del ballast
