@@ -36,7 +36,8 @@ constexpr const char* kStack =
       name_of(form.outputs, leaf) + shape_for(form.outputs.leaves()[leaf].tensor, form.rows) +
       ": no dimension follows the micro-batch, so the parts cannot be joined, and " + why +
       "; return one value for each sample (a list with a tensor for each as torch.stack(outputs); "
-      "a mean over samples is then for the loss to take; a model that returns its own loss is for losses.from_model). What the model itself "
+      "a mean over samples is then for the loss to take; a model that returns its own loss is for "
+      "losses.from_model). What the model itself "
       "needs of the whole batch is a matter for "
       "across_batch");
 }
