@@ -185,7 +185,8 @@ void bind_wrap(py::module_& module) {
         if (InStep::is()) ThreadContext::get().met_wrapped = true;
         return InStep::is();
       },
-      "Whether this thread runs a step, or a call of a wrapped module: whoever asks, a wrapped part, "
+      "Whether this thread runs a step, or a call of a wrapped module: whoever asks, a wrapped "
+      "part, "
       "computes plainly then.");
   module.def(
       "_sees_all", [] { return ThreadContext::get().sees_all; },

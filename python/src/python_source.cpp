@@ -1,7 +1,7 @@
 #include "python_source.hpp"
 
-#include "hidden_rows.hpp"
 #include "core/kept_batch.hpp"
+#include "hidden_rows.hpp"
 #include "step/admission.hpp"
 #include "step/mark_batch.hpp"
 
@@ -83,9 +83,7 @@ Sides to_sides(py::handle inputs, py::handle targets, const std::optional<BatchD
   });
   StepSide right = to_step_side(
       targets, "targets", batch_dim,
-      [&](Batch batch) {
-        return mark_targets(std::move(batch), *batch_dim, left.extent, whole);
-      },
+      [&](Batch batch) { return mark_targets(std::move(batch), *batch_dim, left.extent, whole); },
       whole);
   if (whole && right.has_rows() && left.has_rows() && right.source->size != left.source->size) {
     static const py::handle module = py::module_::import("infinitybatch._rows").release();

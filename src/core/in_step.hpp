@@ -2,9 +2,9 @@
 
 namespace infinitybatch {
 
-/// While it lives a step runs, a call of a wrapped model, or its backward: whatever wrapped model is
-/// called by their code (a part of the model, the loss, a checkpoint that computes again) computes
-/// plainly. So it is in the threads too in which autograd goes back on an accelerator.
+/// While it lives a step runs, a call of a wrapped model, or its backward: whatever wrapped model
+/// is called by their code (a part of the model, the loss, a checkpoint that computes again)
+/// computes plainly. So it is in the threads too in which autograd goes back on an accelerator.
 class InStep {
  public:
   InStep();

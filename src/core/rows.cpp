@@ -405,7 +405,7 @@ BatchSource whole_targets(const BatchSource& targets, int64_t samples) {
     leaf.places = 1;
     in_rows.leaves()[i].tensor = at::Tensor();
   }
-  return {samples,          KeptRows{std::move(whole), {}}, "whole;" + signature_of(in_rows),
+  return {samples, KeptRows{std::move(whole), {}}, "whole;" + signature_of(in_rows),
           dims_of(in_rows), /*uniform=*/true};
 }
 

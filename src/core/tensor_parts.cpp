@@ -41,7 +41,8 @@ at::Tensor integers_of(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
   const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
   at::Tensor empty = at::empty({0}, at::TensorOptions(type).device(tensor.device()));
-  if (per_integer == 0) return empty.set_(storage, 0, {static_cast<int64_t>(storage.nbytes())}, {1});
+  if (per_integer == 0)
+    return empty.set_(storage, 0, {static_cast<int64_t>(storage.nbytes())}, {1});
   return empty.set_(storage, tensor.storage_offset(), tensor.sizes(), tensor.strides());
 }
 
@@ -118,8 +119,7 @@ TensorParts parts_of(const at::Tensor& tensor) {
 TensorStorages storages_of(const at::Tensor& tensor) {
   TensorStorages storages;
   const auto add = [&](const at::Tensor& part) {
-    c10::StorageImpl* storage =
-        part.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    c10::StorageImpl* storage = part.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     if (storage != nullptr) storages.push_back(storage);
   };
   if (!tensor.defined()) return storages;

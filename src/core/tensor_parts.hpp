@@ -22,8 +22,8 @@ struct TensorParts {
   /// A plain one itself; indices and values of a sparse one; buffer and sizes of a nested one; the
   /// integers of a quantized one; what a subclass wraps.
   c10::SmallVector<at::Tensor, 3> tensors;
-  /// Whether it has no memory beside them. What MKL-DNN keeps, or a subclass that does not tell what
-  /// it wraps, nobody knows.
+  /// Whether it has no memory beside them. What MKL-DNN keeps, or a subclass that does not tell
+  /// what it wraps, nobody knows.
   bool complete = true;
 };
 

@@ -68,7 +68,8 @@ bool same_kind(const at::Tensor& a, const at::Tensor& b) {
 }  // namespace
 
 bool has_repeats(const at::Tensor& tensor) {
-  if (!is_plain(tensor) || tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense()) return false;
+  if (!is_plain(tensor) || tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense())
+    return false;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
     if (tensor.stride(dim) == 0 && tensor.size(dim) > 1) return true;
   }
@@ -124,7 +125,8 @@ bool can_be_compared(const at::Tensor& tensor) {
 
 at::Tensor any_bit_differs(const at::Tensor& a, const at::Tensor& b) {
   const auto answer = [&](bool differs) {
-    return at::full({}, differs, at::TensorOptions(at::kBool).device(a.is_meta() ? at::kCPU : a.device()));
+    return at::full({}, differs,
+                    at::TensorOptions(at::kBool).device(a.is_meta() ? at::kCPU : a.device()));
   };
   if (is_plain(a) && is_plain(b)) return a.is_meta() ? answer(false) : any_plain_bit_differs(a, b);
   if (!same_kind(a, b)) return answer(true);

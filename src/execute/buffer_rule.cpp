@@ -233,10 +233,10 @@ void BufferRule::put_in_place(const Entry& entry) {
 bool BufferRule::was_put_back(const Entry& entry) const {
   if (entry.settled.defined() || !entry.left || !entry.left->put.defined()) return false;
   const c10::StorageImpl* const storage = storage_of(entry.left->put);
-  const bool meets = storage != nullptr &&
-                     std::any_of(entries_.begin(), entries_.end(), [&](const Entry& other) {
-                       return other.written && storage_of(other.tensor) == storage;
-                     });
+  const bool meets =
+      storage != nullptr && std::any_of(entries_.begin(), entries_.end(), [&](const Entry& other) {
+        return other.written && storage_of(other.tensor) == storage;
+      });
   // A parameter's memory, say, which nobody has written.
   return meets && any_bit_differs(entry.left->put, entry.left->values).item<bool>();
 }

@@ -65,8 +65,8 @@ class BufferRule final : public Check {
   /// Those that one has written, where no other tensor was put into their place.
   std::vector<at::Tensor> written_buffers() const;
 
-  /// The name of one that the first micro-batch has changed, though no op is known to have (NumPy, a
-  /// pointer); null where there is none.
+  /// The name of one that the first micro-batch has changed, though no op is known to have (NumPy,
+  /// a pointer); null where there is none.
   const std::string* written_by_no_op() const;
 
   /// Whether restoring writes into memory that graphs may have saved.

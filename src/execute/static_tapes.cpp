@@ -58,9 +58,8 @@ bool StaticTapes::is_known(int64_t rows, const tape::Tape& tape) {
         "; leave static_graph out");
   }
   // Recordings of other numbers of rows are of the program before, too.
-  const bool used = std::any_of(by_rows.begin(), by_rows.end(), [&](const auto& each) {
-    return each.second.used > known.met;
-  });
+  const bool used = std::any_of(by_rows.begin(), by_rows.end(),
+                                [&](const auto& each) { return each.second.used > known.met; });
   by_rows.clear();
   if (!used) {
     if (std::exchange(changed, true)) distrust();

@@ -27,8 +27,8 @@ struct StaticTapes {
 
   /// So are they where another program was found too late. Nothing of it is believed from then on.
   std::shared_ptr<std::atomic<bool>> outdated = std::make_shared<std::atomic<bool>>(false);
-  int64_t steps = 0;  ///< that have succeeded
-  bool ran = false;   ///< user code, in the step at work
+  int64_t steps = 0;     ///< that have succeeded
+  bool ran = false;      ///< user code, in the step at work
   bool changed = false;  ///< forward has become another program once, and nobody said what decides
 
   /// Whether there is a confirmed recording of so many rows.

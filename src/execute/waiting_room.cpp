@@ -43,8 +43,7 @@ int64_t WaitingRoom::leave(offload::Store& store, const std::set<tape::Crossing>
     }
     entry.offloaded.reset();
     if (storage_of(entry.tensor) == nullptr) continue;
-    const auto [place, is_new] =
-        known.try_emplace(storage_of(entry.tensor), storages.size());
+    const auto [place, is_new] = known.try_emplace(storage_of(entry.tensor), storages.size());
     if (is_new) storages.emplace_back();
     Leaving& leaving = storages[place->second];
     leaving.tensors.push_back(entry.tensor);

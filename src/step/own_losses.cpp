@@ -33,9 +33,9 @@ void OwnLosses::watch(const Batch& inputs) {
 }
 
 bool OwnLosses::is_given(const at::Tensor& number) const {
-  return is_plain(number) &&
-         std::any_of(given_.begin(), given_.end(),
-                     [&](const at::Tensor& each) { return each.is_alias_of(number); });
+  return is_plain(number) && std::any_of(given_.begin(), given_.end(), [&](const at::Tensor& each) {
+           return each.is_alias_of(number);
+         });
 }
 
 const OwnLoss* OwnLosses::find(const at::Tensor& tensor) const {

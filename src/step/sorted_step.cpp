@@ -331,8 +331,9 @@ SortedStep::SortedStep(const Options& options, const Loss& loss, const BatchSour
   }
   inputs_ = all.in_parts() ? sorted_rows(inputs, all.dims(), trimming_)
                            : BatchSource::from(trimming_->sorted(all.batch()), "inputs");
-  targets_ = beside.in_parts() ? sorted_rows(targets, beside.dims(), trimming_)
-                               : targets_source(trimming_->sorted(beside.batch()), inputs_.size, loss);
+  targets_ = beside.in_parts()
+                 ? sorted_rows(targets, beside.dims(), trimming_)
+                 : targets_source(trimming_->sorted(beside.batch()), inputs_.size, loss);
   loss_ = in_callers_order(loss, trimming_);
   const bool cuts_targets =
       std::any_of(trimming_->sequences.begin(), trimming_->sequences.end(),

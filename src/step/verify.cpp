@@ -132,9 +132,8 @@ bool targets_follow_samples(const BatchSource& targets) {
     return leaf.tensor.defined() && leaf.batch_dim == Leaf::kShared;
   };
   const auto& leaves = batch->leaves();
-  const bool unmarked = std::any_of(leaves.begin(), leaves.end(), [&](const Leaf& leaf) {
-    return stands(leaf) && !leaf.marked;
-  });
+  const bool unmarked = std::any_of(leaves.begin(), leaves.end(),
+                                    [&](const Leaf& leaf) { return stands(leaf) && !leaf.marked; });
   return !unmarked && !std::all_of(leaves.begin(), leaves.end(), [&](const Leaf& leaf) {
     return !leaf.tensor.defined() || stands(leaf);
   });

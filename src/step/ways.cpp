@@ -7,7 +7,6 @@
 #include "step/kept_boundaries.hpp"
 #include "step/meter.hpp"
 #include "step/options.hpp"
-#include "step/sorted_batch.hpp"
 #include "step/rehearsal.hpp"
 #include "step/sorted_batch.hpp"
 

@@ -41,11 +41,11 @@ namespace infinitybatch {
 
 namespace {
 
-/// Forward of the whole batch; where it fails, what it has changed is put back. So it is, and nothing
-/// is returned, where forward calls a wrapped part: a checkpoint around it would run again in a
-/// backward that is nobody's step, where that part computes micro-batches of its own.
-std::optional<Batch> run_natively(const Wrapped& wrapped, const Problem& problem, const Batch& inputs,
-                   int64_t total) {
+/// Forward of the whole batch; where it fails, what it has changed is put back. So it is, and
+/// nothing is returned, where forward calls a wrapped part: a checkpoint around it would run again
+/// in a backward that is nobody's step, where that part computes micro-batches of its own.
+std::optional<Batch> run_natively(const Wrapped& wrapped, const Problem& problem,
+                                  const Batch& inputs, int64_t total) {
   const Within<&ThreadContext::sees_all> whole(true);
   const Within<&ThreadContext::met_wrapped> none_met(false);
   const auto forward = [&] { return wrapped.model.forward(to_device(inputs, problem.device)); };

@@ -250,7 +250,10 @@ def one_ahead(model: Any, optimizer: Any, loader: Any) -> None:
 
 def drawn() -> Any:
     sampler = WeightedRandomSampler(
-        [1.0] * N, N, replacement=True, generator=torch.Generator(torch.get_default_device()).manual_seed(3)
+        [1.0] * N,
+        N,
+        replacement=True,
+        generator=torch.Generator(torch.get_default_device()).manual_seed(3),
     )
     return DataLoader(TensorDataset(X, Y), batch_size=4, sampler=sampler)
 

@@ -24,8 +24,8 @@ int64_t as_bytes(double bytes) {
 void refuse_what_cannot_fit(const ModelOptions& options, const Dataset& data, int64_t most) {
   const std::optional<NetworkSize> size = size_of_network(options, data);
   if (!size) return;
-  const std::string flags = "--width " + std::to_string(options.width) + ", --depth " +
-                            std::to_string(options.depth);
+  const std::string flags =
+      "--width " + std::to_string(options.width) + ", --depth " + std::to_string(options.depth);
   const int64_t numbers = as_bytes(size->parameters * sizeof(float));
   if (numbers > most) {
     throw BudgetExceeded(numbers, most, std::nullopt, "the model alone (" + flags + ")");

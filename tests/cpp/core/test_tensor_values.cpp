@@ -43,8 +43,7 @@ std::vector<Kind> kinds() {
       {"expanded", [](double near) { return at::full({1, 1}, near).expand({3, 5}); }},
       {"expanded in one dimension",
        [](double near) { return numbers(near).slice(1, 1, 2).expand({4, 6}); }},
-      {"conjugated",
-       [](double near) { return at::complex(numbers(near), numbers(near)).conj(); }},
+      {"conjugated", [](double near) { return at::complex(numbers(near), numbers(near)).conj(); }},
       {"negated",
        [](double near) { return at::imag(at::complex(numbers(near), numbers(near)).conj()); }},
       {"bool", [](double near) { return numbers(0) > near; }},
@@ -130,8 +129,7 @@ TEST(TensorValues, OtherPlacesAndScalesArePutBack) {
   ASSERT_TRUE(put_back(sparse, before));
   EXPECT_TRUE(same(sparse, before));
 
-  at::Tensor quantized =
-      at::quantize_per_tensor(numbers(0).to(at::kFloat), 0.05, 3, at::kQInt8);
+  at::Tensor quantized = at::quantize_per_tensor(numbers(0).to(at::kFloat), 0.05, 3, at::kQInt8);
   const at::Tensor kept = value_of(quantized);
   quantized.copy_(at::quantize_per_tensor(numbers(1).to(at::kFloat), 0.1, 0, at::kQInt8));
   ASSERT_TRUE(put_back(quantized, kept));

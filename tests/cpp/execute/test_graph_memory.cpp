@@ -77,16 +77,17 @@ TEST(GraphMemory, LeavesAndComesBackBitForBit) {
 
 TEST(GraphMemory, PartsOfWhatForwardWasGivenStay) {
   const at::Tensor dense = at::eye(16).add(at::eye(16).roll(1, 0));
-  const std::vector<at::Tensor> adjacencies = {
-      dense.to_sparse(), dense.to_sparse_csr(), dense.to_mkldnn(),
-      at::quantize_per_tensor(dense, 0.1, 0, at::kQInt8)};
+  const std::vector<at::Tensor> adjacencies = {dense.to_sparse(), dense.to_sparse_csr(),
+                                               dense.to_mkldnn(),
+                                               at::quantize_per_tensor(dense, 0.1, 0, at::kQInt8)};
   const at::Tensor x = random({16, 8}).requires_grad_();
   for (const at::Tensor& adjacency : adjacencies) {
     const auto forward = [&] {
       const bool sparse = adjacency.is_sparse() || adjacency.layout() == at::kSparseCsr;
       const at::Tensor h = at::tanh(x);
       if (sparse) return Batch(at::mm(adjacency, h).sin());
-      const at::Tensor read = adjacency.is_quantized() ? adjacency.dequantize() : adjacency.to_dense();
+      const at::Tensor read =
+          adjacency.is_quantized() ? adjacency.dequantize() : adjacency.to_dense();
       return Batch(at::mm(read, h).sin());
     };
     const at::Tensor wanted =
@@ -95,11 +96,11 @@ TEST(GraphMemory, PartsOfWhatForwardWasGivenStay) {
     GraphMemory memory;
     Batch outputs = memory.watch(forward);
     EXPECT_GT(memory.offload(store, {}), 0);
-    const at::Tensor still = adjacency.is_quantized() ? adjacency.dequantize() : adjacency.to_dense();
+    const at::Tensor still =
+        adjacency.is_quantized() ? adjacency.dequantize() : adjacency.to_dense();
     EXPECT_TRUE(at::allclose(still, dense, 0, 1e-6));
     memory.fetch(/*ahead=*/false);
-    const at::Tensor found =
-        torch::autograd::grad({outputs.leaves()[0].tensor.sum()}, {x}).front();
+    const at::Tensor found = torch::autograd::grad({outputs.leaves()[0].tensor.sum()}, {x}).front();
     EXPECT_TRUE(at::equal(found, wanted));
   }
 }
