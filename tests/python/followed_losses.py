@@ -173,7 +173,7 @@ CASES: list[Case] = [
         lambda: penalised(),
     ),
     (
-        "register the class with torch.utils._pytree, or where keep_outputs asks for it use on_micro_batch",
+        "register the class with torch.utils._pytree, return its tensors, or give a micro_batch_size as large as the batch; where keep_outputs asks for it use on_micro_batch",
         LOSSES["outputs that nobody knows how to join"][0],
         lambda: kept_by_callback(),
     ),

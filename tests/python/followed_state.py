@@ -256,14 +256,14 @@ CASES: list[Case] = [
     ),
     # Time first, where sizes allow it.
     (
-        "no dimension follows the micro-batch, so the parts cannot be joined; return one value for each sample; ",
+        "no dimension follows the micro-batch, so the parts cannot be joined; return one value for each sample (a list with a tensor for each as torch.stack(outputs)); ",
         lambda: exact(last_step(), STEPS, wrapped=True),
         lambda message: exact(
             last_step(), STEPS, wrapped=True, batch_dim=int(message.split("say batch_dim=")[1][0])
         ),
     ),
     (
-        "no dimension follows the micro-batch, so the parts cannot be joined; return one value for each sample; ",
+        "no dimension follows the micro-batch, so the parts cannot be joined; return one value for each sample (a list with a tensor for each as torch.stack(outputs)); ",
         rows_without_time,
         lambda message: (without_dimension(message), ib.wrap(mlp(), micro_batch_size=4)(X).sum(0)),
     ),

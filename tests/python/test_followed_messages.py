@@ -20,6 +20,7 @@ AREAS = [
     "outputs",
     "steps",
     "state",
+    "made",
 ]
 CASES: dict[str, list[Case]] = {
     area: importlib.import_module(f"followed_{area}").CASES for area in AREAS
