@@ -253,6 +253,8 @@ void PlainRuns::experiment(int64_t total, const std::function<Batch(Rows)>& run,
   }
   const auto as_next = [this] { put_back(); };
   if (leaves_stay() && differs_from(try_from(as_next, other))) refuse_leaves();
+  // Activations are not held for the step.
+  std::erase_if(parts_.left_with_leaves, [this](const Left& each) { return !stays(each); });
 }
 
 void PlainRuns::learn_kinds(const std::vector<PlainNumber>& numbers,

@@ -65,24 +65,27 @@ void PlainRuns::put_back() const {
   base_.restore();
   if (!leaves_stay()) return;
   for (const Left& each : parts_.left_with_leaves) {
-    const Kind kind = known_->kind_of(each.name);
-    if (kind == Kind::once || (each.is_number && kind == Kind::kept)) each.put_in();
+    if (stays(each)) each.put_in();
   }
+}
+
+bool PlainRuns::stays(const Left& left) const {
+  const Kind kind = known_->kind_of(left.name);
+  return kind == Kind::once || (left.is_number && kind == Kind::kept);
 }
 
 /// It collects the gradients of all, and with it stays the flag that says that it is there.
 bool PlainRuns::leaves_stay() const {
   const std::vector<Left>& left = parts_.left_with_leaves;
-  return std::any_of(left.begin(), left.end(), [this](const Left& each) {
-    return each.holds_leaves && known_->kind_of(each.name) == Kind::once;
-  });
+  return std::any_of(left.begin(), left.end(),
+                     [this](const Left& each) { return each.holds_leaves && stays(each); });
 }
 
 /// Forward cannot go on from them alone: from now on they are put back as all else.
 void PlainRuns::refuse_leaves() const {
   std::string name;
   for (const Left& each : parts_.left_with_leaves) {
-    if (!each.holds_leaves || known_->kind_of(each.name) != Kind::once) continue;
+    if (!each.holds_leaves || !stays(each)) continue;
     known_->learn(each.name, Kind::kept);
     name = each.name;
   }
@@ -172,12 +175,13 @@ void PlainRuns::meet_leaves() {
     }
   }
   if (!any || !first) return;
-  for (const PlainNumber& each : moved_) {
-    if (each.put_in) parts_.left_with_leaves.push_back({each.name, each.put_in, true, false});
-  }
+  const auto keep = [this](Left left) {
+    const bool may_stay = known_->kind_of(left.name) == Kind::unknown || stays(left);
+    if (left.put_in && may_stay) parts_.left_with_leaves.push_back(std::move(left));
+  };
+  for (const PlainNumber& each : moved_) keep({each.name, each.put_in, true, false});
   for (const PlainObject& each : replaced_) {
-    const bool holds = !each.leaves.empty();
-    if (each.put_in) parts_.left_with_leaves.push_back({each.name, each.put_in, false, holds});
+    keep({each.name, each.put_in, false, !each.leaves.empty()});
   }
 }
 

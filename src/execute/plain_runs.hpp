@@ -149,6 +149,7 @@ class PlainRuns {
   void put_back() const;
   /// Whether a parameter that the first part made is the one of all parts.
   bool leaves_stay() const;
+  bool stays(const Left& left) const;
   [[noreturn]] void refuse_leaves() const;
   void note_remade(const PlainState& now) const;
   void note_move() const;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from support import Log
 from torch import nn
 
 TOLERANCE = 1e-12
@@ -146,7 +147,7 @@ def make(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 @functools.cache
 def counted_calls() -> list[int]:
     """Defines an operator that notes each of its calls here, by their places."""
-    calls: list[int] = []
+    calls = Log()
     library = torch.library.Library("checkpoints_test", "FRAGMENT")
     library.define("counted(Tensor x, int place) -> Tensor")
 

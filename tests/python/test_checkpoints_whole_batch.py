@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from measure import gradients, worst
-from support import Calls, Result, Tally, looks, native, ours, result_of, worst_error
+from support import Calls, Log, Result, Tally, looks, native, ours, result_of, worst_error
 from torch import nn
 
 TOLERANCE = 1e-12
@@ -298,7 +298,7 @@ def test_a_stretch_beyond_the_device(offload: str, above: int, coupled: bool) ->
     criterion = spread if coupled else nn.CrossEntropyLoss()
     wanted = native(model, criterion, inputs, targets)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    calls: list[int] = []
+    calls = Log()
     model.register_forward_hook(lambda *_: calls.append(1))
     sums = sum(parameter.nbytes for parameter in model.parameters())
     gc.collect()

@@ -12,7 +12,7 @@ from typing import Any
 import infinitybatch as ib
 import pytest
 import torch
-from support import Calls
+from support import Calls, Log
 from torch import nn
 from torch.nn import functional as F
 from wrap_support import close, contrastive
@@ -145,7 +145,7 @@ def around(backend: Any) -> None:
 def whole_function(backend: Any, **options: Any) -> None:
     case = Case(backend)
     wrapped = ib.wrap(case.model, micro_batch_size=4)
-    rows: list[int] = []
+    rows = Log()
     case.model[0].register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     function = case.compile(lambda x: contrastive(wrapped(x)), **options)
     try:

@@ -11,7 +11,7 @@ import infinitybatch as ib
 import pytest
 import torch
 import torch.nn.functional as F
-from support import Calls, classification
+from support import Calls, Log, classification
 from torch import nn
 from wrap_support import close, grads
 
@@ -167,7 +167,7 @@ def test_errors_let_go_of_everything(by: str) -> None:
 
 @pytest.mark.parametrize("by", BY)
 def test_what_ends_the_step_is_not_tried_again(by: str) -> None:
-    seen = []
+    seen = Log()
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         seen.append(len(x))
@@ -180,7 +180,7 @@ def test_what_ends_the_step_is_not_tried_again(by: str) -> None:
 
 @pytest.mark.parametrize("by", BY)
 def test_a_size_that_went_through_before_is_not_too_small(by: str) -> None:
-    calls = []
+    calls = Log()
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         calls.append(len(x))

@@ -18,7 +18,7 @@ from max_norm_models import (
     table,
     tokens,
 )
-from support import Calls, native, result_of, worst_error
+from support import Calls, Log, native, result_of, worst_error
 from torch import nn
 from torch.nn import functional as F
 
@@ -96,7 +96,7 @@ def test_what_else_reads_the_weight_is_named(name):
 def test_a_step_that_fails_leaves_the_weight_alone(kind):
     norm = [nn.BatchNorm1d(6)] if kind == "cut" else []
     model = reader(table(), *norm)
-    calls = []
+    calls = Log()
 
     def fail(module, inputs):
         calls.append(0)

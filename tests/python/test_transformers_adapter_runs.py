@@ -8,6 +8,7 @@ import shutil
 import infinitybatch as ib
 import pytest
 import torch
+from support import Log
 
 pytest.importorskip("transformers")
 from hf_support import (
@@ -151,13 +152,13 @@ def test_evaluation_goes_in_micro_batches(loss, tmp_path):
     more = {} if loss is None else {"compute_loss_func": token_loss}
     run = trainer(Trainer, language_model(), tmp_path, texts(29), PIECES, **SIZES, **more)
     run.args.per_device_eval_batch_size = 13
-    rows = []
+    rows = Log()
     run.model.transformer.register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(len(kwargs.get("input_ids", args[0] if args else []))),
         with_kwargs=True,
     )
     run.evaluate(), run.predict(run.eval_dataset)
-    assert len(rows) >= 6 and max(rows) == 5
+    assert {5, 3} <= set(rows) and rows.count(5) >= 4  # beside those that rows are looked at in
 
 
 def test_a_trainer_below_the_mixin_that_generates(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 import infinitybatch as ib
 import pytest
 import torch
+from support import Log
 from text_support import Encoder, bert, contrastive, masked_labels, texts
 from torch import nn
 from torch.nn import functional
@@ -73,7 +74,7 @@ def share_of_native(
 
 def counting(model: nn.Module) -> list[tuple[int, int]]:
     """Shapes that it is called with from now on."""
-    shapes: list[tuple[int, int]] = []
+    shapes = Log()
     model.register_forward_pre_hook(
         lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
