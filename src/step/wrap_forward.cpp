@@ -264,7 +264,9 @@ Batch ForwardPass::meet(const Batch& inputs, Batch outputs) {
     const bool alone = left.empty() || may_keep_beside(left);
     may_keep_ = may_keep_ && alone;
     const Wrapped& wrapped = *call_->wrapped;
-    if (!part_ && may_keep_ && (wrapped.left_read || !wrapped.went_back)) {
+    // Other ranks would not answer a replay.
+    const bool first_backward = !wrapped.went_back && !said_.any();
+    if (!part_ && may_keep_ && (wrapped.left_read || first_backward)) {
       // Through a hook or a closure, which nobody knows: the first backward tells.
       call_->run->engine().sinks().release(with_graph(given));
       may_keep_ = false;

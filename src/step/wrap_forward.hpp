@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/collectives.hpp"
 #include "step/own_losses.hpp"
 #include "step/wrap_run.hpp"
 #include "step/wrapped_call.hpp"
@@ -115,9 +116,10 @@ class ForwardPass {
   size_t parameters_ = 0;  // among the call's leaves, the first ones
   const memory::HighWater* planners_mark_ = nullptr;
   Rows rows_at_work_;
-  bool part_ = false;           // they are not all of the samples
-  bool keeping_ = false;        // its graph
-  bool may_keep_ = true;        // that
+  bool part_ = false;     // they are not all of the samples
+  bool keeping_ = false;  // its graph
+  bool may_keep_ = true;  // that
+  const CollectivesSince said_;
   uint64_t first_node_ = 0;     // of its graph, or before it
   std::vector<Batch> outputs_;  // of a model that is cut
   std::vector<int64_t> row_counts_;

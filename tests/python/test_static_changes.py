@@ -127,7 +127,7 @@ def outcomes(made: Callable[[], Any], way: str, size: int, to: Callable[[int], f
         same = all(
             p.grad is None
             if q.grad is None
-            else p.grad is not None and torch.allclose(p.grad, q.grad, 1e-10, 1e-13)
+            else p.grad is not None and torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-13)
             for p, q in zip(model.parameters(), native.parameters(), strict=True)
         )
         found += "e" if same else "w"
