@@ -19,28 +19,12 @@
 namespace infinitybatch {
 namespace {
 
-/// But for what is live when the step starts.
-bool is_alike(const Request& request, const Request& other) {
-  return request.signature == other.signature && request.dims == other.dims &&
-         request.lengths == other.lengths && request.reordered == other.reordered &&
-         request.batch_size == other.batch_size && request.budget_bytes == other.budget_bytes &&
-         request.whole_batch_only == other.whole_batch_only && request.fails_on == other.fails_on;
-}
-
 bool is_rehearsal(const Piece& piece) {
   return piece.plan.strategy == "rehearsal";
 }
 
 double ratio(int64_t above, int64_t predicted) {
   return static_cast<double>(above) / static_cast<double>(predicted);
-}
-
-/// And in nothing else that tells of a loss; see `plan_with`.
-bool differ_in_what_is_kept(const Request& a, const Request& b) {
-  const auto rest = [](const Request& request) {
-    return request.signature.substr(0, request.signature.find("|keeps"));
-  };
-  return a.kept != b.kept && a.batch_size == b.batch_size && a.dims == b.dims && rest(a) == rest(b);
 }
 
 }  // namespace
@@ -65,10 +49,10 @@ bool Planner::nothing_fits() const {
 void Planner::begin_rehearsal(const Request& request) {
   // The loss takes the same, whichever boundary activations are kept.
   std::optional<plan::WholeLoss> loss;
-  if (kinds_.learned() != nullptr && differ_in_what_is_kept(request, given_)) {
+  if (kinds_.learned() != nullptr && request.differs_in_kept_alone(given_)) {
     loss = learned().whole_loss;
   }
-  const bool same = is_alike(request, given_) && request.baseline_bytes == request_.baseline_bytes;
+  const bool same = request.is_alike(given_) && request.baseline_bytes == request_.baseline_bytes;
   const bool same_rows = request.signature == given_.signature && request.dims == given_.dims &&
                          request.batch_size == given_.batch_size &&
                          request.lengths == given_.lengths;
@@ -454,7 +438,7 @@ bool Planner::settled() const {
 }
 
 bool Planner::settled_for(const Request& request) const {
-  return settled_plan_ && !kinds_.borrowed() && is_alike(request, given_);
+  return settled_plan_ && !kinds_.borrowed() && request.is_alike(given_);
 }
 
 void Planner::plan_alone() {

@@ -11,6 +11,21 @@ std::vector<int64_t> Request::split(int64_t size, int64_t row) const {
   return packing ? packing->split(row, size) : split_evenly(batch_size - row, size);
 }
 
+bool Request::is_alike(const Request& other) const {
+  return signature == other.signature && dims == other.dims && lengths == other.lengths &&
+         reordered == other.reordered && batch_size == other.batch_size &&
+         budget_bytes == other.budget_bytes && whole_batch_only == other.whole_batch_only &&
+         fails_on == other.fails_on;
+}
+
+bool Request::differs_in_kept_alone(const Request& other) const {
+  const auto rest = [](const Request& request) {
+    return request.signature.substr(0, request.signature.find("|keeps"));
+  };
+  return kept != other.kept && batch_size == other.batch_size && dims == other.dims &&
+         rest(*this) == rest(other);
+}
+
 int64_t Request::count_under(int64_t cap) const {
   return packing ? std::ssize(packing->split(0, cap)) : (batch_size + cap - 1) / cap;
 }

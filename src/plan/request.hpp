@@ -60,6 +60,11 @@ struct Request {
   /// unit. Null: they are samples, and micro-batches as equal as can be.
   std::shared_ptr<const plan::Packing> packing;
 
+  /// But for what is live when the step starts.
+  bool is_alike(const Request& other) const;
+  /// In which boundary activations are kept, and in nothing else that tells of a loss; see
+  /// `plan_with`.
+  bool differs_in_kept_alone(const Request& other) const;
   /// The rows from `row` on in micro-batches of at most this size.
   std::vector<int64_t> split(int64_t size, int64_t row = 0) const;
   /// As few of them as possible: their number, and the least size that makes no more.
